@@ -1,0 +1,90 @@
+"""What an environment is: the state machine of one task. It knows no tokens and no models."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from posttrain.recipe.components import EnvironmentRecipe
+
+Message = dict[str, str]
+"""A chat message: `{"role": "system" | "user", "content": text}`."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy sees first: the messages before its first answer."""
+
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one action led to.
+
+    `messages` are shown to the policy if the episode goes on. `terminated` means the task ended by its own rules,
+    `truncated` that a limit cut it off. `info["success"]` (bool) is set on the last step; `info["rejected"]` (text)
+    says why an answer was not understood.
+    """
+
+    messages: list[Message]
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Success of a reference player on given seeds.
+
+    `success` is the mean success in [0, 1]; `n` the number of seeds; `interval` the 95% interval over seeds, or
+    None when the value is exact for those seeds. `mean_return` is the mean undiscounted return.
+    """
+
+    success: float
+    mean_return: float
+    n: int
+    interval: tuple[float, float] | None = None
+
+
+class Environment(ABC):
+    """One task attempt. A fresh instance plays each episode.
+
+    Subclasses nest a `Recipe` class (keys of `environment:` in a recipe) and implement `reset` and `step`; `expert`
+    and `baselines` where they can be computed.
+    """
+
+    Recipe: ClassVar[type[EnvironmentRecipe]]
+
+    def __init__(self, recipe: EnvironmentRecipe) -> None:
+        self.recipe: Any = recipe
+
+    @abstractmethod
+    def reset(self, seed: int) -> Observation:
+        """Start the task that `seed` determines. The same seed gives the same task and the same chance events."""
+
+    @abstractmethod
+    def step(self, action: str) -> Step:
+        """Play the policy's answer `action` (text, as sampled). Raises RuntimeError after the last step."""
+
+    def expert(self) -> str:
+        """The answer text of an optimal policy in the current state; NotImplementedError where none is known."""
+        raise NotImplementedError(f"{type(self).__name__} has no expert")
+
+    def random_answer(self, draw: float) -> str:
+        """A well-formed answer with a uniformly random action, chosen by `draw` in [0, 1)."""
+        raise NotImplementedError(f"{type(self).__name__} has no random player")
+
+    @classmethod
+    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+        """`{"random": ..., "optimal": ...}` on these seeds, as far as they can be computed."""
+        return {}
+
+    @classmethod
+    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+        """Prove without a model that a reference solution earns full reward and a wrong answer does not.
+
+        Raises AssertionError that names the seed and what went wrong.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not validate itself")

@@ -1,0 +1,81 @@
+"""Finding a component by the `type` a recipe gives it: a built-in name, `module:Class`, or `path/to/file.py`.
+
+Components are named here by text and imported on demand, so a recipe can be read without torch and an
+environment of the user's own has the same standing as a built-in one.
+"""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from posttrain.errors import InputError
+from posttrain.recipe.base import Part
+
+ENVIRONMENTS = {
+    "bandit": "posttrain.environments.bandit:Bandit",
+    "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
+    "sokoban": "posttrain.environments.sokoban:Sokoban",
+}
+
+
+class EnvironmentRecipe(Part):
+    """Keys that every environment has; an environment's own `Recipe` class adds to them."""
+
+    type: str
+    """A built-in name, `module:Class`, or `path/to/file.py` (with `:Class` if it holds several)."""
+    max_turns: int = Field(1, ge=1)
+    """Turns after which an episode is cut off."""
+
+
+def environment_class(type_name: str) -> Any:
+    """The `Environment` subclass that `type_name` names; `InputError` when there is none."""
+    where = ENVIRONMENTS.get(type_name, type_name)
+    if where.split(":")[0].endswith(".py"):
+        return _class_in(_module_of_file(where.split(":")[0]), where.partition(":")[2], where)
+    if ":" not in where:
+        raise InputError(
+            f"environment.type: there is no environment {type_name!r}; use one of {', '.join(sorted(ENVIRONMENTS))}, "
+            "`module:Class`, or the path of a .py file"
+        )
+    module_name, _, class_name = where.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"environment.type: module {error.name!r} of {type_name!r} is not installed") from error
+    return _class_in(module, class_name, where)
+
+
+def environment_recipe(values: dict[str, Any]) -> EnvironmentRecipe:
+    """The validated recipe of the environment that `values["type"]` names."""
+    if "type" not in values:
+        raise InputError("environment.type is missing; name an environment, for example `environment.type=bandit`")
+    return environment_class(values["type"]).Recipe(**values)
+
+
+def _module_of_file(path: str) -> Any:
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise InputError(f"environment.type: there is no file {path}")
+    name = f"posttrain_user_{file.stem}"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _class_in(module: Any, class_name: str, where: str) -> Any:
+    if class_name:
+        found = [getattr(module, class_name, None)]
+    else:
+        found = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__ and hasattr(v, "Recipe")]
+    if len(found) != 1 or found[0] is None:
+        raise InputError(f"environment.type: {where} should hold exactly one environment class; name it as `file.py:Class`")
+    return found[0]

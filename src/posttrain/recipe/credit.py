@@ -1,0 +1,55 @@
+"""Credit: what turns rewards into one advantage per sampled token."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.recipe.base import Part
+
+
+class GroupCredit(Part):
+    """Baselines from the episodes of one task."""
+
+    type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax"]
+    """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode."""
+
+
+class BatchCredit(Part):
+    """Baselines without groups."""
+
+    type: Literal["brpo", "arpo"]
+    """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
+
+
+class TokenCredit(Part):
+    """Returns from each token on."""
+
+    type: Literal["reinforce", "reinforce_pp"]
+    """`reinforce`: discounted reward from the token on. `reinforce_pp`: the same, whitened over the batch's tokens."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """Discount per sampled token."""
+
+
+CreditRecipe = Annotated[GroupCredit | BatchCredit | TokenCredit, Field(discriminator="type")]
+
+
+class FilterRecipe(Part):
+    """Which groups are worth an update."""
+
+    type: Literal["none", "uncertainty", "dynamic"] = "none"
+    """`none`; `uncertainty`: keep the groups with the largest spread of returns (StarPO-S); `dynamic`: keep groups whose returns differ and sample more tasks until the step is full (DAPO)."""
+    keep: float = Field(0.25, gt=0, le=1)
+    """`uncertainty`: share of the groups to keep."""
+    max_rounds: int = Field(3, ge=1)
+    """`dynamic`: how many rounds of sampling one step may take; after that it goes on with what it has and says so."""
+
+
+class OverlongRecipe(Part):
+    """DAPO's soft penalty on long answers: linear from 0 to -penalty over the last `buffer` tokens before `limit`."""
+
+    limit: int = Field(ge=1)
+    """Sampled tokens of an episode at which the penalty is whole."""
+    buffer: int = Field(ge=1)
+    """Tokens before the limit over which the penalty grows."""
+    penalty: float = Field(1.0, gt=0)
+    """The whole penalty."""

@@ -1,0 +1,97 @@
+"""Losses of the policy and the terms added to them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.base import Part
+
+
+class CorrectionRecipe(Part):
+    """Importance weights between the engine's log-probabilities and the learner's own before the update."""
+
+    type: Literal["tis", "mis"]
+    """`tis`: truncated weights, min(w, cap). `mis`: masked, weights outside [1/cap, cap] drop the token."""
+    level: Literal["token", "sequence"] = "token"
+    """One weight per token, or one per stream (geometric mean of its tokens)."""
+    cap: float = Field(2.0, gt=1)
+    """Largest weight."""
+
+
+class _PolicyLoss(Part):
+    normaliser: Literal["token", "sequence", "constant"] = "token"
+    """The one divisor of the loss: sampled tokens of the optimizer step, streams of it (each stream by its own length first), or a constant."""
+    constant: float | None = Field(None, gt=0)
+    """The divisor when `normaliser` is `constant` (Dr. GRPO: episodes x longest answer)."""
+    correction: CorrectionRecipe | None = None
+    """Correction for an engine that is not the learner; it needs a second pass for the learner's log-probabilities."""
+
+    @model_validator(mode="after")
+    def _constant_is_given(self):
+        if (self.normaliser == "constant") != (self.constant is not None):
+            raise ValueError("`constant` goes with `normaliser: constant`, and with it alone")
+        return self
+
+
+class PpoLoss(_PolicyLoss):
+    """Clipped surrogate per token."""
+
+    type: Literal["ppo"] = "ppo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio is clipped above at 1 + clip_high (clip-higher when larger than clip_low)."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Lower bound on the surrogate for negative advantages, as a multiple of the advantage; null is off."""
+
+
+class GspoLoss(_PolicyLoss):
+    """Clipped surrogate on the geometric mean ratio of a stream."""
+
+    type: Literal["gspo", "gspo_token"]
+    """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
+    normaliser: Literal["token", "sequence", "constant"] = "sequence"
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    clip_high: float = Field(4e-4, gt=0)
+
+
+class CispoLoss(_PolicyLoss):
+    """REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(1.0, gt=0, le=1)
+    """The weight is clipped below at 1 - clip_low (1.0: no lower clip)."""
+    clip_high: float = Field(4.0, gt=0)
+    """The weight is clipped above at 1 + clip_high."""
+
+
+class ReinforceLoss(_PolicyLoss):
+    """-A log p, without importance weights: exact only for the first update of a step."""
+
+    type: Literal["reinforce"] = "reinforce"
+
+
+LossRecipe = Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="type")]
+
+
+class KlRecipe(Part):
+    """Kullback-Leibler penalty towards the reference model."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """Weight of the penalty; 0 needs no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref."""
+    place: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or subtracted from the reward of each sampled token."""
+    target: float | None = Field(None, gt=0)
+    """Adaptive coefficient: the KL per token to steer to; null keeps the coefficient fixed."""
+    horizon: float = Field(10_000.0, gt=0)
+    """Adaptive coefficient: episodes over which it moves."""
+
+    @model_validator(mode="after")
+    def _k1_has_no_gradient(self):
+        if self.place == "loss" and self.estimator == "k1" and self.coefficient > 0:
+            raise ValueError("the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, or `place: reward`")
+        if self.target is not None and self.coefficient == 0:
+            raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
+        return self

@@ -1,0 +1,96 @@
+"""How episodes are sampled, in training and in evaluation."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.base import Part
+from posttrain.recipe.credit import FilterRecipe, OverlongRecipe
+
+
+class SamplingRecipe(Part):
+    """How tokens are drawn."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy. Log-probabilities are those of the tempered distribution, before any truncation."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 is off."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+
+
+class EngineRecipe(Part):
+    """The in-process engine: the policy's own weights, continuous batching, a cache shared across turns and groups."""
+
+    type: Literal["local"] = "local"
+    slots: int = Field(64, ge=1)
+    """Sequences held in the key/value cache."""
+    tokens_per_forward: int = Field(2048, ge=16)
+    """Most tokens (new prompts and decoding together) in one forward pass."""
+
+
+class FailureRecipe(Part):
+    """What becomes of an episode whose environment failed or timed out."""
+
+    policy: Literal["retry", "drop", "score"] = "drop"
+    """`retry` with a new sampling stream, then drop; `drop` from the update; `score` with `reward`. All are counted."""
+    retries: int = Field(1, ge=0)
+    reward: float = 0.0
+    """`score`: the reward of a failed episode."""
+    max_share: float = Field(0.5, gt=0, le=1)
+    """A step in which more than this share of episodes failed stops the run."""
+
+
+class RolloutRecipe(Part):
+    """Episodes per step and their limits."""
+
+    groups_per_step: int = Field(8, ge=1)
+    """Tasks drawn per step."""
+    episodes_per_group: int = Field(8, ge=1)
+    """Episodes per task."""
+    sampling: SamplingRecipe = SamplingRecipe()
+    tokens_per_turn: int = Field(64, ge=1)
+    """Most tokens sampled in one turn."""
+    tokens_per_episode: int = Field(2048, ge=16)
+    """Most tokens of an episode's context, prompt included."""
+    stop_strings: list[str] = []
+    """Texts that end a turn besides the model's end token; the text itself is kept."""
+    environment_seconds: float | None = Field(None, gt=0)
+    """Time-out of one environment call, which then runs in a thread; null calls it directly."""
+    failures: FailureRecipe = FailureRecipe()
+    filter: FilterRecipe = FilterRecipe()
+    overlong: OverlongRecipe | None = None
+
+
+class SeedRange(Part):
+    """Environment seeds start, start + 1, ..., start + count - 1."""
+
+    start: int = Field(ge=0)
+    count: int = Field(ge=1)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    def overlaps(self, other: "SeedRange") -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+class EvaluationRecipe(Part):
+    """Held-out evaluation before, during and after training."""
+
+    every: int = Field(10, ge=0)
+    """Steps between evaluations; 0 evaluates before and after only."""
+    seeds: SeedRange = SeedRange(start=1_000_000, count=128)
+    """Held-out environment seeds; they may not overlap the training seeds."""
+    episodes_per_seed: int = Field(1, ge=1)
+    sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
+    """Its own sampling; temperature 0 is greedy."""
+    metric: Literal["success", "return"] = "success"
+    """What chooses the best checkpoint: mean over the held-out seeds, larger is better."""
+
+    @model_validator(mode="after")
+    def _greedy_once(self):
+        if self.sampling.temperature == 0 and self.episodes_per_seed > 1:
+            raise ValueError("greedy episodes of one seed are all alike; set `episodes_per_seed: 1` or a temperature")
+        return self

@@ -1,0 +1,101 @@
+"""What a rollout produces: streams of tokens, turns, episodes."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+
+class StopReason(StrEnum):
+    """Why the policy's answer of a turn ended."""
+
+    END_TOKEN = "end_token"
+    """The policy sampled one of the model's end tokens."""
+    STOP_STRING = "stop_string"
+    """The answer came to hold one of the stop strings."""
+    TURN_BUDGET = "turn_budget"
+    """The answer reached the most tokens of a turn."""
+    EPISODE_BUDGET = "episode_budget"
+    """The episode reached the most tokens of its context."""
+
+
+class Outcome(StrEnum):
+    """How an episode ended."""
+
+    TERMINATED = "terminated"
+    """By the task's own rules."""
+    TRUNCATED = "truncated"
+    """By a limit on turns or tokens."""
+    FAILED = "failed"
+    """The environment or a reward failed; `Episode.failure` says how."""
+
+
+@dataclass
+class Stream:
+    """An append-only token sequence and what is known of each of its T tokens."""
+
+    ids: np.ndarray
+    """[T] int64: token ids."""
+    sampled: np.ndarray
+    """[T] bool: the policy sampled this token; only such tokens carry loss."""
+    logprobs: np.ndarray
+    """[T] float32: behaviour log-probability in nats where sampled, 0 elsewhere."""
+    rewards: np.ndarray
+    """[T] float32: reward that arrived at this token; turn rewards sit on the last sampled token of their turn."""
+    turn: np.ndarray
+    """[T] int32: index of the turn that sampled the token; -1 for tokens that nobody sampled."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass
+class Turn:
+    """One observation and the policy's answer to it."""
+
+    stream: int
+    """Index of the stream that holds the answer."""
+    start: int
+    """Position of the first sampled token in that stream."""
+    stop: int
+    """Position after the last sampled token."""
+    reward: float
+    stop_reason: StopReason
+    answer: str
+    """The answer as text, for people; training uses the ids."""
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Episode:
+    """The turns of one task attempt."""
+
+    seed: int
+    """The environment seed (the task)."""
+    group: int
+    """Explicit id of the group, unique within a step."""
+    index: int
+    """Place within the group."""
+    version: int
+    """Version of the policy's weights that sampled it: the number of optimizer updates so far."""
+    streams: list[Stream]
+    turns: list[Turn]
+    outcome: Outcome
+    failure: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """The conversation as text, for people."""
+
+    @property
+    def total_reward(self) -> float:
+        """The undiscounted return as the environment paid it."""
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def success(self) -> bool:
+        """Whether the last turn reported success; a failed episode never does."""
+        return bool(self.turns) and self.outcome is not Outcome.FAILED and bool(self.turns[-1].info.get("success", False))
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(sum(stream.sampled.sum() for stream in self.streams))
