@@ -1,0 +1,81 @@
+"""What a set of episodes says about the policy that played them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
+from posttrain.rollout.streams import Episode, Outcome
+
+
+_NO_RETURN = Estimate(math.nan, math.nan, math.nan, 0)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Success and return on a set of seeds."""
+
+    success: Estimate
+    """Over all seeds; a failed episode counts as not successful. `success.n` is the number of seeds."""
+    mean_return: Estimate
+    """Over the seeds with an episode that did not fail, for a failed episode's return is unknown; NaN without any."""
+    n: int
+    """Seeds."""
+    episodes: int
+    """Episodes, failed ones included."""
+    failed: int
+    """Episodes that failed."""
+    rejected_share: float
+    """Share of all turns whose answer was not understood, in [0, 1]; NaN without turns."""
+    tokens_per_answer: float
+    """Sampled tokens per turn; NaN without turns."""
+    turns: float
+    """Turns per episode."""
+
+    def metrics(self) -> dict[str, float | int]:
+        """Values of an evaluation line of the metrics log."""
+        return {
+            "success": self.success.value,
+            "success_low": self.success.low,
+            "success_high": self.success.high,
+            "n": self.n,
+            "return": self.mean_return.value,
+            "return_low": self.mean_return.low,
+            "return_high": self.mean_return.high,
+            "episodes": self.episodes,
+            "failed": self.failed,
+            "rejected_share": self.rejected_share,
+            "tokens_per_answer": self.tokens_per_answer,
+            "turns": self.turns,
+        }
+
+
+def summarise(episodes: Sequence[Episode]) -> Evaluation:
+    """Success, return and lengths of `episodes`, any number per seed; ValueError without episodes.
+
+    Intervals are over seeds: the episodes of one seed count as one mean (see `clustered_rate`).
+    """
+    if not episodes:
+        raise ValueError("no episodes to summarise")
+    successes: dict[int, list[bool]] = defaultdict(list)
+    returns: dict[int, list[float]] = defaultdict(list)
+    for episode in episodes:
+        successes[episode.seed].append(episode.success)
+        if episode.outcome is not Outcome.FAILED:
+            returns[episode.seed].append(episode.total_reward)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    return Evaluation(
+        success=clustered_rate([_average(played) for played in successes.values()], len(episodes)),
+        mean_return=mean([_average(paid) for paid in returns.values()]) if returns else _NO_RETURN,
+        n=len(successes),
+        episodes=len(episodes),
+        failed=sum(episode.outcome is Outcome.FAILED for episode in episodes),
+        rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
+        tokens_per_answer=_average([turn.stop - turn.start for turn in turns]),
+        turns=len(turns) / len(episodes),
+    )
+
+
+def _average(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

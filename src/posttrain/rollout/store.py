@@ -1,0 +1,206 @@
+"""The episode store: one compressed file per step and split, written whole or not at all, read back exactly.
+
+`step_000012.train.jsonl.zst` holds a header line and one line per episode. Arrays are base64 of their little-endian
+bytes, so every float32 comes back to the bit.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import zstandard
+
+from posttrain.credit.types import Advantages
+from posttrain.errors import InputError, RunError
+from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
+from posttrain.runs.files import storage_errors, write_atomically
+
+Split = Literal["train", "evaluation"]
+
+FORMAT = 1
+_NAME = re.compile(r"^step_(\d+)\.(train|evaluation)\.jsonl\.zst$")
+_ARRAYS = ("ids", "sampled", "logprobs", "rewards", "turn")
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """One file of the store, as its header tells."""
+
+    path: Path
+    step: int
+    split: str
+    episodes: int
+    mean_return: float | None
+    """Mean undiscounted return over the episodes that did not fail; None without any."""
+    successes: int
+    failed: int
+
+
+def episodes_file(directory: Path, step: int, split: Split) -> Path:
+    """Where the store keeps the episodes of a step."""
+    return directory / f"step_{step:06d}.{split}.jsonl.zst"
+
+
+def write_episodes(
+    directory: Path, step: int, split: Split, episodes: list[Episode], advantages: Advantages | None = None
+) -> Path:
+    """Store the episodes of a step, replacing those of an earlier attempt; returns the file.
+
+    Every field is kept exactly; of `Turn.info`, values that JSON has not are kept as the nearest thing it has (numpy
+    numbers and arrays as numbers and lists, anything else as its text). Raises `RunError` when the disk refuses.
+    """
+    if advantages is not None and len(advantages.values) != len(episodes):
+        raise ValueError(f"advantages are for {len(advantages.values)} episodes, there are {len(episodes)}")
+    returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
+    header = {
+        "format": FORMAT,
+        "step": step,
+        "split": split,
+        "episodes": len(episodes),
+        "mean_return": sum(returns) / len(returns) if returns else None,
+        "successes": sum(episode.success for episode in episodes),
+        "failed": len(episodes) - len(returns),
+        "advantages": advantages is not None,
+    }
+    lines = [_dump(header)]
+    for number, episode in enumerate(episodes):
+        credit = None if advantages is None else [_pack(np.asarray(a)) for a in advantages.values[number]]
+        lines.append(_dump({**_episode_values(episode), "advantages": credit}))
+    path = episodes_file(directory, step, split)
+    with storage_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, zstandard.ZstdCompressor(level=3, write_checksum=True).compress("\n".join(lines).encode()))
+    return path
+
+
+def read_episodes(path: Path) -> tuple[list[Episode], Advantages | None]:
+    """The episodes of one file and their credit; `RunError` naming the file if it is damaged or of another format."""
+    try:
+        with open(path, "rb") as file:
+            content = zstandard.ZstdDecompressor().decompressobj()
+            text = content.decompress(file.read())
+            if not content.eof:
+                raise ValueError("the end is missing")
+        header, *lines = text.decode().split("\n")
+        _check_header(json.loads(header))
+        records = [json.loads(line) for line in lines]
+        if len(records) != json.loads(header)["episodes"]:
+            raise ValueError(f"{len(records)} episodes instead of {json.loads(header)['episodes']}")
+        episodes = [_episode(record) for record in records]
+        if not json.loads(header)["advantages"]:
+            return episodes, None
+        return episodes, Advantages([[_unpack(packed) for packed in record["advantages"]] for record in records])
+    except FileNotFoundError as error:
+        raise InputError(
+            f"there are no episodes at {path}; `posttrain episodes RUN` lists the steps that have some"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
+        raise _damaged(path, error) from error
+
+
+def stored_steps(directory: Path) -> Iterator[StoredStep]:
+    """The files of the store in order of step; only their headers are read."""
+    for path in sorted(directory.glob("step_*.jsonl.zst")):
+        if not _NAME.match(path.name):
+            continue
+        try:
+            with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
+                header = json.loads(_first_line(reader))
+            _check_header(header)
+            fields = {key: header[key] for key in ("step", "split", "episodes", "mean_return", "successes", "failed")}
+            yield StoredStep(path=path, **fields)
+        except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
+            raise _damaged(path, error) from error
+
+
+def remove_episodes_after(directory: Path, step: int) -> None:
+    """Delete the files of later steps: a resumed run plays those steps again."""
+    for path in directory.glob("step_*.jsonl.zst"):
+        found = _NAME.match(path.name)
+        if found and int(found[1]) > step:
+            with storage_errors(path):
+                path.unlink(missing_ok=True)
+
+
+def _first_line(reader: Any) -> bytes:
+    line = BytesIO()
+    while chunk := reader.read(4096):
+        line.write(chunk)
+        if b"\n" in chunk:
+            break
+    return line.getvalue().partition(b"\n")[0]
+
+
+def _check_header(header: Any) -> None:
+    if header["format"] != FORMAT:
+        raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
+
+
+def _damaged(path: Path, error: Exception) -> RunError:
+    return RunError(f"the episode file {path} is damaged ({error}); delete it, nothing else of the run depends on it")
+
+
+def _dump(value: dict[str, Any]) -> str:
+    return json.dumps(value, default=_nearest, separators=(",", ":"))
+
+
+def _nearest(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value)
+
+
+def _pack(array: np.ndarray) -> list[str]:
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return [little.dtype.str, base64.b64encode(little.tobytes()).decode()]
+
+
+def _unpack(packed: list[str]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(packed[1], validate=True), dtype=packed[0]).copy()
+
+
+def _episode_values(episode: Episode) -> dict[str, Any]:
+    return {
+        "seed": int(episode.seed),
+        "group": int(episode.group),
+        "index": int(episode.index),
+        "version": int(episode.version),
+        "outcome": episode.outcome.value,
+        "failure": episode.failure,
+        "messages": episode.messages,
+        "turns": [
+            {
+                "stream": int(turn.stream),
+                "start": int(turn.start),
+                "stop": int(turn.stop),
+                "reward": float(turn.reward),
+                "stop_reason": turn.stop_reason.value,
+                "answer": turn.answer,
+                "info": turn.info,
+            }
+            for turn in episode.turns
+        ],
+        "streams": [{name: _pack(getattr(stream, name)) for name in _ARRAYS} for stream in episode.streams],
+    }
+
+
+def _episode(record: dict[str, Any]) -> Episode:
+    return Episode(
+        seed=record["seed"],
+        group=record["group"],
+        index=record["index"],
+        version=record["version"],
+        streams=[Stream(**{name: _unpack(stream[name]) for name in _ARRAYS}) for stream in record["streams"]],
+        turns=[Turn(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]],
+        outcome=Outcome(record["outcome"]),
+        failure=record["failure"],
+        messages=record["messages"],
+    )

@@ -1,0 +1,213 @@
+"""The run directory: everything one execution of a recipe produced."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from posttrain import __version__
+from posttrain.errors import InputError
+from posttrain.runs.files import PARTIAL, partial_path, process_runs, storage_errors, sync_directory, write_atomically
+from posttrain.runs.machine import describe_machine
+
+if TYPE_CHECKING:
+    from posttrain.recipe.stages import Recipe
+
+FORMAT = 1
+"""Layout of the run directory; `environment.json` carries it and thereby marks a directory as a run."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths inside `<runs>/<name>`; make one with `create` or `open`."""
+
+    path: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        """The resolved recipe, which can be run again as it is."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def environment_file(self) -> Path:
+        """Machine, versions, command line, recipe hash and the run's id."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Append-only metrics, the source of truth of every plot and report."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def episodes(self) -> Path:
+        return self.path / "episodes"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.md"
+
+    @classmethod
+    def create(cls, recipe: "Recipe", overwrite: bool = False) -> "RunDirectory":
+        """Make `<recipe.runs>/<recipe.name>` with its recipe and environment files, whole or not at all.
+
+        A used name is an `InputError`. With `overwrite`, a run of that name is deleted first, unless a process is
+        training in it; anything that is not a run is never deleted. Raises `RunError` when the disk refuses.
+        """
+        path = Path(recipe.runs) / recipe.name
+        if _used(path):
+            _refuse_or_delete(path, overwrite)
+        aside = cls(partial_path(path))
+        with storage_errors(path):
+            aside.path.mkdir(parents=True)
+            try:
+                aside._fill(recipe)
+                aside.path.rename(path)
+            except BaseException:
+                shutil.rmtree(aside.path, ignore_errors=True)
+                raise
+            sync_directory(path.parent)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path | str) -> "RunDirectory":
+        """The run at `path`; `InputError` if there is none."""
+        run = cls(Path(path))
+        if not run.path.is_dir():
+            raise InputError(f"there is no run at {path}; give the directory of a run, for example `runs/run`")
+        if not _is_run(run.path):
+            raise InputError(
+                f"{path} is not a posttrain run (it lacks recipe.yaml or posttrain's environment.json); give the "
+                "directory `<runs>/<name>` that a run was made in"
+            )
+        return run
+
+    def load_recipe(self) -> "Recipe":
+        """The run's recipe; `InputError` when recipe.yaml was damaged or is of another version."""
+        from pydantic import TypeAdapter, ValidationError
+
+        from posttrain.recipe.stages import Recipe
+
+        try:
+            return TypeAdapter(Recipe).validate_python(yaml.safe_load(self.recipe_file.read_text(encoding="utf-8")))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise InputError(f"{self.recipe_file}: key {where!r}: {first['msg']}; correct the key") from error
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"{self.recipe_file} cannot be read ({error}); restore the file") from error
+
+    def load_environment(self) -> dict[str, Any]:
+        """Content of environment.json: machine, versions, command, `id`, `recipe_hash`."""
+        try:
+            return json.loads(self.environment_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.environment_file} cannot be read ({error}); restore the file") from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process; `InputError` naming the other process if one trains in it already.
+
+        The kernel drops the lock when the process ends, however it ends. What a killed process left half-written
+        is removed.
+        """
+        file = self.path / ".lock"
+        with storage_errors(file):
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise InputError(
+                    f"process {holder} is training in {self.path}; wait for it, stop it, or choose another `name`"
+                ) from error
+            with storage_errors(file):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            self._remove_partials()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _fill(self, recipe: "Recipe") -> None:
+        for directory in (self.episodes, self.checkpoints, self.plots, self.logs):
+            directory.mkdir()
+        header = f"# Recipe of a posttrain {__version__} run, with every default written out. Run it again with\n"
+        header += f"# posttrain {recipe.stage} recipe.yaml name=ANOTHER\n"
+        content = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+        write_atomically(self.recipe_file, header + content)
+        environment = {
+            "posttrain_run": FORMAT,
+            "id": uuid.uuid4().hex[:12],
+            "recipe_hash": recipe_hash(recipe),
+            **describe_machine(),
+        }
+        write_atomically(self.environment_file, json.dumps(environment, indent=2) + "\n")
+
+    def _remove_partials(self) -> None:
+        for path in self.path.rglob(".*.partial"):
+            found = PARTIAL.match(path.name)
+            if found and (int(found[1]) == os.getpid() or not process_runs(int(found[1]))):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+
+def recipe_hash(recipe: "Recipe") -> str:
+    """First 16 hex digits of the SHA-256 of the recipe as canonical JSON; equal recipes have equal hashes."""
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _used(path: Path) -> bool:
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        return True
+    with storage_errors(path):
+        return path.is_dir() and any(path.iterdir())
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        marker = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(marker, dict) and "posttrain_run" in marker and (path / "recipe.yaml").is_file()
+
+
+def _refuse_or_delete(path: Path, overwrite: bool) -> None:
+    is_run = not path.is_symlink() and _is_run(path)
+    if not is_run:
+        raise InputError(
+            f"{path} exists and is not a posttrain run, so it is left alone; choose another `name` or `runs`"
+        )
+    if not overwrite:
+        raise InputError(
+            f"the run {path} exists; go on with `--resume {path}`, replace it with `--overwrite`, or choose another `name`"
+        )
+    with RunDirectory(path).lock(), storage_errors(path):
+        # Renamed first: a deletion that is killed half-way must not leave half a run under the name.
+        doomed = partial_path(path.with_name(f"{path.name}.deleted"))
+        path.rename(doomed)
+        shutil.rmtree(doomed)

@@ -1,0 +1,136 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from posttrain.evaluation.statistics import (
+    Estimate,
+    bootstrap_mean,
+    clustered_rate,
+    difference_interval,
+    mean,
+    paired_difference,
+    success_rate,
+)
+
+
+@given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_success_rate_is_wilsons_interval(trial: tuple[int, int]) -> None:
+    successes, n = trial
+    rate = success_rate(successes, n)
+    known = stats.binomtest(successes, n).proportion_ci(method="wilson")
+    assert (rate.value, rate.n) == (successes / n, n)
+    assert rate.low == pytest.approx(known.low, abs=1e-12)
+    assert rate.high == pytest.approx(known.high, abs=1e-12)
+    assert 0 <= rate.low <= rate.value <= rate.high <= 1
+
+
+def test_success_rate_against_published_values() -> None:
+    # Newcombe (1998), Table I, score method without continuity correction.
+    for successes, n, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        rate = success_rate(successes, n)
+        assert (round(rate.low, 4), round(rate.high, 4)) == (low, high)
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 0), (3, 2), (-1, 2)])
+def test_impossible_rates_are_refused(successes: int, n: int) -> None:
+    with pytest.raises(ValueError):
+        success_rate(successes, n)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=300))
+def test_one_episode_per_seed_is_the_plain_rate(won: list[bool]) -> None:
+    clustered, plain = clustered_rate([float(w) for w in won], len(won)), success_rate(sum(won), len(won))
+    assert clustered.n == plain.n
+    assert clustered.value == pytest.approx(plain.value, abs=1e-12)
+    assert clustered.low == pytest.approx(plain.low, abs=1e-9)
+    assert clustered.high == pytest.approx(plain.high, abs=1e-9)
+
+
+def test_episodes_of_one_seed_do_not_count_as_independent() -> None:
+    alike = clustered_rate([0.0, 1.0] * 10, episodes=200)
+    assert (alike.low, alike.high) == pytest.approx((success_rate(10, 20).low, success_rate(10, 20).high))
+    independent = clustered_rate([0.5] * 20, episodes=200)
+    assert (independent.low, independent.high) == pytest.approx(
+        (success_rate(100, 200).low, success_rate(100, 200).high)
+    )
+    assert clustered_rate([1.0] * 20, episodes=200).low == pytest.approx(success_rate(20, 20).low)
+    with pytest.raises(ValueError):
+        clustered_rate([], 0)
+    with pytest.raises(ValueError):
+        clustered_rate([1.5], 1)
+
+
+def test_clustered_rate_covers_the_truth() -> None:
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(400):
+        difficulty = generator.beta(2, 3, size=60)
+        means = generator.binomial(4, difficulty) / 4
+        rate = clustered_rate(means.tolist(), 240)
+        hits += rate.low <= 0.4 <= rate.high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=50))
+def test_mean_is_students_interval(values: list[float]) -> None:
+    found = mean(values)
+    if np.std(values) > 1e-9:
+        low, high = stats.t.interval(0.95, len(values) - 1, loc=np.mean(values), scale=stats.sem(values))
+        assert (found.low, found.high) == pytest.approx((low, high), rel=1e-9, abs=1e-9)
+    assert found.value == pytest.approx(np.mean(values))
+    assert found.n == len(values)
+
+
+def test_mean_of_one_value_has_an_unknown_interval() -> None:
+    one = mean([2.0])
+    assert (one.value, one.n) == (2.0, 1)
+    assert math.isnan(one.low)
+    assert math.isnan(one.high)
+    with pytest.raises(ValueError):
+        mean([])
+
+
+def test_bootstrap_agrees_with_scipy_and_with_itself() -> None:
+    values = np.random.default_rng(1).exponential(size=80)
+    found = bootstrap_mean(values.tolist())
+    assert found == bootstrap_mean(values.tolist())
+    known = stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(2)).confidence_interval
+    assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=0.02)
+
+
+def test_difference_against_published_values() -> None:
+    # Newcombe (1998b), Table II, method 10: 56/70 - 48/80, 9/10 - 3/10, 10/10 - 0/20, 10/10 - 0/10.
+    for a, b, low, high in (
+        ((56, 70), (48, 80), 0.0524, 0.3339),
+        ((9, 10), (3, 10), 0.1705, 0.8090),
+        ((10, 10), (0, 20), 0.6791, 1.0),
+        ((10, 10), (0, 10), 0.6075, 1.0),
+    ):
+        found = difference_interval(success_rate(*a), success_rate(*b))
+        assert (round(found.low, 4), round(found.high, 4)) == (low, high)
+
+
+def test_difference_turns_round() -> None:
+    a, b = Estimate(0.7, 0.6, 0.8, 90), Estimate(0.4, 0.35, 0.5, 90)
+    there, back = difference_interval(a, b), difference_interval(b, a)
+    assert (back.value, back.low, back.high) == pytest.approx((-there.value, -there.high, -there.low))
+
+
+def test_pairs_remove_what_the_seeds_have_in_common() -> None:
+    generator = np.random.default_rng(3)
+    difficulty = generator.normal(0, 10, size=100)
+    a, b = difficulty + 1 + generator.normal(0, 0.1, 100), difficulty
+    found = paired_difference(a.tolist(), b.tolist())
+    assert found.value == pytest.approx(np.mean(a - b))
+    assert 0.9 < found.low < 1 < found.high < 1.1
+    with pytest.raises(ValueError):
+        paired_difference([1.0], [1.0, 2.0])

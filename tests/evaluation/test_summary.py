@@ -1,0 +1,57 @@
+import math
+
+import pytest
+
+from posttrain.evaluation.statistics import mean, success_rate
+from posttrain.evaluation.summary import summarise
+from posttrain.rollout.streams import Outcome
+from tests.rollout.episodes import played
+
+
+def test_each_seed_once() -> None:
+    found = summarise([played(seed, (0.0, float(seed)), success=seed > 2, tokens=seed + 1) for seed in range(4)])
+    assert found.success == success_rate(1, 4)
+    assert found.mean_return == mean([0.0, 1.0, 2.0, 3.0])
+    assert (found.n, found.episodes, found.failed, found.turns) == (4, 4, 0, 2.0)
+    assert found.tokens_per_answer == 2.5
+
+
+def test_seeds_and_not_episodes_are_counted() -> None:
+    found = summarise([played(seed, success=seed == 0) for seed in (0, 1) for _ in range(3)])
+    assert (found.n, found.success.n, found.episodes) == (2, 2, 6)
+    assert found.success == success_rate(1, 2)
+
+
+def test_a_failed_episode_is_no_success_and_is_told() -> None:
+    broken = played(1, (5.0,), success=True, outcome=Outcome.FAILED, failure="time-out")
+    found = summarise([played(0), played(2), broken])
+    assert found.success == success_rate(2, 3)
+    assert (found.failed, found.episodes, found.mean_return.n, found.mean_return.value) == (1, 3, 2, 1.0)
+    nothing = summarise([played(0, (), outcome=Outcome.FAILED)])
+    assert nothing.success.value == 0
+    assert nothing.mean_return.n == 0
+    assert math.isnan(nothing.mean_return.value)
+    assert math.isnan(nothing.tokens_per_answer)
+
+
+def test_rejected_answers_are_a_share_of_turns() -> None:
+    assert summarise([played(0, (0.0, 0.0), rejected="no tag"), played(1), played(2)]).rejected_share == 0.5
+
+
+def test_metrics_are_those_of_an_evaluation_line() -> None:
+    found = summarise([played(0), played(1, success=False)])
+    line = found.metrics()
+    assert line["success"] == 0.5
+    assert (line["success_low"], line["success_high"]) == (found.success.low, found.success.high)
+    assert (line["n"], line["return"], line["rejected_share"], line["tokens_per_answer"], line["turns"]) == (
+        2,
+        1,
+        0,
+        3,
+        1,
+    )
+
+
+def test_no_episodes_are_no_evaluation() -> None:
+    with pytest.raises(ValueError):
+        summarise([])

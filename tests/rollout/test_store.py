@@ -1,0 +1,138 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from posttrain.credit.types import Advantages
+from posttrain.errors import InputError, RunError
+from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
+from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
+from tests.rollout.episodes import played
+
+FLOAT32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
+INFO = st.dictionaries(
+    st.text(max_size=5),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text()),
+    max_size=3,
+)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> Stream:
+    length = draw(st.integers(0, 12))
+    integers = arrays.arrays(np.int64, length, elements=st.integers(0, 2**40))
+    floats = arrays.arrays(np.float32, length, elements=FLOAT32)
+    turn = arrays.arrays(np.int32, length, elements=st.integers(-1, 9))
+    sampled = arrays.arrays(np.bool_, length, elements=st.booleans())
+    return Stream(draw(integers), draw(sampled), draw(floats), draw(floats), draw(turn))
+
+
+TURNS = st.builds(
+    Turn,
+    stream=st.integers(0, 3),
+    start=st.integers(0, 99),
+    stop=st.integers(0, 99),
+    reward=st.floats(allow_nan=False),
+    stop_reason=st.sampled_from(StopReason),
+    answer=st.text(),
+    info=INFO,
+)
+EPISODES = st.builds(
+    Episode,
+    seed=st.integers(0, 2**62),
+    group=st.integers(0, 99),
+    index=st.integers(0, 99),
+    version=st.integers(0, 99),
+    streams=st.lists(streams(), max_size=3),
+    turns=st.lists(TURNS, max_size=3),
+    outcome=st.sampled_from(Outcome),
+    failure=st.none() | st.text(),
+    messages=st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text()}), max_size=3),
+)
+
+
+def same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(st.lists(EPISODES, max_size=3), st.booleans(), st.integers(0, 10**7))
+def test_everything_comes_back(tmp_path: Path, episodes: list[Episode], credited: bool, step: int) -> None:
+    advantages = Advantages([[s.rewards * np.float32(0.1) for s in e.streams] for e in episodes]) if credited else None
+    read, credit = read_episodes(write_episodes(tmp_path, step, "train", episodes, advantages))
+    assert len(read) == len(episodes)
+    for old, new in zip(episodes, read, strict=True):
+        for field in ("seed", "group", "index", "version", "turns", "outcome", "failure", "messages"):
+            assert getattr(new, field) == getattr(old, field)
+            assert type(getattr(new, field)) is type(getattr(old, field))
+        for a, b in zip(old.streams, new.streams, strict=True):
+            assert all(same_arrays(getattr(a, name), getattr(b, name)) for name in vars(a))
+    assert (credit is None) == (advantages is None)
+    if advantages is not None and credit is not None:
+        for given_, back in zip(advantages.values, credit.values, strict=True):
+            assert all(same_arrays(a, b) for a, b in zip(given_, back, strict=True))
+
+
+def test_arrays_can_be_written_to_after_reading(tmp_path: Path) -> None:
+    (episode,), _ = read_episodes(write_episodes(tmp_path, 1, "train", [played()]))
+    episode.streams[0].rewards[0] = 3
+
+
+def test_info_keeps_the_nearest_value(tmp_path: Path) -> None:
+    odd: dict[str, Any] = {"n": np.float32(0.5), "a": np.array([1, 2]), "t": (1, 2), "p": Path("x")}
+    episode = played()
+    episode.turns[0].info = odd
+    (read,), _ = read_episodes(write_episodes(tmp_path, 1, "train", [episode]))
+    assert read.turns[0].info == {"n": 0.5, "a": [1, 2], "t": [1, 2], "p": "x"}
+
+
+def test_steps_are_listed_from_their_headers(tmp_path: Path) -> None:
+    failed = played(7, (9.0,), outcome=Outcome.FAILED, failure="x")
+    write_episodes(tmp_path, 12, "train", [played(1, (1.0,)), played(2, (0.0,), success=False), failed])
+    write_episodes(tmp_path, 2, "evaluation", [])
+    write_episodes(tmp_path, 2, "train", [played()])
+    found = list(stored_steps(tmp_path))
+    assert [(s.step, s.split, s.episodes, s.mean_return, s.successes, s.failed) for s in found] == [
+        (2, "evaluation", 0, None, 0, 0),
+        (2, "train", 1, 1.0, 1, 0),
+        (12, "train", 3, 0.5, 1, 1),
+    ]
+    assert found[-1].path == episodes_file(tmp_path, 12, "train")
+    assert found[-1].path.name == "step_000012.train.jsonl.zst"
+    assert list(stored_steps(tmp_path / "nowhere")) == []
+    remove_episodes_after(tmp_path, 2)
+    assert [s.step for s in stored_steps(tmp_path)] == [2, 2]
+
+
+def test_a_damaged_file_is_named_wherever_it_is_cut_or_bent(tmp_path: Path) -> None:
+    path = write_episodes(tmp_path, 3, "train", [played(seed) for seed in range(4)])
+    content = path.read_bytes()
+    for end in range(0, len(content), 7):
+        path.write_bytes(content[:end])
+        with pytest.raises(RunError, match=r"step_000003\.train\.jsonl\.zst"):
+            read_episodes(path)
+    for position in range(0, len(content), 5):
+        bent = bytearray(content)
+        bent[position] ^= 0x40
+        path.write_bytes(bytes(bent))
+        with pytest.raises(RunError, match=r"step_000003\.train\.jsonl\.zst"):
+            read_episodes(path)
+    path.write_bytes(b"not zstandard")
+    with pytest.raises(RunError, match="damaged"):
+        list(stored_steps(tmp_path))
+
+
+def test_missing_episodes_are_wrong_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no episodes"):
+        read_episodes(episodes_file(tmp_path, 1, "train"))
+
+
+def test_credit_must_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="for 0 episodes"):
+        write_episodes(tmp_path, 1, "train", [played()], Advantages([]))

@@ -1,0 +1,179 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.errors import InputError, RunError
+from posttrain.recipe.stages import RlRecipe
+from posttrain.runs import files
+from posttrain.runs.directory import RunDirectory, recipe_hash
+from posttrain.runs.files import partial_path, storage_errors, write_atomically
+
+
+def test_a_run_holds_its_recipe_and_what_it_ran_on(recipe: RlRecipe, run: RunDirectory) -> None:
+    assert run.path == Path(recipe.runs) / "tossing"
+    assert run.load_recipe() == recipe
+    assert RlRecipe.model_validate(yaml.safe_load(run.recipe_file.read_text())) == recipe
+    machine = run.load_environment()
+    assert machine["recipe_hash"] == recipe_hash(recipe)
+    assert machine["packages"]["torch"]
+    assert machine["packages"]["vllm"] is None or isinstance(machine["packages"]["vllm"], str)
+    assert {"python", "platform", "cpu_count", "git", "command", "started", "id"} <= machine.keys()
+    assert sorted(p.name for p in run.path.iterdir()) == sorted(
+        ["recipe.yaml", "environment.json", "episodes", "checkpoints", "plots", "logs"]
+    )
+
+
+def test_the_hash_follows_the_recipe(recipe: RlRecipe) -> None:
+    assert recipe_hash(recipe) == recipe_hash(recipe.model_copy())
+    assert recipe_hash(recipe) != recipe_hash(recipe.model_copy(update={"seed": 1}))
+
+
+def test_a_used_name_is_refused_with_both_remedies(recipe: RlRecipe, run: RunDirectory) -> None:
+    run.metrics.write_text("kept")
+    with pytest.raises(InputError, match=r"--resume .*tossing.*--overwrite"):
+        RunDirectory.create(recipe)
+    assert run.metrics.read_text() == "kept"
+
+
+def test_overwrite_starts_afresh(recipe: RlRecipe, run: RunDirectory) -> None:
+    run.metrics.write_text("old")
+    again = RunDirectory.create(recipe, overwrite=True)
+    assert again.path == run.path
+    assert not again.metrics.exists()
+    assert [p.name for p in run.path.parent.iterdir()] == ["tossing"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_not_a_run_is_never_deleted(recipe: RlRecipe, overwrite: bool) -> None:
+    path = Path(recipe.runs) / recipe.name
+    path.mkdir(parents=True)
+    (path / "recipe.yaml").write_text("thesis: precious")
+    with pytest.raises(InputError, match="not a posttrain run"):
+        RunDirectory.create(recipe, overwrite=overwrite)
+    assert (path / "recipe.yaml").read_text() == "thesis: precious"
+
+
+def test_a_link_to_a_run_is_never_deleted(recipe: RlRecipe, run: RunDirectory) -> None:
+    link = run.path.parent / "link"
+    link.symlink_to(run.path)
+    with pytest.raises(InputError, match="left alone"):
+        RunDirectory.create(recipe.model_copy(update={"name": "link"}), overwrite=True)
+    assert run.recipe_file.exists()
+
+
+def test_an_empty_directory_may_be_used(recipe: RlRecipe) -> None:
+    (Path(recipe.runs) / recipe.name).mkdir(parents=True)
+    assert RunDirectory.create(recipe).recipe_file.exists()
+
+
+def test_open_refuses_what_is_no_run(tmp_path: Path, run: RunDirectory) -> None:
+    assert RunDirectory.open(str(run.path)) == run
+    with pytest.raises(InputError, match="there is no run"):
+        RunDirectory.open(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="not a posttrain run"):
+        RunDirectory.open(tmp_path)
+    run.environment_file.write_text("{}")
+    with pytest.raises(InputError, match="not a posttrain run"):
+        RunDirectory.open(run.path)
+
+
+def test_a_spoilt_recipe_names_its_key(run: RunDirectory) -> None:
+    values = yaml.safe_load(run.recipe_file.read_text())
+    values["stepps"] = 3
+    run.recipe_file.write_text(yaml.safe_dump(values))
+    with pytest.raises(InputError, match=r"recipe\.yaml.*stepps"):
+        run.load_recipe()
+    run.recipe_file.write_bytes(b"a: [\xff")
+    with pytest.raises(InputError, match=r"recipe\.yaml"):
+        run.load_recipe()
+
+
+def test_two_processes_cannot_train_in_one_run(recipe: RlRecipe, run: RunDirectory) -> None:
+    code = f"""
+import sys
+from posttrain.runs.directory import RunDirectory
+with RunDirectory.open({str(run.path)!r}).lock():
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    try:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(InputError, match=f"process {other.pid} is training"), run.lock():
+            pass
+        with pytest.raises(InputError, match=f"process {other.pid} is training"):
+            RunDirectory.create(recipe, overwrite=True)
+        assert run.recipe_file.exists()
+    finally:
+        other.kill()
+        other.communicate()
+    with run.lock(), pytest.raises(InputError, match=f"process {os.getpid()} "), run.lock():
+        pass
+
+
+def test_the_lock_clears_what_a_killed_process_left(run: RunDirectory) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    torn = run.checkpoints / f".step_4.{dead.pid}.partial"
+    torn.mkdir()
+    (torn / "weights").write_text("half")
+    busy = run.plots / f".curve.png.{os.getppid()}.partial"
+    busy.write_text("being drawn by a living process")
+    with run.lock():
+        assert not torn.exists()
+        assert busy.exists()
+
+
+def test_write_atomically_keeps_the_old_file_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    write_atomically(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(RunError, match=r"state.*disk is full.*--resume"):
+        write_atomically(path, b"new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_atomically_writes_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state"
+    seen = []
+    rename = os.replace
+    monkeypatch.setattr(files.os, "replace", lambda a, b: (seen.append((a, path.exists())), rename(a, b)))
+    write_atomically(path, "größe")
+    assert seen == [(partial_path(path), False)]
+    assert path.read_bytes() == "größe".encode()
+
+
+def test_a_run_that_cannot_be_made_leaves_nothing(recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(RunError, match="disk is full"):
+        RunDirectory.create(recipe)
+    assert list(Path(recipe.runs).iterdir()) == []
+
+
+def test_permission_is_told_with_the_path(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"/some/file.*permission denied"), storage_errors(Path("/some/file")):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="file/inside"):
+        write_atomically(tmp_path / "file" / "inside", "x")
+
+
+def test_environment_file_is_json(run: RunDirectory) -> None:
+    assert json.loads(run.environment_file.read_text())["posttrain_run"] == 1

@@ -1,0 +1,59 @@
+"""The real TensorBoard, and the other two behind modules that record what they are told."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import MetricsLog
+
+
+def test_tensorboard_gets_every_number_and_forgets_what_is_rewound(run: RunDirectory) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(run, ["tensorboard"]) as log:
+        for step in range(1, 5):
+            log.write(step, "train", {"loss/policy": step / 4, "note": "text", "flag": True, "bad": float("nan")})
+        log.truncate_after(2)
+        log.write(3, "train", {"loss/policy": 9.0})
+        log.write(3, "evaluation", {"success": 0.5})
+    events = EventAccumulator(str(run.logs / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["evaluation/success", "train/loss/policy"]
+    read = [(event.step, event.value) for event in events.Scalars("train/loss/policy")]
+    assert read == [(1, 0.25), (2, 0.5), (3, 9.0)]
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.calls.append(("axis", name, step_metric))
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        self.calls.append((values, step))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_services_get_the_recipe_and_the_numbers(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fake, given = FakeRun(), {}
+
+    def init(**arguments: Any) -> FakeRun:
+        given.update(arguments)
+        return fake
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init))  # type: ignore[arg-type]
+    with MetricsLog(run, [name]) as log:
+        log.write(1, "train", {"x": 2.0, "text": "t"})
+        log.write(2, "warning", {"message": "no numbers"})
+    assert given["config"]["environment"]["sides"] == 3
+    assert given["resume"] == "allow"
+    logged = [call for call in fake.calls if call != "finish" and call[0] != "axis"]
+    assert logged == ([({"step": 1, "train/x": 2.0}, None)] if name == "wandb" else [({"train/x": 2.0}, 1)])
+    assert fake.calls[-1] == "finish"
