@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.rollout.streams import Episode, Outcome
 
-
 _NO_RETURN = Estimate(math.nan, math.nan, math.nan, 0)
 
 

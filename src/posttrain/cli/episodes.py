@@ -1,0 +1,59 @@
+"""`posttrain episodes RUN`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class SplitName(StrEnum):
+    """Which episodes of a step."""
+
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+
+
+def episodes(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run.")],
+    step: Annotated[
+        int | None, typer.Option(help="Step to show; without it, the steps that have episodes.", min=0)
+    ] = None,
+    split: Annotated[SplitName, typer.Option(help="Training or held-out episodes.")] = SplitName.TRAIN,
+    group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
+    episode: Annotated[int | None, typer.Option(help="Only this place within its group.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, coloured by their credit.")] = False,
+    limit: Annotated[int, typer.Option(help="Most episodes to show.", min=1)] = 8,
+) -> None:
+    """Show the episodes of a run: the conversation, and reward, stop reason and credit of each turn."""
+    from rich.console import Console
+
+    from posttrain.errors import InputError
+    from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
+    from posttrain.rollout.view import token_decoder, view_episode, view_steps
+    from posttrain.runs.directory import RunDirectory
+
+    directory, console = RunDirectory.open(run), Console(highlight=False)
+    if step is None:
+        found = list(stored_steps(directory.episodes))
+        if not found:
+            raise InputError(f"{directory.episodes} holds no episodes yet; wait for the first step")
+        console.print(view_steps(found))
+        return
+    played, advantages = read_episodes(episodes_file(directory.episodes, step, split.value))
+    chosen = [
+        number
+        for number, one in enumerate(played)
+        if (group is None or one.group == group) and (episode is None or one.index == episode)
+    ]
+    if not chosen:
+        groups = sorted({one.group for one in played})
+        raise InputError(
+            f"step {step} has no such {split.value} episode; its groups are {groups}, see --group and --episode"
+        )
+    decode = token_decoder(directory) if tokens else None
+    for number in chosen[:limit]:
+        credit = advantages.values[number] if advantages is not None else None
+        console.print(view_episode(played[number], credit, decode, tokens))
+    if len(chosen) > limit:
+        console.print(f"{len(chosen) - limit} more episodes; show them with --limit {len(chosen)}")

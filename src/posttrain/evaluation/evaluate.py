@@ -1,0 +1,21 @@
+"""Evaluation of a policy in an environment on held-out seeds."""
+
+from posttrain.evaluation.summary import Evaluation, summarise
+from posttrain.recipe.rollout import EvaluationRecipe
+from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.streams import Episode
+
+
+def evaluate(player: Player, recipe: EvaluationRecipe, run_seed: int) -> tuple[Evaluation, list[Episode]]:
+    """Play every held-out seed; returns the summary and the episodes.
+
+    The random numbers depend on the run seed and the held-out seed alone, so two evaluations of one run differ by
+    the policy and by nothing else. `player.sampling` should be `recipe.sampling`.
+    """
+    places = [
+        Place(seed, group, index, (run_seed, "evaluation", group, index))
+        for group, seed in enumerate(range(recipe.seeds.start, recipe.seeds.stop))
+        for index in range(recipe.episodes_per_seed)
+    ]
+    episodes = play_all(player, places)
+    return summarise(episodes), episodes

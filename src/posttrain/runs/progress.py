@@ -1,0 +1,127 @@
+"""The live display of a training loop; plain lines where there is no terminal."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+
+class Progress:
+    """A context manager around a training loop of `total_steps` steps, of which `start_step` are done already.
+
+    In a terminal one line follows the run: step, held-out success with its 95% interval, success and reward of the
+    latest training episodes, sampled tokens per second, time left. Elsewhere each update is one plain line.
+    """
+
+    def __init__(self, total_steps: int, title: str, start_step: int = 0, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.title = title
+        self.step = start_step
+        self.console = console or Console(highlight=False)
+        self._first_step = start_step
+        self._training: Mapping[str, Any] = {}
+        self._evaluation: Mapping[str, Any] = {}
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        self._started = time.monotonic()
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self._display, console=self.console, refresh_per_second=4)
+            self._live.start()
+        else:
+            self._print(f"{self.title}: step {self.step} of {self.total_steps}")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
+        """Show the values of a train line (`rollout/...`) or of an evaluation line (`success`, ...) of the metrics."""
+        self.step = step
+        is_evaluation = "success" in values
+        if is_evaluation:
+            self._evaluation = dict(values)
+        else:
+            self._training = dict(values)
+        if self._live is None:
+            cells = [f"step {step}/{self.total_steps}"]
+            if is_evaluation:
+                cells += ["evaluation", f"success {rate(values, 'success')}", f"n {values.get('n', '?')}"]
+                cells += _cell("return", values.get("return"), "{:.3f}")
+            else:
+                cells += _cell("success", values.get("rollout/success"), "{:.1%}")
+                cells += _cell("return", values.get("rollout/return"), "{:.3f}")
+                cells += _cell("loss", values.get("loss/policy"), "{:.4f}")
+                cells += _cell("tokens/s", values.get("speed/tokens_per_second"), "{:,.0f}")
+                cells.append(f"left {self.time_left()}")
+            self._print("  ".join(cells))
+
+    def message(self, text: str) -> None:
+        """Print a line; the live display stays below it."""
+        if self._live is None:
+            self._print(text)
+        else:
+            self.console.print(Text(text))
+
+    def time_left(self) -> str:
+        """Time left at the mean speed of this process, as `m:ss` or `h:mm:ss`; `?` before the first step."""
+        done = self.step - self._first_step
+        if done < 1:
+            return "?"
+        return duration((time.monotonic() - self._started) / done * max(0, self.total_steps - self.step))
+
+    def _print(self, text: str) -> None:
+        # Written straight out: rich would wrap long lines at 80 columns in a log file.
+        printable = "".join(character if character.isprintable() else " " for character in text)
+        self.console.file.write(printable.rstrip() + "\n")
+        self.console.file.flush()
+
+    def _display(self) -> Group:
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            Text(self.title, style="bold", no_wrap=True, overflow="ellipsis"),
+            ProgressBar(total=max(1, self.total_steps), completed=self.step, width=24),
+            Text(f"step {self.step}/{self.total_steps}"),
+            Text(f"left {self.time_left()}", style="cyan"),
+        )
+        numbers = Table.grid(padding=(0, 2))
+        numbers.add_row(
+            _labelled("held-out success", rate(self._evaluation, "success"), "bold green"),
+            _labelled("training success", rate(self._training, "rollout/success"), "green"),
+            _labelled("reward", _shown(self._training.get("rollout/return"), "{:.3f}"), "magenta"),
+            _labelled("tokens/s", _shown(self._training.get("speed/tokens_per_second"), "{:,.0f}"), "cyan"),
+        )
+        return Group(bar, numbers)
+
+
+def rate(values: Mapping[str, Any], key: str) -> str:
+    """`45.3% [37.0, 53.9]`, the interval from `key_low` and `key_high` where they are; `-` without a value."""
+    text = _shown(values.get(key), "{:.1%}")
+    low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
+    return text if low is None or high is None else f"{text} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def duration(seconds: float) -> str:
+    """`m:ss` or `h:mm:ss`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _shown(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _cell(name: str, value: Any, form: str) -> list[str]:
+    return [] if value is None else [f"{name} {form.format(value)}"]
+
+
+def _labelled(label: str, value: str, style: str) -> Text:
+    return Text.assemble((f"{label} ", "dim"), (value, style), no_wrap=True)

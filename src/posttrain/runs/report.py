@@ -1,0 +1,202 @@
+"""`report.md`: what a run did, what came of it, and how to use the result."""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.recipe.base import Part
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.files import write_atomically
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.progress import duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADINGS = ("player", "success", "95% interval", "mean return", "n", "note")
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One player of the final table. Rates are in [0, 1]; `n` is the number of seeds; None is unknown."""
+
+    player: str
+    success: float | None
+    interval: tuple[float, float] | None
+    """95% interval of the success; None where the success is exact for these seeds."""
+    mean_return: float | None
+    n: int
+    note: str = ""
+
+    @classmethod
+    def from_values(cls, player: str, values: Mapping[str, Any], note: str = "") -> "ReportRow":
+        """From the values of an evaluation or baseline line: `success`, `success_low`, `success_high`, `return`, `n`."""
+        low, high = values.get("success_low"), values.get("success_high")
+        interval = None if low is None or high is None else (low, high)
+        return cls(player, values.get("success"), interval, values.get("return"), int(values["n"]), note)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of HEADINGS; rates as percentages with one decimal."""
+        success = "–" if self.success is None else f"{100 * self.success:.1f}%"
+        interval = "exact" if self.interval is None else f"[{100 * self.interval[0]:.1f}, {100 * self.interval[1]:.1f}]"
+        paid = "–" if self.mean_return is None else f"{self.mean_return:.3f}"
+        return self.player, success, "–" if self.success is None else interval, paid, str(self.n), self.note
+
+
+def rows_table(rows: Sequence[ReportRow], title: str = "") -> "Table":
+    """The final table for a rich console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("player", "note") else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row.cells))
+    return table
+
+
+def write_report(
+    run: RunDirectory,
+    rows: Sequence[ReportRow],
+    *,
+    title: str | None = None,
+    model_directory: Path | None = None,
+    warnings: Sequence[str] = (),
+) -> Path:
+    """Write `report.md` of the run and return its path.
+
+    `rows` is the final table in its order; `model_directory` the exported model that transformers loads; `warnings`
+    what the caller has to say besides what the metrics tell. Plots are those in `run.plots`. Raises `RunError` when
+    the disk refuses.
+    """
+    lines = read_metrics(run.metrics)
+    parts = [
+        f"# {title or run.path.resolve().name}",
+        _what_was_run(run, lines),
+        "## Result\n\n" + _markdown(HEADINGS, [row.cells for row in rows], right=(1, 2, 3, 4)),
+        "`n` is the number of environment seeds. Intervals are 95% score intervals over seeds (Wilson); `exact` values "
+        "are computed for these seeds, not sampled.",
+        _changed(run),
+        _plots(run),
+        _checkpoint(model_directory),
+        _episodes(run),
+        _trouble(lines, warnings),
+    ]
+    write_atomically(run.report, "\n\n".join(part for part in parts if part) + "\n")
+    return run.report
+
+
+def changed_keys(part: Part, default: Part | None = None, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of `part` whose value is not that of `default` (None: the schema's), in the order of the schema.
+
+    A part of another kind than the default's, such as another loss, shows its `type` and is compared with the
+    schema's defaults of its own kind.
+    """
+    found: dict[str, Any] = {}
+    for name, field in type(part).model_fields.items():
+        value, key = getattr(part, name), f"{prefix}{name}"
+        usual = field.get_default() if default is None else getattr(default, name)
+        if not isinstance(value, Part):
+            if value != usual:
+                found[key] = value
+        elif type(value) is type(usual):
+            found |= changed_keys(value, usual, f"{key}.")
+        else:
+            kind = {f"{key}.type": value.type} if hasattr(value, "type") else {}
+            found |= kind | changed_keys(value, None, f"{key}.") or {key: "set, with its defaults"}
+    return found
+
+
+def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
+    recipe, machine = run.load_recipe(), run.load_environment()
+    packages = ", ".join(f"{name} {machine['packages'][name]}" for name in ("posttrain", "torch", "transformers"))
+    seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
+    rows = [
+        ("stage", recipe.stage),
+        ("model", f"`{recipe.model.path}`, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")),
+        ("environment", f"`{recipe.environment.type}`"),
+        ("held-out seeds", f"{recipe.evaluation.seeds.start} to {recipe.evaluation.seeds.stop - 1}"),
+        ("run seed", str(recipe.seed)),
+        ("steps", str(max((line["step"] for line in lines if line["kind"] == "train"), default=0))),
+        ("wall time", f"{duration(seconds)} (pauses between sessions left out)"),
+        ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
+        ("software", f"Python {machine['python']}, {packages}" + _commit(machine["git"])),
+        ("started", machine["started"]),
+        ("command", f"`{machine['command']}`"),
+        ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
+    ]
+    return _markdown(("what", "value"), rows)
+
+
+def _commit(git: dict[str, Any] | None) -> str:
+    return "" if git is None else f", commit {git['commit'][:12]}" + (" with local changes" if git["modified"] else "")
+
+
+def _changed(run: RunDirectory) -> str:
+    changed = changed_keys(run.load_recipe())
+    rows = [(f"`{key}`", f"`{value}`") for key, value in changed.items() if key not in ("name", "runs", "stage")]
+    return "## Recipe keys that differ from the defaults\n\n" + (_markdown(("key", "value"), rows) if rows else "None.")
+
+
+def _plots(run: RunDirectory) -> str:
+    from posttrain.runs.plots import TITLES
+
+    images = [
+        f"![{title}](plots/{name}.png)" for name, title in TITLES.items() if (run.plots / f"{name}.png").is_file()
+    ]
+    return "## Curves\n\n" + "\n\n".join(images) if images else ""
+
+
+def _checkpoint(directory: Path | None) -> str:
+    if directory is None:
+        return ""
+    adapter = (directory / "adapter_config.json").is_file()
+    note = (
+        "\n\nIt is a LoRA adapter: transformers loads it onto its base model if peft is installed." if adapter else ""
+    )
+    return f"""## The trained model
+
+`{directory}`{note}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({str(directory)!r})
+tokenizer = AutoTokenizer.from_pretrained({str(directory)!r})
+```"""
+
+
+def _episodes(run: RunDirectory) -> str:
+    files = sorted(run.episodes.glob("*.jsonl.zst"))
+    if not files:
+        return ""
+    return (
+        f"## Episodes\n\n{len(files)} files in [episodes/](episodes/), every sampled token with its log-probability, "
+        f"reward and credit. Read them in the terminal with\n\n```\nposttrain episodes {os.fspath(run.path)}\n```"
+    )
+
+
+def _trouble(lines: list[dict[str, Any]], warnings: Sequence[str]) -> str:
+    train = [line for line in lines if line["kind"] == "train"]
+    counts = {
+        "failed training episodes": sum(line.get("rollout/failed") or 0 for line in train),
+        "failed held-out episodes": sum(line.get("failed") or 0 for line in lines if line["kind"] == "evaluation"),
+        "skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train),
+        "lines with a value that is NaN or infinite": sum("nonfinite" in line for line in lines),
+    }
+    told = [f"step {line['step']}: {line.get('message', line)}" for line in lines if line["kind"] == "warning"]
+    items = [f"{name}: {count:g}" for name, count in counts.items()]
+    grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *told])]
+    items += [text if count == 1 else f"{text} ({count} times)" for text, count in grouped]
+    return "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in items)
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    rules = ["---:" if column in right else "---" for column in range(len(headings))]
+    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [list(headings), rules, *body])

@@ -1,0 +1,117 @@
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from posttrain.cli.episodes import SplitName, episodes
+from posttrain.credit.types import Advantages
+from posttrain.errors import InputError
+from posttrain.rollout.store import write_episodes
+from posttrain.rollout.streams import Outcome
+from posttrain.rollout.view import view_episode, visible
+from posttrain.runs.directory import RunDirectory
+from tests.rollout.episodes import played
+
+
+def shown(*arguments: object, **options: object) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(view_episode(*arguments, **options))  # type: ignore[arg-type]
+    return console.export_text()
+
+
+def credit(values: list[float]) -> list[np.ndarray]:
+    return [np.array(values, np.float32)]
+
+
+def test_a_conversation_has_reward_stop_reason_and_credit_under_each_answer() -> None:
+    episode = played(5, (0.5, -1.0), group=3, index=2, rejected="no <answer> tag", success=False)
+    text = shown(episode, credit([0, 0, 1, 1, 1, 0, 0, -1, 0, 0.5]))
+    assert "group 3 episode 2 · seed 5" in text
+    assert "return -0.500" in text
+    order = [text.index(part) for part in ("question 0", "answer 0", "turn 0", "question 1", "answer 1", "turn 1")]
+    assert order == sorted(order)
+    assert "turn 0 · reward +0.500 · 3 tokens · end_token · credit +1.000 · rejected: no <answer> tag" in text
+    assert "turn 1 · reward -1.000 · 3 tokens · end_token · credit -0.167 (-1.000 to +0.500)" in text
+    assert "credit" not in shown(episode, None)
+
+
+def test_answers_missing_in_the_conversation_are_shown_from_the_turns() -> None:
+    episode = played(0, (1.0, 0.0), messages=[{"role": "user", "content": "only this"}])
+    text = shown(episode, None)
+    assert "answer 0" in text
+    assert "answer 1" in text
+
+
+def test_a_failure_says_how() -> None:
+    text = shown(played(0, outcome=Outcome.FAILED, failure="the environment timed out"), None)
+    assert "failed: the environment timed out" in text
+
+
+def test_tokens_are_texts_or_ids() -> None:
+    episode = played(0)
+    assert "2 3 4" in shown(episode, credit([0, 0, 1, -1, 0]), None, True)
+    lines = shown(episode, None, lambda token: f"<{token}>" + "\n" * (token == 3), True).splitlines()
+    assert [line.strip() for line in lines if "<" in line] == ["<2><3>\\n", "<4>"]
+
+
+def test_token_colours_follow_the_sign_of_the_credit() -> None:
+    console = Console(width=160, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO())
+    console.print(view_episode(played(0), credit([0, 0, 2, -2, 0]), None, True))
+    text = console.export_text(styles=True)
+    assert "38;2;86;180;233m2 " in text
+    assert "38;2;230;140;0m3 " in text
+    assert "38;2;150;150;150m4 " in text
+
+
+def test_sampled_control_characters_cannot_drive_the_terminal() -> None:
+    assert visible("a\x1b[2Jb\nc\r\x07é") == "a\\x1b[2Jb\nc\\r\\x07é"
+    assert "[red]" in shown(played(0, messages=[{"role": "user", "content": "[red]x"}]), None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "recipe.yaml").write_text("{}")
+    (tmp_path / "environment.json").write_text('{"posttrain_run": 1}')
+    made = [played(seed, group=seed, index=index) for seed in range(3) for index in range(2)]
+    advantages = Advantages([credit([0, 0, 1, 1, 1]) for _ in made])
+    write_episodes(tmp_path / "episodes", 4, "train", made, advantages)
+    write_episodes(tmp_path / "episodes", 4, "evaluation", made[:1], None)
+    return RunDirectory(tmp_path)
+
+
+def test_the_command_lists_steps(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    episodes(run.path)
+    out = capsys.readouterr().out
+    assert "mean reward" in out
+    assert len([line for line in out.splitlines() if "1.000" in line]) == 2
+
+
+def test_the_command_chooses_episodes(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    episodes(run.path, step=4, group=1)
+    out = capsys.readouterr().out
+    assert out.count("group 1 episode") == 2
+    assert "group 0" not in out
+    episodes(run.path, step=4, group=1, episode=1)
+    assert capsys.readouterr().out.count("group 1 episode 1") == 1
+    episodes(run.path, step=4, limit=2)
+    assert "4 more episodes; show them with --limit 6" in capsys.readouterr().out
+    episodes(run.path, step=4, split=SplitName.EVALUATION)
+    assert "credit" not in capsys.readouterr().out
+
+
+def test_the_command_names_what_there_is(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"groups are \[0, 1, 2\]"):
+        episodes(run.path, step=4, group=9)
+    with pytest.raises(InputError, match="no episodes"):
+        episodes(run.path, step=5)
+
+
+def test_ids_are_shown_when_the_tokenizer_cannot_be_loaded(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    episodes(run.path, step=4, group=0, episode=0, tokens=True)
+    captured = capsys.readouterr()
+    assert "2 3 4" in captured.out
+    assert "the tokenizer cannot be loaded" in captured.err

@@ -1,0 +1,131 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from posttrain.runs import plots
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import MetricsLog, read_metrics
+
+
+def train(step: int, **changed: float) -> dict[str, float]:
+    values = {
+        "rollout/success": 0.5,
+        "rollout/return": 0.25 * step,
+        "reward/group_spread": 0.1,
+        "policy/kl": 0.01 * step,
+        "policy/entropy": 1.0,
+        "rollout/tokens_per_answer": 12.0,
+        "optimizer/gradient_norm": 10.0**step,
+        "time/rollout": 2.0,
+        "time/update": 1.0,
+        "time/step": 4.0,
+    }
+    return {**values, **changed}
+
+
+def evaluation(success: float) -> dict[str, float]:
+    return {"success": success, "success_low": success - 0.1, "success_high": success + 0.1, "n": 64, "turns": 2.0}
+
+
+def logged(run: RunDirectory, lines: list[tuple[int, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    with MetricsLog(run, []) as log:
+        for line in lines:
+            log.write(*line)
+    return read_metrics(run.metrics)
+
+
+def lines_of(figure: Figure, axes: int = 0) -> dict[str, Any]:
+    return {str(line.get_label()): line for line in figure.axes[axes].lines}
+
+
+def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
+    logged(run, [(step, "train", train(step)) for step in range(1, 6)] + [(5, "evaluation", evaluation(0.5))])
+    drawn = plots.draw_plots(run)
+    assert [path.name for path in drawn] == [f"{name}.png" for name in plots.TITLES]
+    for path in drawn:
+        image = imread(path)
+        assert image.shape[1] >= 1000
+        assert np.ptp(image[..., :3], axis=-1).max() > 0.3  # Something in it is coloured.
+    assert sorted(run.plots.iterdir()) == sorted(drawn)
+
+
+def test_plots_without_data_are_left_out(run: RunDirectory) -> None:
+    assert plots.draw_plots(run) == []
+    logged(run, [(1, "train", {"policy/entropy": 1.0}), (1, "warning", {"message": "x"})])
+    assert [path.name for path in plots.draw_plots(run)] == ["entropy.png"]
+
+
+def test_one_point_and_nothing_but_nan_can_be_drawn(run: RunDirectory) -> None:
+    bad = dict.fromkeys(train(1), math.nan)
+    logged(
+        run, [(1, "train", bad), (1, "evaluation", evaluation(0.1)), (0, "evaluation", {"success": math.nan, "n": 0})]
+    )
+    assert {path.name for path in plots.draw_plots(run)} >= {"learning_curve.png", "optimization.png", "kl.png"}
+
+
+def test_the_learning_curve_shows_band_and_reference_players(run: RunDirectory) -> None:
+    players = [
+        (0, "baseline", {"player": player, "success": success, "return": success, "n": 64})
+        for player, success in (("random", 0.2), ("optimal", 0.95))
+    ]
+    points = [(step, "evaluation", evaluation(0.3 + step / 100)) for step in (0, 10, 20)]
+    figure = plots._learning_curve(logged(run, players + points))
+    assert figure is not None
+    drawn = lines_of(figure)
+    assert list(drawn["held-out seeds"].get_xdata()) == [0, 10, 20]
+    assert list(drawn["held-out seeds"].get_ydata()) == pytest.approx([0.3, 0.4, 0.5])
+    assert drawn["optimal policy, 95.0%"].get_ydata() == [0.95, 0.95]
+    assert drawn["random policy, 20.0%"].get_linestyle() == "--"
+    (band,) = [c for c in figure.axes[0].collections if "Fill" in type(c).__name__ or "Poly" in type(c).__name__]
+    corners = band.get_paths()[0].vertices
+    assert (corners[:, 1].min(), corners[:, 1].max()) == pytest.approx((0.2, 0.6))
+    assert figure.axes[0].get_xlabel() == "step"
+    assert figure.axes[0].get_ylabel() == "success"
+
+
+def test_steps_with_nan_are_marked(run: RunDirectory) -> None:
+    lines = logged(
+        run, [(step, "train", train(step, **({"policy/kl": math.nan} if step == 2 else {}))) for step in (1, 2, 3)]
+    )
+    figure = plots._panels(lines, plots.PANELS["kl"])
+    assert figure is not None
+    drawn = lines_of(figure)
+    assert list(drawn["Kullback-Leibler divergence"].get_xdata()) == [1, 3]
+    assert list(drawn["NaN or infinite"].get_xdata()) == [2]
+
+
+def test_bars_are_as_tall_as_a_step_is_long(run: RunDirectory) -> None:
+    figure = plots._time(logged(run, [(step, "train", train(step)) for step in range(1, 101)]))
+    assert figure is not None
+    bars = figure.axes[0].patches
+    tops = [bar.get_y() + bar.get_height() for bar in bars]  # type: ignore[attr-defined]
+    assert max(tops) == pytest.approx(4.0)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
+    assert labels == ["rollout, 50%", "update, 25%", "other, 25%"]
+    assert len(bars) <= 3 * plots.MOST_BARS
+
+
+def test_a_wide_range_of_norms_gets_a_logarithmic_axis(run: RunDirectory) -> None:
+    figure = plots._panels(
+        logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]), plots.PANELS["optimization"]
+    )
+    assert figure is not None
+    assert [axes.get_yscale() for axes in figure.axes] == ["log"]
+
+
+def test_the_command_names_what_it_drew(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from posttrain.cli.plot import plot
+    from posttrain.errors import InputError
+
+    with pytest.raises(InputError, match="nothing to plot"):
+        plot(run.path)
+    logged(run, [(1, "train", {"policy/entropy": 1.0})])
+    plot(run.path)
+    assert capsys.readouterr().out.strip() == str(run.plots / "entropy.png")
+    with pytest.raises(InputError, match="no run"):
+        plot(tmp_path / "nowhere")

@@ -1,0 +1,69 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from posttrain.runs.progress import Progress, duration, rate
+
+TRAIN = {"rollout/success": 0.25, "rollout/return": -0.5, "speed/tokens_per_second": 1234.5}
+EVALUATION = {"success": 0.5, "success_low": 0.4, "success_high": 0.6, "n": 128, "return": 0.75}
+
+
+def test_without_a_terminal_each_update_is_one_plain_line() -> None:
+    out = io.StringIO()
+    with Progress(100, "tossing", start_step=10, console=Console(file=out, width=40)) as progress:
+        progress.update(11, TRAIN)
+        progress.update(11, EVALUATION)
+        progress.message("checkpoint\x1b[31m written")
+        progress.update(12, {})
+        progress.update(12, {"rollout/success": None})
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "tossing: step 10 of 100"
+    assert lines[1].startswith("step 11/100  success 25.0%  return -0.500  tokens/s 1,234  left ")
+    assert lines[2] == "step 11/100  evaluation  success 50.0% [40.0, 60.0]  n 128  return 0.750"
+    assert lines[3] == "checkpoint [31m written"
+    assert len(lines) == 6
+    assert all(line.isprintable() for line in lines)
+
+
+def test_in_a_terminal_the_numbers_stay_in_place() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, highlight=False)
+    with Progress(20, "tossing", console=console) as progress:
+        progress.update(3, EVALUATION)
+        progress.update(4, TRAIN)
+        progress.message("[bold]not markup")
+    text = out.getvalue()
+    for shown in ("step 4/20", "50.0% [40.0, 60.0]", "25.0%", "-0.500", "1,234", "left 0:00", "[bold]not markup"):
+        assert shown in text
+    assert "\x1b[?25h" in text  # The cursor is given back.
+
+
+def test_the_display_is_taken_down_when_training_fails() -> None:
+    out = io.StringIO()
+    with pytest.raises(KeyError), Progress(20, "t", console=Console(file=out, force_terminal=True)):
+        raise KeyError
+    assert "\x1b[?25h" in out.getvalue()
+
+
+def test_time_left_counts_only_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("posttrain.runs.progress.time.monotonic", lambda: now[0])
+    with Progress(30, "t", start_step=10, console=Console(file=io.StringIO())) as progress:
+        assert progress.time_left() == "?"
+        now[0] += 60
+        progress.update(15, {})
+        assert progress.time_left() == "3:00"
+        progress.update(30, {})
+        assert progress.time_left() == "0:00"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (86399, "23:59:59")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_rate_without_interval_or_value() -> None:
+    assert rate({"success": 0.1}, "success") == "10.0%"
+    assert rate({"success": 0.1, "success_low": None, "success_high": 1.0}, "success") == "10.0%"
+    assert rate({}, "success") == "-"

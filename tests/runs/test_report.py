@@ -1,0 +1,106 @@
+import io
+import math
+
+from rich.console import Console
+
+from posttrain.recipe.loss import ReinforceLoss
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.store import write_episodes
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import MetricsLog, read_metrics
+from posttrain.runs.report import ReportRow, changed_keys, rows_table, write_report
+from tests.rollout.episodes import played
+
+ROWS = [
+    ReportRow("random policy", 0.125, None, 0.1, 200, "exact"),
+    ReportRow("trained model", 0.5, (0.4, 0.612), None, 200, "best on evaluation, step 40 | a"),
+    ReportRow("untrained model", None, None, None, 0),
+]
+
+
+def test_the_table_has_rates_with_one_decimal_and_intervals(run: RunDirectory) -> None:
+    text = write_report(run, ROWS).read_text()
+    assert "| random policy | 12.5% | exact | 0.100 | 200 | exact |" in text
+    assert r"| trained model | 50.0% | [40.0, 61.2] | – | 200 | best on evaluation, step 40 \| a |" in text
+    assert "| untrained model | – | – | – | 0 |  |" in text
+
+
+def test_rows_come_from_metric_lines(run: RunDirectory) -> None:
+    with MetricsLog(run, []) as log:
+        log.write(0, "baseline", {"player": "random", "success": 0.5, "return": 1.0, "n": 10})
+        log.write(
+            3, "evaluation", {"success": 0.5, "success_low": 0.2, "success_high": 0.8, "return": math.nan, "n": 10}
+        )
+    baseline, held_out = read_metrics(run.metrics)
+    assert ReportRow.from_values("random policy", baseline) == ReportRow("random policy", 0.5, None, 1.0, 10)
+    assert ReportRow.from_values("model", held_out, "x") == ReportRow("model", 0.5, (0.2, 0.8), None, 10, "x")
+
+
+def test_the_report_tells_what_was_run_and_how_to_use_it(run: RunDirectory) -> None:
+    with MetricsLog(run, []) as log:
+        log.write(1, "train", {"rollout/failed": 2, "optimizer/skipped": 1, "policy/kl": math.nan})
+        log.write(7, "train", {"rollout/failed": 1})
+        log.write(7, "evaluation", {"success": 0.5, "n": 4, "failed": 3})
+        log.write(7, "warning", {"message": "entropy is low"})
+        log.write(7, "warning", {"message": "entropy is low"})
+    write_episodes(run.episodes, 7, "train", [played()])
+    (run.plots / "kl.png").write_bytes(b"png")
+    model = run.checkpoints / "best" / "model"
+    model.mkdir(parents=True)
+    text = write_report(run, ROWS, title="Tossing", model_directory=model, warnings=["warmed up first"]).read_text()
+    machine = run.load_environment()
+    for expected in (
+        "# Tossing",
+        "| stage | rl |",
+        "| steps | 7 |",
+        "| run seed | 0 |",
+        machine["recipe_hash"],
+        machine["processor"],
+        "| `optimizer.learning_rate` | `3e-06` |",
+        "| `environment.sides` | `3` |",
+        "![Kullback-Leibler divergence](plots/kl.png)",
+        f"AutoModelForCausalLM.from_pretrained({str(model)!r})",
+        f"posttrain episodes {run.path}",
+        "- failed training episodes: 3",
+        "- failed held-out episodes: 3",
+        "- skipped updates: 1",
+        "- lines with a value that is NaN or infinite: 1",
+        "- warmed up first",
+        "- step 7: entropy is low (2 times)",
+    ):
+        assert expected in text
+    assert "plots/reward.png" not in text
+    assert "adapter" not in text
+    (model / "adapter_config.json").write_text("{}")
+    assert "adapter" in write_report(run, ROWS, model_directory=model).read_text()
+
+
+def test_a_run_without_metrics_has_a_report(run: RunDirectory) -> None:
+    text = write_report(run, []).read_text()
+    assert "# tossing" in text
+    assert "## Curves" not in text
+    assert "from_pretrained" not in text
+
+
+def test_changed_keys_are_those_that_differ(recipe: RlRecipe) -> None:
+    found = changed_keys(recipe)
+    assert found.pop("environment.type").endswith("coin.py:Coin")
+    assert found.pop("runs")
+    assert found == {"name": "tossing", "environment.sides": 3, "optimizer.learning_rate": 3e-06}
+    other = recipe.model_copy(update={"loss": ReinforceLoss(), "model": ModelRecipe(lora=LoraRecipe())})
+    more = changed_keys(other)
+    assert more["loss.type"] == "reinforce"
+    assert more["model.lora"] == "set, with its defaults"
+    assert (
+        changed_keys(recipe.model_copy(update={"model": ModelRecipe(lora=LoraRecipe(rank=4))}))["model.lora.rank"] == 4
+    )
+
+
+def test_the_terminal_table_shows_the_same_cells() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(rows_table(ROWS, "Result"))
+    text = console.export_text()
+    for row in ROWS:
+        for cell in row.cells:
+            assert cell in text
