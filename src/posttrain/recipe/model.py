@@ -18,6 +18,8 @@ class LoraRecipe(Part):
     """Dropout before the adapter. Above 0 the engine and the learner see different policies; a warning says so."""
     targets: str | list[str] = "all-linear"
     """Module names to adapt, or `all-linear`."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What the run exports at its end: a whole model with the adapters folded in, or the adapters alone for peft."""
 
 
 class ModelRecipe(Part):

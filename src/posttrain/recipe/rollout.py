@@ -14,15 +14,18 @@ class SamplingRecipe(Part):
     temperature: float = Field(1.0, ge=0)
     """0 is greedy. Log-probabilities are those of the tempered distribution, before any truncation."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the fewest tokens whose probabilities add up to this; 1 is off."""
     top_k: int = Field(0, ge=0)
-    """0 is off."""
+    """Draw from this many most probable tokens; 0 is off."""
     min_p: float = Field(0.0, ge=0, lt=1)
+    """Draw from tokens at least this share as probable as the most probable one; 0 is off."""
 
 
 class EngineRecipe(Part):
     """The in-process engine: the policy's own weights, continuous batching, a cache shared across turns and groups."""
 
     type: Literal["local"] = "local"
+    """`local`: in this process, with the weights that are being trained."""
     slots: int = Field(64, ge=1)
     """Sequences held in the key/value cache."""
     tokens_per_forward: int = Field(2048, ge=16)
@@ -35,6 +38,7 @@ class FailureRecipe(Part):
     policy: Literal["retry", "drop", "score"] = "drop"
     """`retry` with a new sampling stream, then drop; `drop` from the update; `score` with `reward`. All are counted."""
     retries: int = Field(1, ge=0)
+    """`retry`: attempts after the first."""
     reward: float = 0.0
     """`score`: the reward of a failed episode."""
     max_share: float = Field(0.5, gt=0, le=1)
@@ -66,7 +70,9 @@ class SeedRange(Part):
     """Environment seeds start, start + 1, ..., start + count - 1."""
 
     start: int = Field(ge=0)
+    """The first seed."""
     count: int = Field(ge=1)
+    """How many seeds."""
 
     @property
     def stop(self) -> int:
@@ -75,19 +81,31 @@ class SeedRange(Part):
     def overlaps(self, other: "SeedRange") -> bool:
         return self.start < other.stop and other.start < self.stop
 
+    def __str__(self) -> str:
+        return f"{self.start}..{self.stop - 1}"
+
 
 class EvaluationRecipe(Part):
     """Held-out evaluation before, during and after training."""
 
     every: int = Field(10, ge=0)
     """Steps between evaluations; 0 evaluates before and after only."""
-    seeds: SeedRange = SeedRange(start=1_000_000, count=128)
-    """Held-out environment seeds; they may not overlap the training seeds."""
+    seeds: SeedRange = SeedRange(start=1_000_000, count=64)
+    """Held-out environment seeds of the learning curve; the best checkpoint is chosen on them."""
+    final_seeds: SeedRange = SeedRange(start=2_000_000, count=256)
+    """Held-out environment seeds of the final table. No choice is made on them, so the table is not flattered by it."""
     episodes_per_seed: int = Field(1, ge=1)
+    """Episodes sampled for each held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Its own sampling; temperature 0 is greedy."""
     metric: Literal["success", "return"] = "success"
     """What chooses the best checkpoint: mean over the held-out seeds, larger is better."""
+
+    @model_validator(mode="after")
+    def _final_seeds_are_apart(self):
+        if self.seeds.overlaps(self.final_seeds):
+            raise ValueError("`evaluation.seeds` and `evaluation.final_seeds` overlap; move `evaluation.final_seeds.start`")
+        return self
 
     @model_validator(mode="after")
     def _greedy_once(self):

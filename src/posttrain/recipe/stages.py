@@ -14,6 +14,13 @@ from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutReci
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SinkName
 
 
+def _held_out(key: str, seeds: SeedRange, evaluation: EvaluationRecipe) -> None:
+    """Refuse training seeds that are evaluated on."""
+    for name, held_out in (("seeds", evaluation.seeds), ("final_seeds", evaluation.final_seeds)):
+        if seeds.overlaps(held_out):
+            raise ValueError(f"`{key}` ({seeds}) and the held-out `evaluation.{name}` ({held_out}) overlap; move one `start`")
+
+
 class _Stage(Part):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run: its directory is `<runs>/<name>`."""
@@ -37,6 +44,7 @@ class RlRecipe(_Stage):
     """Reinforcement learning of a policy in an environment."""
 
     stage: Literal["rl"] = "rl"
+    """Which stage the recipe is for; `posttrain rl` takes this one."""
     steps: int = Field(100, ge=1)
     """Steps; each samples groups_per_step x episodes_per_group episodes and makes updates_per_step updates."""
     seeds: SeedRange = SeedRange(start=0, count=100_000)
@@ -56,11 +64,7 @@ class RlRecipe(_Stage):
 
     @model_validator(mode="after")
     def _parts_fit(self):
-        if self.seeds.overlaps(self.evaluation.seeds):
-            raise ValueError(
-                f"training seeds {self.seeds.start}..{self.seeds.stop - 1} and held-out seeds "
-                f"{self.evaluation.seeds.start}..{self.evaluation.seeds.stop - 1} overlap; move `evaluation.seeds.start`"
-            )
+        _held_out("seeds", self.seeds, self.evaluation)
         if self.rollout.groups_per_step > self.seeds.count:
             raise ValueError(f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})")
         if self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline") and self.rollout.episodes_per_group < 2:
@@ -92,6 +96,7 @@ class SftRecipe(_Stage):
     """Supervised warm-up of a policy on an environment's expert traces."""
 
     stage: Literal["sft"] = "sft"
+    """Which stage the recipe is for; `posttrain sft` takes this one."""
     data: ExpertData = ExpertData()
     epochs: int = Field(1, ge=1)
     """Passes over the traces."""
@@ -107,8 +112,7 @@ class SftRecipe(_Stage):
 
     @model_validator(mode="after")
     def _traces_are_not_held_out(self):
-        if self.data.seeds.overlaps(self.evaluation.seeds):
-            raise ValueError("`data.seeds` and the held-out `evaluation.seeds` overlap; move `evaluation.seeds.start`")
+        _held_out("data.seeds", self.data.seeds, self.evaluation)
         return self
 
 
@@ -116,9 +120,17 @@ class EvaluateRecipe(_Stage):
     """Evaluation of a model in an environment on held-out seeds."""
 
     stage: Literal["evaluate"] = "evaluate"
+    """Which stage the recipe is for; `posttrain evaluate` takes this one."""
     engine: EngineRecipe = EngineRecipe()
     rollout: RolloutRecipe = RolloutRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
 
 
 Recipe = Annotated[RlRecipe | SftRecipe | EvaluateRecipe, Field(discriminator="stage")]
+
+STAGES: dict[str, type[RlRecipe] | type[SftRecipe] | type[EvaluateRecipe]] = {
+    "rl": RlRecipe,
+    "sft": SftRecipe,
+    "evaluate": EvaluateRecipe,
+}
+"""Name of a stage -> schema of its recipe."""

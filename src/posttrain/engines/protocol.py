@@ -1,0 +1,69 @@
+"""What an engine is: token ids in, token ids and their log-probabilities out. It knows no text and no environment."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.rollout.streams import StopReason
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer asked for."""
+
+    prompt_ids: tuple[int, ...]
+    """Token ids the answer continues; at least one."""
+    sampling: SamplingRecipe
+    seed: int
+    """Names the request's own random stream: the same request with the same seed draws the same numbers."""
+    max_tokens: int
+    """Most tokens to sample; at least one."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end the answer once its decoded tokens hold one of them."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer: `ids` as sampled, the stopping token included, with the log-probability of each in nats.
+
+    Log-probabilities are those of softmax(logits / temperature) over the whole vocabulary (temperature 1 when greedy),
+    before top-p, top-k and min-p, so that they equal what a learner computes.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+
+
+@dataclass
+class EngineCounters:
+    """Work done so far, in tokens."""
+
+    sampled: int = 0
+    """Tokens sampled."""
+    prefilled: int = 0
+    """Prompt tokens computed."""
+    reused: int = 0
+    """Prompt tokens taken from the cache: earlier turns, and prompts shared in a group."""
+    forwards: int = 0
+    """Forward passes."""
+
+
+class Engine(Protocol):
+    """Turns token prompts into sampled tokens."""
+
+    counters: EngineCounters
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one answer. Many calls are in flight at once; the engine batches them."""
+        ...
+
+    def episode(self) -> AbstractContextManager[None]:
+        """Open while an episode is played: the engine may wait for its next request before it decides what to compute."""
+        ...
+
+    def load_weights(self, tensors: Mapping[str, Any] | None, version: int) -> None:
+        """From now on sample with the weights of `version`; None where the engine shares them with the learner."""
+        ...

@@ -1,0 +1,104 @@
+"""From `model.path` to a model and a tokenizer, with one clear sentence for everything that can be wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.errors import InputError
+from posttrain.models.attention import use_packed_attention
+from posttrain.models.packaged import converted_gguf, packaged_file
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_path(path: str) -> str:
+    """A directory or hub id that transformers can load, for any form of `model.path`."""
+    if path.startswith("packaged:"):
+        return str(converted_gguf(packaged_file(path.removeprefix("packaged:"))))
+    if path.endswith(".gguf"):
+        if not Path(path).is_file():
+            raise InputError(f"model.path: there is no file {path}")
+        return str(converted_gguf(Path(path)))
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
+        raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
+    return str(Path(path).expanduser()) if looks_local else path
+
+
+def load_tokenizer(recipe: ModelRecipe) -> Any:
+    """The tokenizer of the recipe's model, with a chat template; `InputError` when there is none."""
+    from transformers import AutoTokenizer
+
+    path = resolve_path(recipe.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise InputError(f"model.path: no tokenizer could be loaded from {recipe.path}: {_first_line(error)}") from error
+    if recipe.chat_template is not None:
+        file = Path(recipe.chat_template)
+        if not file.is_file():
+            raise InputError(f"model.chat_template: there is no file {file}")
+        tokenizer.chat_template = file.read_text()
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"model.path: the tokenizer of {recipe.path} has no chat template; name a Jinja file in model.chat_template"
+        )
+    return tokenizer
+
+
+def load_model(recipe: ModelRecipe, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """The causal language model of the recipe, without adapters, in evaluation mode, attending through layouts.
+
+    A missing, damaged or incomplete model is an `InputError`; weights are never filled in at random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    path = resolve_path(recipe.path)
+    base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"] if _is_adapter(path) else path
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            base, dtype=dtype or DTYPES[recipe.dtype], attn_implementation="sdpa", output_loading_info=True
+        )
+    except Exception as error:
+        raise InputError(
+            f"model.path: {recipe.path} could not be loaded ({_first_line(error)}); "
+            "check that the files are whole, or that the hub id is right and in reach"
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
+    if base != path:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, path).merge_and_unload()
+    use_packed_attention(model)
+    return model.eval()
+
+
+def add_adapters(model: torch.nn.Module, lora: LoraRecipe) -> torch.nn.Module:
+    """`model` with fresh low-rank adapters; only they are trainable."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InputError(f"model.lora.targets: {_first_line(error)}") from error
+
+
+def _is_adapter(path: str) -> bool:
+    return (Path(path).expanduser() / "adapter_config.json").is_file()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

@@ -1,0 +1,88 @@
+"""The bookkeeping of one episode's tokens: which were sampled, with what log-probability, in which turn."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.data.rendering import Message, Renderer
+from posttrain.rollout.streams import Stream, StopReason, Turn
+
+
+class Conversation:
+    """Grows the streams of an episode turn by turn. Tokens are only ever appended.
+
+    Where the chat template would rewrite the history that an answer becomes, the next turn starts a new stream whose
+    prompt is the rewritten history.
+    """
+
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], primer: str = "") -> None:
+        self.renderer = renderer
+        self.primer = primer
+        self.messages: list[Message] = list(messages)
+        self.turns: list[Turn] = []
+        self._streams = [_Growing()]
+        self._streams[0].append(renderer.prompt(self.messages, primer))
+
+    @property
+    def context(self) -> list[int]:
+        """Token ids that the next answer continues."""
+        return self._streams[-1].ids
+
+    def answer(self, ids: Sequence[int], logprobs: Sequence[float], stop_reason: StopReason) -> str:
+        """Append the policy's answer; returns it as text, the primer in front."""
+        stream = self._streams[-1]
+        text = self.primer + self.renderer.answer_text(ids)
+        start = len(stream.ids)
+        stream.append(ids, logprobs, turn=len(self.turns))
+        self.turns.append(Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text))
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def reward(self, reward: float, info: dict) -> None:
+        """Pay the last turn: the reward sits on its last sampled token."""
+        turn = self.turns[-1]
+        turn.reward = reward
+        turn.info = info
+        self._streams[turn.stream].rewards[turn.stop - 1] += reward
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        """Append what the environment says next and the start of the policy's next answer."""
+        answer = self.messages[-1]["content"]
+        self.messages.extend(messages)
+        if self.renderer.must_split(answer):
+            self._streams.append(_Growing())
+            self._streams[-1].append(self.renderer.prompt(self.messages, self.primer))
+        else:
+            ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
+            self._streams[-1].append(self.renderer.continuation(messages, ended, self.primer))
+
+    def streams(self) -> list[Stream]:
+        """The streams, without trailing tokens that nobody answered to."""
+        return [stream.finished() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
+
+
+class _Growing:
+    """A stream under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.rewards: list[float] = []
+        self.turn: list[int] = []
+
+    def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None, turn: int = -1) -> None:
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(ids))
+        self.rewards.extend([0.0] * len(ids))
+        self.turn.extend([turn] * len(ids))
+
+    def finished(self) -> Stream:
+        length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1
+        turn = np.array(self.turn[:length], dtype=np.int32)
+        return Stream(
+            ids=np.array(self.ids[:length], dtype=np.int64),
+            sampled=turn >= 0,
+            logprobs=np.array(self.logprobs[:length], dtype=np.float32),
+            rewards=np.array(self.rewards[:length], dtype=np.float32),
+            turn=turn,
+        )

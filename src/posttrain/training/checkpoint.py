@@ -1,0 +1,105 @@
+"""Checkpoints: whole or not at all, verified when read, rotated by count.
+
+A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, the optimizer's state, the
+trainer's state, and a manifest with the SHA-256 of every file. It is written aside, synced to disk, and renamed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.errors import InputError
+from posttrain.models.policy import Policy
+from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"^step_(\d+)$")
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`; `run_id` marks them as its own."""
+
+    def __init__(self, directory: Path, run_id: str, keep: int) -> None:
+        self.directory = directory
+        self.run_id = run_id
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending."""
+        found = [_NAME.match(path.name) for path in self.directory.glob("step_*")]
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+    def save(self, step: int, policy: Policy, optimizer: dict[str, Any], state: dict[str, Any], best: int | None) -> Path:
+        """Write the checkpoint of `step`, then delete all but the newest `keep` and the one of step `best`."""
+        target, aside = self.path(step), partial_path(self.path(step))
+        with storage_errors(target):
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            try:
+                policy.save(aside / "policy")
+                torch.save(optimizer, aside / "optimizer.pt")
+                (aside / "state.json").write_text(json.dumps(state, indent=1))
+                self._seal(aside, step)
+                if target.exists():
+                    shutil.rmtree(target)
+                aside.rename(target)
+                sync_directory(self.directory)
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+        self._rotate(best)
+        return target
+
+    def load(self, step: int) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+        """The policy's directory, the optimizer's state and the trainer's state of `step`, verified."""
+        path = self.path(step)
+        self.verify(path)
+        optimizer = torch.load(path / "optimizer.pt", weights_only=True)
+        return path / "policy", optimizer, json.loads((path / "state.json").read_text())
+
+    def verify(self, path: Path) -> None:
+        """`InputError` unless every file of the checkpoint is as it was written, by this run."""
+        others = [s for s in self.steps() if self.path(s) != path]
+        remedy = f"delete {path} to resume from step {others[-1]}" if others else "start the run anew with --overwrite"
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+            files, run_id = manifest["files"], manifest["run"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path / MANIFEST} is missing or damaged ({type(error).__name__}); {remedy}") from error
+        if run_id != self.run_id:
+            raise InputError(f"{path} is a checkpoint of another run ({run_id}, this one is {self.run_id}); {remedy}")
+        for name, digest in files.items():
+            if not (path / name).is_file() or _digest(path / name) != digest:
+                raise InputError(f"{path / name} is not as it was written: its checksum differs; {remedy}")
+
+    def _seal(self, aside: Path, step: int) -> None:
+        """Sync every file and write the manifest last."""
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        for path in files:
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
+        digests = {str(path.relative_to(aside)): _digest(path) for path in files}
+        write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": digests}, indent=1))
+        sync_directory(aside / "policy")
+
+    def _rotate(self, best: int | None) -> None:
+        steps = self.steps()
+        for step in set(steps) - set(steps[-self.keep :]) - {best}:
+            # Renamed first, so that a deletion that is cut short leaves no half checkpoint under a valid name.
+            doomed = partial_path(self.path(step))
+            self.path(step).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM: at once while nothing can be spoilt, after the update while weights are changing."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop. A KeyboardInterrupt, so that asyncio lets it through."""
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into `Interrupted`, held back inside `critical()`. A second signal is not held back."""
+
+    def __init__(self) -> None:
+        self._critical = False
+        self._requested: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def critical(self) -> Iterator[None]:
+        """Finish the block first, then stop if that was asked for."""
+        self._critical = True
+        try:
+            yield
+        finally:
+            self._critical = False
+        if self._requested is not None:
+            raise Interrupted(signal.Signals(self._requested).name)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self._requested is not None
+        self._requested = number
+        if again or not self._critical:
+            raise Interrupted(signal.Signals(number).name)

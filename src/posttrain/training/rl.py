@@ -1,0 +1,105 @@
+"""Reinforcement learning: tasks, episodes, rewards, credit, updates, weights back to the engine.
+
+The whole algorithm is `train`; every name in it is a word of the design.
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from posttrain.credit.assign import assign
+from posttrain.credit.types import Advantages
+from posttrain.losses.kl import KlController
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.store import write_episodes
+from posttrain.runs.directory import RunDirectory
+from posttrain.training.batches import Sample
+from posttrain.training.collect import Collected, TaskOrder, collect
+from posttrain.training.guards import Guards
+from posttrain.training.learner import Totals, add_totals, means
+from posttrain.training.objectives import PolicyObjective
+from posttrain.training.scoring import samples_of, score
+from posttrain.training.statistics import StepCounters, rollout_metrics
+from posttrain.training.table import finish, measure_start
+from posttrain.training.trainer import Trainer
+
+
+def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
+    """Train a policy in an environment; everything it produces is in `run`."""
+    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
+    trainer = Trainer(recipe, run, total_steps=recipe.steps, total_updates=updates)
+    tasks, kl, guards = TaskOrder(recipe.seeds, recipe.seed), KlController(recipe.kl), Guards(recipe.guards)
+    trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards}
+    if resume:
+        trainer.resume()
+    warnings: list[str] = []
+    with trainer.working(f"rl {recipe.name}"):
+        if trainer.evaluated < 0:
+            measure_start(trainer)
+        trainer.evaluate_if_due()
+        counters = StepCounters(trainer)
+        while trainer.step < recipe.steps:
+            step = trainer.step + 1
+            with trainer.phase("rollout"):
+                collected = collect(trainer.player(recipe.rollout.sampling), recipe, tasks, step)
+            with trainer.phase("credit"):
+                samples = samples_of(collected.episodes, step)
+                _reference_and_old(trainer, recipe, samples)
+                rewards = score(collected.episodes, samples, recipe, kl.coefficient)
+                credit = assign(collected.episodes, recipe.credit, rewards, collected.greedy_returns)
+                give_credit(samples, credit)
+            write_episodes(run.episodes, step, "train", collected.episodes, credit)
+            with trainer.interrupts.critical():
+                with trainer.phase("update"):
+                    totals = _updates(trainer, recipe, collected, samples, kl.coefficient, step)
+                    trainer.weights_changed()
+                metrics = rollout_metrics(collected, recipe) | means(totals) | counters.take()
+                metrics |= {"kl/coefficient": kl.coefficient}
+                kl.update(metrics.get("policy/kl"), len(collected.episodes))
+                fired = guards.check(metrics)
+                trainer.finish_step(metrics)
+            for message in [*collected.messages, *([trainer.learner.last_skip] if trainer.learner.last_skip else []), *fired]:
+                trainer.progress.message(f"step {step}: {message}")
+            warnings += fired
+            trainer.learner.last_skip = None
+            trainer.evaluate_and_save()
+            if fired and recipe.guards.action == "stop":
+                trainer.progress.message(f"step {step}: stopped by a guard; the best checkpoint is kept")
+                break
+        finish(trainer, console, warnings)
+
+
+def _reference_and_old(trainer: Trainer, recipe: RlRecipe, samples: Sequence[Sample]) -> None:
+    """Log-probabilities that the losses compare with, where the recipe needs them."""
+    if recipe.kl.coefficient > 0:
+        with trainer.policy.as_reference():
+            references = trainer.learner.logprobs(samples)
+        for sample, reference in zip(samples, references, strict=True):
+            sample.reference = reference
+    if recipe.loss.correction is not None:
+        for sample, old in zip(samples, trainer.learner.logprobs(samples), strict=True):
+            sample.old = old
+
+
+def give_credit(samples: Sequence[Sample], credit: Advantages) -> None:
+    """Hand each sample the advantages of its sampled tokens."""
+    values = [stream for episode in credit.values for stream in episode]
+    for sample, advantages in zip(samples, values, strict=True):
+        sample.advantages = advantages[sample.stream.sampled]
+
+
+def _updates(
+    trainer: Trainer, recipe: RlRecipe, collected: Collected, samples: Sequence[Sample], kl: float, step: int
+) -> Totals:
+    """The step's optimizer steps: `passes` times over the episodes, whole groups divided among the updates."""
+    objective = PolicyObjective(recipe, kl)
+    groups = [e.group for e in collected.episodes for _ in e.streams]
+    order = sorted(set(groups))
+    count = min(recipe.learner.updates_per_step, len(order))
+    totals: Totals = {}
+    for _ in range(recipe.learner.passes):
+        for part in range(count):
+            chosen = set(order[part::count])
+            add_totals(totals, trainer.learner.update([s for s, g in zip(samples, groups, strict=True) if g in chosen], objective))
+    return totals
+

@@ -1,0 +1,32 @@
+"""Running one stage of any kind, fresh or resumed."""
+
+from rich.console import Console
+
+from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
+from posttrain.runs.directory import RunDirectory
+
+
+def run_stage(
+    recipe: RlRecipe | SftRecipe | EvaluateRecipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> RunDirectory:
+    """Run the recipe in `<recipe.runs>/<recipe.name>` and return that run.
+
+    With `resume` the run exists and goes on from its newest checkpoint. The exported model is in `<run>/model`.
+    Raises InputError for wrong input, RunError for a run that could not go on, KeyboardInterrupt when stopped.
+    """
+    from posttrain.training import evaluate, rl, sft
+
+    console = console or Console()
+    run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
+    with run.lock():
+        if isinstance(recipe, RlRecipe):
+            rl.train(recipe, run, resume, console)
+        elif isinstance(recipe, SftRecipe):
+            sft.train(recipe, run, resume, console)
+        else:
+            evaluate.run(recipe, run, console)
+    return run

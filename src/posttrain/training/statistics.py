@@ -1,0 +1,74 @@
+"""Numbers of a step that come from its episodes and from the engine's counters."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.streams import Outcome
+from posttrain.training.collect import Collected
+from posttrain.training.trainer import Trainer
+
+
+def rollout_metrics(collected: Collected, recipe: RlRecipe) -> dict[str, float]:
+    """Success, return, lengths and spread over all sampled episodes, those that a filter removed included."""
+    episodes = collected.sampled
+    played = [e for e in episodes if e.outcome is not Outcome.FAILED]
+    turns = [turn for e in episodes for turn in e.turns]
+    by_group: dict[int, list[float]] = defaultdict(list)
+    for episode in played:
+        by_group[episode.group].append(episode.total_reward)
+    spreads = [float(np.std(returns)) for returns in by_group.values() if len(returns) > 1]
+    repeats = [_repeats(stream.ids, stream.sampled) for e in played for stream in e.streams]
+    pairs = sum(count for _, count in repeats)
+    metrics = {
+        "rollout/episodes": float(len(episodes)),
+        "rollout/kept": float(len(collected.episodes)),
+        "rollout/failed": float(len(episodes) - len(played)),
+        "rollout/success": _mean([e.success for e in episodes]),
+        "rollout/turns": _mean([len(e.turns) for e in played]),
+        "rollout/tokens_per_answer": _mean([turn.stop - turn.start for turn in turns]),
+        "rollout/rejected_share": _mean([bool(turn.info.get("rejected")) for turn in turns]),
+        "policy/repeated_share": sum(repeated for repeated, _ in repeats) / max(pairs, 1),
+    }
+    if played:
+        metrics["rollout/return"] = _mean([e.total_reward for e in played])
+    if spreads:
+        metrics["reward/group_spread"] = _mean(spreads)
+    return metrics
+
+
+class StepCounters:
+    """What the engine and the learner did since the last look, in tokens, and how fast."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._engine = replace(trainer.engine.counters)
+        self._trained = trainer.learner.trained_tokens
+
+    def take(self) -> dict[str, float]:
+        """Counts since the last call; also resets the clockwork for the next step."""
+        now, before = self.trainer.engine.counters, self._engine
+        trained = self.trainer.learner.trained_tokens
+        seconds = sum(self.trainer.seconds.values())
+        sampled = now.sampled - before.sampled
+        metrics = {
+            "tokens/sampled": float(sampled),
+            "tokens/prefilled": float(now.prefilled - before.prefilled),
+            "tokens/reused": float(now.reused - before.reused),
+            "tokens/trained": float(trained - self._trained),
+            "speed/tokens_per_second": sampled / seconds if seconds else 0.0,
+            "optimizer/learning_rate": self.trainer.optimizer.learning_rate,
+        }
+        self._engine, self._trained = replace(now), trained
+        return metrics
+
+
+def _repeats(ids: np.ndarray, sampled: np.ndarray) -> tuple[int, int]:
+    """Sampled tokens equal to the token before them, and how many were compared."""
+    return int((sampled[1:] & (ids[1:] == ids[:-1])).sum()), int(sampled[1:].sum())
+
+
+def _mean(values: list) -> float:
+    return float(np.mean(values)) if values else float("nan")

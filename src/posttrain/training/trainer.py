@@ -1,0 +1,213 @@
+"""What every training stage shares: the policy and its engine, evaluation, the metrics, checkpoints, and the end."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from posttrain.data.rendering import Renderer
+from posttrain.engines.local import LocalEngine
+from posttrain.evaluation.evaluate import evaluate
+from posttrain.evaluation.summary import Evaluation
+from posttrain.models.policy import Policy
+from posttrain.recipe.components import environment_class
+from posttrain.recipe.rollout import SamplingRecipe, SeedRange
+from posttrain.recipe.stages import RlRecipe, SftRecipe
+from posttrain.rollout.driver import Player
+from posttrain.rollout.store import write_episodes
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import MetricsLog
+from posttrain.runs.progress import Progress
+from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.interrupt import Interrupts
+from posttrain.training.learner import Learner
+from posttrain.training.optimizer import Optimizer
+
+
+class Stateful(Protocol):
+    """Something whose state belongs in a checkpoint, as plain JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Best:
+    """The best checkpoint so far, by the recipe's metric on the held-out seeds of the learning curve."""
+
+    step: int
+    value: float
+
+
+class Trainer:
+    """The workshop of one training run. `step` is the number of finished steps."""
+
+    def __init__(self, recipe: RlRecipe | SftRecipe, run: RunDirectory, total_steps: int, total_updates: int) -> None:
+        self.recipe = recipe
+        self.run = run
+        self.total_steps = total_steps
+        self.policy = Policy(recipe.model, recipe.seed)
+        self.renderer = Renderer(self.policy.tokenizer, self.policy.end_tokens)
+        self.engine = LocalEngine(self.policy, recipe.engine)
+        self.optimizer = Optimizer(self.policy.trainable(), recipe.optimizer, total_updates)
+        temperature = recipe.rollout.sampling.temperature if isinstance(recipe, RlRecipe) else 1.0
+        self.learner = Learner(self.policy, self.optimizer, recipe.learner, temperature)
+        self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint.keep)
+        self.interrupts = Interrupts()
+        self.log = MetricsLog(run, recipe.sinks)
+        self.step = 0
+        self.finished = False
+        """All steps are made: the newest checkpoint is the last one, and the weights may be swapped for the best."""
+        self.best: Best | None = None
+        self.evaluated = -1
+        """The last step that was evaluated for the learning curve."""
+        self.stateful: dict[str, Stateful] = {}
+        self._state: dict[str, Any] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, or from the start where there is none yet."""
+        steps = self.checkpoints.steps()
+        if not steps:
+            self.log.truncate_after(-1)
+            return
+        directory, tensors, state = self.checkpoints.load(steps[-1])
+        self.policy.restore(directory)
+        self.optimizer.load_state_dict(tensors["optimizer"])
+        torch.set_rng_state(tensors["random"])
+        self.step, self.evaluated = state["step"], state["evaluated"]
+        self.policy.version = state["version"]
+        self.learner.skipped_in_a_row = state["skipped_in_a_row"]
+        self.best = Best(**state["best"]) if state["best"] else None
+        for name, part in self.stateful.items():
+            part.load_state_dict(state[name])
+        self.log.truncate_after(self.step)
+        self._remember()
+
+    @contextmanager
+    def working(self, title: str) -> Iterator[None]:
+        """Signals, display and log around the loop. A stop that was asked for ends with a checkpoint."""
+        with self.interrupts, self.log, Progress(self.total_steps, title, self.step) as self.progress:
+            try:
+                yield
+            except KeyboardInterrupt as stop:
+                with self.interrupts.critical():
+                    saved = "" if self.finished or not self._state else f", saved as {self.save().name}"
+                command = f"posttrain {self.recipe.stage} --resume {self.run.path}"
+                self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
+                raise
+
+    # -- playing ------------------------------------------------------------------------------------------------------
+
+    def player(self, sampling: SamplingRecipe) -> Player:
+        """A player with the current policy."""
+        return Player(
+            engine=self.engine,
+            renderer=self.renderer,
+            environment=self.recipe.environment,
+            rollout=self.recipe.rollout,
+            sampling=sampling,
+            version=self.policy.version,
+        )
+
+    def evaluate(self, seeds: SeedRange | None = None) -> Evaluation:
+        """Play the held-out seeds, by default those of the learning curve."""
+        recipe = self.recipe.evaluation
+        if seeds is not None:
+            recipe = recipe.model_copy(update={"seeds": seeds})
+        with self.phase("evaluation"):
+            result, episodes = evaluate(self.player(recipe.sampling), recipe, self.recipe.seed)
+        split = "evaluation" if seeds is None else "final"
+        write_episodes(self.run.episodes, self.step, split, episodes, None)
+        return result
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `time/<name>` of the step."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def weights_changed(self) -> None:
+        """Tell the engine that cached states belong to old weights."""
+        self.engine.load_weights(None, self.policy.version)
+
+    def finish_step(self, metrics: dict[str, Any]) -> None:
+        """Count the step, write its line, and remember the state it left. Call it where no signal interrupts."""
+        self.step += 1
+        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        metrics["time/step"] = sum(self.seconds.values())
+        self.seconds.clear()
+        self.log.write(self.step, "train", metrics)
+        self.progress.update(self.step, metrics)
+        self._remember()
+
+    def evaluate_and_save(self) -> None:
+        """What is due after the step: evaluation, then a checkpoint, which so always holds the evaluation too."""
+        improved = self.evaluate_if_due()
+        if improved or self.step % self.recipe.checkpoint.every == 0 or self.step == self.total_steps:
+            with self.phase("checkpoint"):
+                self.save()
+
+    def evaluate_if_due(self) -> bool:
+        """Evaluate for the learning curve if this step asks for it and has not been; says whether it is the best yet."""
+        every = self.recipe.evaluation.every
+        due = self.step in (0, self.total_steps) or (every > 0 and self.step % every == 0)
+        if not due or self.evaluated == self.step:
+            return False
+        result = self.evaluate()
+        value = result.success.value if self.recipe.evaluation.metric == "success" else result.mean_return.value
+        improved = self.best is None or value > self.best.value
+        with self.interrupts.critical():
+            self.log.write(self.step, "evaluation", result.metrics())
+            self.progress.update(self.step, result.metrics())
+            self.evaluated = self.step
+            if improved:
+                self.best = Best(self.step, value)
+            self._remember()
+        return improved
+
+    def save(self) -> Path:
+        """Write a checkpoint of the last finished step."""
+        tensors = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
+        best = self.best.step if self.best else None
+        return self.checkpoints.save(self.step, self.policy, tensors, self._state, best)
+
+    def _remember(self) -> None:
+        """Freeze the state between two steps: a rollout that is given up must leave no trace in a checkpoint."""
+        self._state = {
+            "step": self.step,
+            "evaluated": self.evaluated,
+            "version": self.policy.version,
+            "skipped_in_a_row": self.learner.skipped_in_a_row,
+            "best": asdict(self.best) if self.best else None,
+            **{name: part.state_dict() for name, part in self.stateful.items()},
+        }
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def restore_best(self) -> int:
+        """Put the best checkpoint's weights into the policy; returns its step."""
+        self.finished = True
+        step = self.best.step if self.best else self.step
+        if step != self.step:
+            directory, _, _ = self.checkpoints.load(step)
+            self.policy.restore(directory)
+            self.weights_changed()
+        return step
+
+    def environment(self) -> Any:
+        """The environment's class."""
+        return environment_class(self.recipe.environment.type)

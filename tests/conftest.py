@@ -1,0 +1,81 @@
+"""Small real models for the tests: random weights, a real tokenizer, a chat template."""
+
+from pathlib import Path
+
+import pytest
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = [
+    "You walk on a frozen lake. Reach the goal and keep off the holes.",
+    "Answer with <answer>Up</answer>, <answer>Down</answer>, <answer>Left</answer> or <answer>Right</answer>.",
+    "row column You Goal Holes 0 1 2 3 4 5 phoenix dragon arm reward user assistant system think",
+]
+
+
+def make_tokenizer():
+    """A byte-level BPE tokenizer trained on a few lines, so that any text round-trips."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    bpe.train_from_iterator(CORPUS * 4, vocab_size=400, min_frequency=2, special_tokens=special, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def tiny_config(architecture: str, vocabulary: int):
+    """A two-layer decoder with grouped key heads."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    return classes[architecture](
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=architecture != "qwen2",
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def save_tiny_model(directory: Path, architecture: str = "llama", seed: int = 0) -> Path:
+    """Write a random model with its tokenizer to `directory`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture, len(tokenizer)), dtype=torch.float32)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """Directory of a tiny random Llama with a byte-level tokenizer and a ChatML template."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tiny_model):
+    """A policy over the tiny model. Tests that change its weights load their own."""
+    from posttrain.models.policy import Policy
+    from posttrain.recipe.model import ModelRecipe
+
+    return Policy(ModelRecipe(path=str(tiny_model)))
+
+

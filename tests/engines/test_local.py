@@ -1,0 +1,131 @@
+"""The local engine: exact, deterministic, and thrifty with what it has computed."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.protocol import Request
+from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.rollout.streams import StopReason
+
+GREEDY = SamplingRecipe(temperature=0.0)
+
+
+def generate(engine, requests):
+    async def run():
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return asyncio.run(run())
+
+
+def prompts(count, length=12, seed=0):
+    rng = np.random.default_rng(seed)
+    return [tuple(int(t) for t in rng.integers(3, 260, length + i % 5)) for i in range(count)]
+
+
+@pytest.fixture
+def engine(tiny_policy):
+    return LocalEngine(tiny_policy, EngineRecipe(slots=4, tokens_per_forward=16))
+
+
+def test_greedy_equals_transformers_generate(engine, tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    asked = prompts(6)
+    answers = generate(engine, [Request(p, GREEDY, 0, 20) for p in asked])
+    for prompt, answer in zip(asked, answers, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+        assert list(answer.ids) == expected
+
+
+def test_behaviour_logprobs_equal_the_learners(engine, tiny_policy):
+    asked = prompts(6, seed=1)
+    answers = generate(engine, [Request(p, SamplingRecipe(temperature=0.7), i, 15) for i, p in enumerate(asked)])
+    streams = [np.array([*p, *a.ids]) for p, a in zip(asked, answers, strict=True)]
+    sampled = [np.arange(len(s)) >= len(p) for s, p in zip(streams, asked, strict=True)]
+    with torch.no_grad():
+        scores = tiny_policy.score(streams, sampled, 0.7, positions_per_chunk=7)
+    mine = np.concatenate([a.logprobs for a in answers])
+    assert np.abs(scores.logprobs.numpy() - mine).max() < 1e-4
+
+
+def test_the_same_seed_draws_the_same_answer_in_any_company(tiny_policy):
+    request = Request(prompts(1)[0], SamplingRecipe(), 7, 12)
+    alone = generate(LocalEngine(tiny_policy, EngineRecipe(slots=1)), [request])[0]
+    others = [Request(p, SamplingRecipe(), 100 + i, 12) for i, p in enumerate(prompts(9, seed=3))]
+    among = generate(LocalEngine(tiny_policy, EngineRecipe(slots=3)), [*others[:4], request, *others[4:]])[4]
+    assert alone.ids == among.ids
+
+
+def test_a_prompt_of_a_group_is_computed_once(tiny_policy):
+    engine = LocalEngine(tiny_policy, EngineRecipe(slots=8))
+    prompt = prompts(1, length=40)[0]
+    answers = generate(engine, [Request(prompt, SamplingRecipe(), i, 5) for i in range(8)])
+    assert engine.counters.prefilled == 40 + 7  # each other episode computes the last prompt token for its own start
+    assert engine.counters.reused == 7 * 39
+    fresh = generate(LocalEngine(tiny_policy, EngineRecipe(slots=8)), [Request(prompt, SamplingRecipe(), 3, 5)])[0]
+    assert answers[3].ids == fresh.ids
+
+
+def test_earlier_turns_are_not_computed_again(tiny_policy):
+    engine = LocalEngine(tiny_policy, EngineRecipe(slots=4))
+    prompt = prompts(1, length=30)[0]
+    first = generate(engine, [Request(prompt, GREEDY, 0, 6)])[0]
+    before = engine.counters.prefilled
+    longer = (*prompt, *first.ids, 5, 6, 7)
+    again = generate(engine, [Request(longer, GREEDY, 1, 6)])[0]
+    # The last sampled token was never fed to the model, so it is computed with the new observation.
+    assert engine.counters.prefilled - before == 4
+    cold = generate(LocalEngine(tiny_policy, EngineRecipe(slots=4)), [Request(longer, GREEDY, 1, 6)])[0]
+    assert again.ids == cold.ids
+    np.testing.assert_allclose(again.logprobs, cold.logprobs, atol=1e-5)
+
+
+def test_a_full_cache_makes_requests_wait(tiny_policy):
+    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2, tokens_per_forward=16))
+    answers = generate(engine, [Request(p, SamplingRecipe(), i, 8) for i, p in enumerate(prompts(11))])
+    assert all(1 <= len(a.ids) <= 8 for a in answers)
+
+
+def test_cached_states_are_forgotten_when_weights_change(tiny_policy):
+    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
+    prompt = prompts(1, length=20)[0]
+    generate(engine, [Request(prompt, GREEDY, 0, 3)])
+    engine.load_weights(None, version=1)
+    generate(engine, [Request(prompt, GREEDY, 0, 3)])
+    assert engine.counters.reused == 0
+
+
+def test_stop_reasons(tiny_policy):
+    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
+    budget = generate(engine, [Request(prompts(1)[0], SamplingRecipe(), 0, 3)])[0]
+    assert budget.stop_reason in (StopReason.TURN_BUDGET, StopReason.END_TOKEN)
+    text = tiny_policy.tokenizer.decode(budget.ids[:2])
+    stopped = generate(engine, [Request(prompts(1)[0], SamplingRecipe(), 0, 30, stop_strings=(text[-1],))])[0]
+    assert stopped.stop_reason is StopReason.STOP_STRING
+    assert text[-1] in tiny_policy.tokenizer.decode(stopped.ids)
+
+
+def test_a_pass_waits_for_every_open_episode(tiny_policy):
+    """Batches do not depend on how long an environment takes."""
+
+    def counted(delay):
+        engine = LocalEngine(tiny_policy, EngineRecipe(slots=4))
+
+        async def episode(number, seconds):
+            with engine.episode():
+                await asyncio.sleep(seconds)
+                return await engine.generate(Request(prompts(4)[number], SamplingRecipe(), number, 6))
+
+        async def run():
+            return await asyncio.gather(*(episode(i, delay * (3 - i)) for i in range(4)))
+
+        return asyncio.run(run()), engine.counters.forwards
+
+    (fast, fast_forwards), (slow, slow_forwards) = counted(0.0), counted(0.02)
+    assert [a.ids for a in fast] == [a.ids for a in slow]
+    assert [a.logprobs for a in fast] == [a.logprobs for a in slow]
+    assert fast_forwards == slow_forwards

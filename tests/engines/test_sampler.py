@@ -1,0 +1,63 @@
+"""Sampling: the right tokens with the right frequencies and log-probabilities."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from posttrain.engines.sampler import sample, truncate
+from posttrain.recipe.rollout import SamplingRecipe
+
+PROBABILITIES = torch.tensor([0.5, 0.3, 0.15, 0.05])
+
+
+def test_frequencies_follow_the_tempered_distribution():
+    logits = PROBABILITIES.log()[None].repeat(20_000, 1)
+    draws = np.random.default_rng(0).random(20_000)
+    tokens, logprobs = sample(logits, [SamplingRecipe(temperature=2.0)] * 20_000, draws)
+    expected = torch.softmax(PROBABILITIES.log() / 2, -1)
+    assert chisquare(np.bincount(tokens, minlength=4), expected.numpy() * 20_000 / expected.sum().item()).pvalue > 1e-3
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
+
+
+def test_greedy_takes_the_largest_and_scores_at_temperature_one():
+    tokens, logprobs = sample(PROBABILITIES.log()[None], [SamplingRecipe(temperature=0.0)], [0.99])
+    assert tokens.tolist() == [0]
+    assert logprobs.exp().item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kept"),
+    [
+        (SamplingRecipe(top_k=2), [0, 1]),
+        (SamplingRecipe(top_p=0.5), [0]),
+        (SamplingRecipe(top_p=0.51), [0, 1]),
+        (SamplingRecipe(min_p=0.3), [0, 1, 2]),
+        (SamplingRecipe(top_k=3, top_p=0.9), [0, 1, 2]),
+        (SamplingRecipe(top_k=1), [0]),
+    ],
+)
+def test_truncation_keeps(recipe, kept):
+    assert torch.nonzero(truncate(PROBABILITIES, recipe))[:, 0].tolist() == kept
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    weights=st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30),
+    draw=st.floats(0, 1, exclude_max=True),
+    top_k=st.integers(0, 30),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 0.99),
+)
+def test_a_drawn_token_was_always_kept(weights, draw, top_k, top_p, min_p):
+    recipe = SamplingRecipe(top_k=top_k, top_p=top_p, min_p=min_p)
+    probabilities = torch.tensor(weights) / sum(weights)
+    tokens, _ = sample(probabilities.log()[None], [recipe], [draw])
+    assert truncate(torch.softmax(probabilities.log(), -1), recipe)[tokens[0]] > 0
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    with pytest.raises(FloatingPointError):
+        sample(torch.tensor([[float("nan"), 0.0]]), [SamplingRecipe()], [0.5])
