@@ -96,7 +96,7 @@ def test_the_command_chooses_episodes(run: RunDirectory, capsys: pytest.CaptureF
     episodes(run.path, step=4, group=1, episode=1)
     assert capsys.readouterr().out.count("group 1 episode 1") == 1
     episodes(run.path, step=4, limit=2)
-    assert "4 more episodes; show them with --limit 6" in capsys.readouterr().out
+    assert "and 4 more; show them with --limit 6" in capsys.readouterr().out
     episodes(run.path, step=4, split=SplitName.EVALUATION)
     assert "credit" not in capsys.readouterr().out
 

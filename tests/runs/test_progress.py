@@ -39,6 +39,13 @@ def test_in_a_terminal_the_numbers_stay_in_place() -> None:
     assert "\x1b[?25h" in text  # The cursor is given back.
 
 
+def test_a_supervised_stage_shows_its_loss() -> None:
+    out = io.StringIO()
+    with Progress(20, "t", console=Console(file=out, force_terminal=True, width=120)) as progress:
+        progress.update(1, {"loss/sft": 1.25})
+    assert "1.2500" in out.getvalue()
+
+
 def test_the_display_is_taken_down_when_training_fails() -> None:
     out = io.StringIO()
     with pytest.raises(KeyError), Progress(20, "t", console=Console(file=out, force_terminal=True)):

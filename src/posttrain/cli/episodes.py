@@ -56,4 +56,4 @@ def episodes(
         credit = advantages.values[number] if advantages is not None else None
         console.print(view_episode(played[number], credit, decode, tokens))
     if len(chosen) > limit:
-        console.print(f"{len(chosen) - limit} more episodes; show them with --limit {len(chosen)}")
+        console.print(f"and {len(chosen) - limit} more; show them with --limit {len(chosen)}")

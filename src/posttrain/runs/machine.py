@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, Any]:
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
         "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "git": _commit(Path(__file__).parent),
+        "git": _commit(Path(__file__)),
         "packages": {name: _version(name) for name in PACKAGES},
     }
 
@@ -49,16 +49,16 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit(directory: Path) -> dict[str, Any] | None:
+def _commit(file: Path) -> dict[str, Any] | None:
     """Commit of the checkout that tracks posttrain's source; None when it runs from an installation."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(directory), *arguments]
+        command = ["git", "-C", str(file.parents[1]), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         # An environment inside somebody else's checkout is not posttrain's checkout: the file itself must be tracked.
-        git("ls-files", "--error-unmatch", Path(__file__).name)
+        git("ls-files", "--error-unmatch", str(file))
         return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
     except (OSError, subprocess.SubprocessError):
         return None

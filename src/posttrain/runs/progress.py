@@ -58,7 +58,7 @@ class Progress:
             else:
                 cells += _cell("success", values.get("rollout/success"), "{:.1%}")
                 cells += _cell("return", values.get("rollout/return"), "{:.3f}")
-                cells += _cell("loss", values.get("loss/policy"), "{:.4f}")
+                cells += _cell("loss", _loss(values), "{:.4f}")
                 cells += _cell("tokens/s", values.get("speed/tokens_per_second"), "{:,.0f}")
                 cells.append(f"left {self.time_left()}")
             self._print("  ".join(cells))
@@ -94,11 +94,18 @@ class Progress:
         numbers = Table.grid(padding=(0, 2))
         numbers.add_row(
             _labelled("held-out success", rate(self._evaluation, "success"), "bold green"),
-            _labelled("training success", rate(self._training, "rollout/success"), "green"),
-            _labelled("reward", _shown(self._training.get("rollout/return"), "{:.3f}"), "magenta"),
+            *self._training_numbers(),
             _labelled("tokens/s", _shown(self._training.get("speed/tokens_per_second"), "{:,.0f}"), "cyan"),
         )
         return Group(bar, numbers)
+
+    def _training_numbers(self) -> list[Text]:
+        if "rollout/success" not in self._training and _loss(self._training) is not None:
+            return [_labelled("loss", _shown(_loss(self._training), "{:.4f}"), "magenta")]
+        return [
+            _labelled("training success", rate(self._training, "rollout/success"), "green"),
+            _labelled("reward", _shown(self._training.get("rollout/return"), "{:.3f}"), "magenta"),
+        ]
 
 
 def rate(values: Mapping[str, Any], key: str) -> str:
@@ -113,6 +120,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _loss(values: Mapping[str, Any]) -> float | None:
+    """The first loss of a train line: `loss/policy` in RL, whatever the stage minimises elsewhere."""
+    return next((value for key, value in values.items() if key.startswith("loss/")), None)
 
 
 def _shown(value: Any, form: str) -> str:

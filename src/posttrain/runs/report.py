@@ -1,6 +1,7 @@
 """`report.md`: what a run did, what came of it, and how to use the result."""
 
 import itertools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def changed_keys(part: Part, default: Part | None = None, prefix: str = "") -> d
 def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
     recipe, machine = run.load_recipe(), run.load_environment()
     packages = ", ".join(f"{name} {machine['packages'][name]}" for name in ("posttrain", "torch", "transformers"))
+    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
     seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
     rows = [
         ("stage", recipe.stage),
@@ -122,7 +124,7 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
         ("environment", f"`{recipe.environment.type}`"),
         ("held-out seeds", f"{recipe.evaluation.seeds.start} to {recipe.evaluation.seeds.stop - 1}"),
         ("run seed", str(recipe.seed)),
-        ("steps", str(max((line["step"] for line in lines if line["kind"] == "train"), default=0))),
+        ("steps", f"{done} of {recipe.steps}" if recipe.stage == "rl" else str(done)),
         ("wall time", f"{duration(seconds)} (pauses between sessions left out)"),
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
         ("software", f"Python {machine['python']}, {packages}" + _commit(machine["git"])),
@@ -159,6 +161,7 @@ def _checkpoint(directory: Path | None) -> str:
     note = (
         "\n\nIt is a LoRA adapter: transformers loads it onto its base model if peft is installed." if adapter else ""
     )
+    path = json.dumps(str(directory))
     return f"""## The trained model
 
 `{directory}`{note}
@@ -166,8 +169,8 @@ def _checkpoint(directory: Path | None) -> str:
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained({str(directory)!r})
-tokenizer = AutoTokenizer.from_pretrained({str(directory)!r})
+model = AutoModelForCausalLM.from_pretrained({path})
+tokenizer = AutoTokenizer.from_pretrained({path})
 ```"""
 
 
