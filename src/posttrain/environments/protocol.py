@@ -56,6 +56,8 @@ class Environment(ABC):
     """
 
     Recipe: ClassVar[type[EnvironmentRecipe]]
+    primer: str = ""
+    """Text put in the policy's mouth at the start of each answer; `step` gets it in front of what was sampled."""
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         self.recipe: Any = recipe

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Engine, Request
 from posttrain.environments.protocol import Environment
+from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.conversation import Conversation
@@ -79,6 +80,11 @@ class Player:
         """Turns until the end; returns how the episode ended."""
         while True:
             room = self.rollout.tokens_per_episode - len(conversation.context)
+            if room <= 0 and not conversation.turns:
+                raise InputError(
+                    f"the prompt of environment seed {place.seed} has {len(conversation.context)} tokens and leaves no room "
+                    f"for an answer; raise rollout.tokens_per_episode = {self.rollout.tokens_per_episode}"
+                )
             if room <= 0:
                 return Outcome.TRUNCATED
             request = Request(

@@ -1,0 +1,98 @@
+"""The renderer: the same tokens for supervised traces, rollouts and whole conversations."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.data.rendering import Renderer
+from posttrain.errors import InputError
+from posttrain.rollout.conversation import Conversation
+from posttrain.rollout.streams import StopReason
+
+from ..conftest import CHATML, make_tokenizer
+
+DROPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'].split('</think>')[-1].lstrip() if m['role'] == 'assistant' else m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=30)
+
+
+def renderer(template=CHATML):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+
+
+CHATML_RENDERER = renderer()
+FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where to?"}]
+
+
+@settings(max_examples=100, deadline=None)
+@given(answers=st.lists(WORDS, min_size=1, max_size=4), observations=st.lists(WORDS, min_size=4, max_size=4))
+def test_appended_turns_equal_the_template(answers, observations):
+    """Turn-by-turn rendering of a conversation gives the tokens of rendering it whole."""
+    conversation = Conversation(CHATML_RENDERER, FIRST)
+    for answer, observation in zip(answers, observations, strict=False):
+        ids = CHATML_RENDERER.answer(answer)
+        conversation.answer(ids, [-1.0] * len(ids), StopReason.END_TOKEN)
+        conversation.reward(0.5, {})
+        conversation.observe([{"role": "user", "content": observation}])
+    assert CHATML_RENDERER.tokenizer.decode(conversation.context) == CHATML_RENDERER.tokenizer.decode(
+        CHATML_RENDERER.prompt(conversation.messages)
+    )
+    (stream,) = conversation.streams()
+    assert stream.sampled.sum() == sum(len(CHATML_RENDERER.answer(answer)) for answer in answers)
+    assert stream.rewards.sum() == 0.5 * len(answers)
+    for turn, answer in zip(conversation.turns, answers, strict=True):
+        assert CHATML_RENDERER.answer_text(stream.ids[turn.start : turn.stop].tolist()) == answer
+        assert stream.rewards[turn.stop - 1] == 0.5
+        assert (stream.turn[turn.start : turn.stop] == conversation.turns.index(turn)).all()
+
+
+def test_an_answer_that_did_not_end_gets_its_end_from_the_environment():
+    conversation = Conversation(CHATML_RENDERER, FIRST)
+    ids = CHATML_RENDERER.answer("Up")[:-1]
+    conversation.answer(ids, [0.0] * len(ids), StopReason.TURN_BUDGET)
+    conversation.observe([{"role": "user", "content": "next"}])
+    end = CHATML_RENDERER.tokenizer.eos_token_id
+    position = conversation.turns[0].stop
+    assert conversation.context[position] == end
+    ids = CHATML_RENDERER.answer("Up")
+    conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
+    (stream,) = conversation.streams()
+    assert not stream.sampled[position]
+
+
+def test_a_template_that_drops_thinking_splits_the_episode():
+    dropping = renderer(DROPS_THINKING)
+    assert dropping.rewrites_thoughts
+    assert not dropping.rewrites_answers
+    conversation = Conversation(dropping, FIRST)
+    for text in ("<think>hm</think>Up", "Down", "Left"):
+        ids = dropping.answer(text)
+        conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
+        conversation.reward(1.0, {})
+        conversation.observe([{"role": "user", "content": "next"}])
+    first, second = conversation.streams()
+    decode = dropping.tokenizer.decode
+    assert "<think>hm</think>Up" in decode(first.ids)
+    assert "<think>" not in decode(second.ids)
+    assert decode(second.ids[: conversation.turns[1].start]).count("Up") == 1
+    assert [turn.stream for turn in conversation.turns] == [0, 1, 1]
+    assert (first.rewards.sum(), second.rewards.sum()) == (1.0, 2.0)
+
+
+def test_a_primer_is_not_sampled():
+    conversation = Conversation(CHATML_RENDERER, FIRST, primer="<answer>")
+    ids = CHATML_RENDERER.answer("Up</answer>")
+    assert conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN) == "<answer>Up</answer>"
+    (stream,) = conversation.streams()
+    assert CHATML_RENDERER.tokenizer.decode(stream.ids[stream.sampled]) == "Up</answer><|im_end|>"
+
+
+def test_a_template_that_refuses_a_role_is_named():
+    refusing = renderer("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}")  # fmt: skip
+    with pytest.raises(InputError, match="roles system, user"):
+        refusing.prompt(FIRST)

@@ -1,0 +1,141 @@
+"""The episode driver: turns, budgets, failures and their policies."""
+
+import time
+from contextlib import nullcontext
+from typing import ClassVar
+
+import pytest
+
+from posttrain.data.rendering import Renderer
+from posttrain.engines.protocol import Completion, EngineCounters
+from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.errors import InputError
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
+from posttrain.rollout import driver
+from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.streams import Outcome, StopReason
+
+from ..conftest import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+RENDERER = Renderer(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
+
+
+class EchoEngine:
+    """Says the number of its call; a stand-in for the model where the driver alone is under test."""
+
+    def __init__(self):
+        self.counters = EngineCounters()
+        self.requests = []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        ids = tuple(RENDERER.answer(f"answer {len(self.requests)}"))[-request.max_tokens :]
+        return Completion(ids, tuple(-0.5 for _ in ids), StopReason.END_TOKEN)
+
+    def episode(self):
+        return nullcontext()
+
+    def load_weights(self, tensors, version):
+        raise AssertionError("not asked for")
+
+
+class Counting(Environment):
+    """Pays 1 per turn for three turns. Seed 13 fails at its second turn, once or always; seed 14 pays NaN."""
+
+    Recipe = EnvironmentRecipe
+    failures_left: ClassVar[int] = 0
+
+    def reset(self, seed):
+        self.seed, self.turn = seed, 0
+        return Observation([{"role": "user", "content": f"task {seed}"}])
+
+    def step(self, action):
+        self.turn += 1
+        if self.seed == 13 and self.turn == 2 and Counting.failures_left > 0:
+            Counting.failures_left -= 1
+            raise ValueError("the dice fell off the table")
+        if self.seed == 15:
+            time.sleep(0.5)
+        reward = float("nan") if self.seed == 14 else 1.0
+        over = self.turn == 3
+        return Step([{"role": "user", "content": f"turn {self.turn}"}], reward, over, False, {"success": over})
+
+
+@pytest.fixture(autouse=True)
+def counting(monkeypatch):
+    monkeypatch.setattr(driver, "environment_class", lambda name: Counting)
+    Counting.failures_left = 0
+
+
+def play(seeds, engine=None, **rollout):
+    player = Player(
+        engine=engine or EchoEngine(),
+        renderer=RENDERER,
+        environment=EnvironmentRecipe(type="counting", max_turns=3),
+        rollout=RolloutRecipe(**rollout),
+        sampling=SamplingRecipe(),
+        version=4,
+    )
+    return play_all(player, [Place(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)])
+
+
+def test_an_episode_has_its_turns_rewards_and_streams():
+    (episode,) = play([1])
+    assert (episode.outcome, episode.success, episode.total_reward, episode.version) == (Outcome.TERMINATED, True, 3.0, 4)
+    assert [turn.answer for turn in episode.turns] == ["answer 1", "answer 2", "answer 3"]
+    (stream,) = episode.streams
+    assert stream.rewards[[turn.stop - 1 for turn in episode.turns]].tolist() == [1.0, 1.0, 1.0]
+    assert stream.rewards.sum() == 3.0
+    assert len(stream) == episode.turns[-1].stop
+    assert (stream.logprobs != 0).tolist() == stream.sampled.tolist()
+
+
+def test_each_turn_continues_the_tokens_of_the_one_before():
+    engine = EchoEngine()
+    play([1], engine)
+    first, second, third = (request.prompt_ids for request in engine.requests)
+    assert second[: len(first)] == first
+    assert third[: len(second)] == second
+    assert len({request.seed for request in engine.requests}) == 3
+
+
+def test_a_failing_environment_fails_its_episode_alone():
+    Counting.failures_left = 99
+    episodes = play([1, 13, 2])
+    assert [e.outcome for e in episodes] == [Outcome.TERMINATED, Outcome.FAILED, Outcome.TERMINATED]
+    assert episodes[1].failure == "counting raised ValueError: the dice fell off the table"
+    assert not episodes[1].success
+
+
+def test_retry_plays_again_with_other_random_numbers():
+    Counting.failures_left = 1
+    engine = EchoEngine()
+    (episode,) = play([13], engine, failures=FailureRecipe(policy="retry", retries=1))
+    assert episode.outcome is Outcome.TERMINATED
+    assert engine.requests[0].prompt_ids == engine.requests[2].prompt_ids
+    assert engine.requests[0].seed != engine.requests[2].seed
+
+
+def test_a_reward_that_is_not_a_number_is_a_failure_and_never_zero():
+    (episode,) = play([14])
+    assert episode.outcome is Outcome.FAILED
+    assert episode.failure == "counting gave the reward nan for seed 14"
+
+
+def test_a_slow_environment_times_out():
+    (episode,) = play([15], environment_seconds=0.05)
+    assert episode.failure == "counting took longer than 0.05 s"
+
+
+def test_a_full_context_truncates_the_episode():
+    prompt = len(RENDERER.prompt([{"role": "user", "content": "task 1"}]))
+    (episode,) = play([1], tokens_per_episode=max(16, prompt + 12))
+    assert episode.outcome is Outcome.TRUNCATED
+    assert len(episode.streams[0]) <= max(16, prompt + 12)
+
+
+def test_a_prompt_without_room_for_an_answer_is_an_error():
+    with pytest.raises(InputError, match=r"environment seed 10+ .* rollout.tokens_per_episode"):
+        play([10**40], tokens_per_episode=16)
