@@ -97,10 +97,12 @@ def test_steps_are_listed_from_their_headers(tmp_path: Path) -> None:
     write_episodes(tmp_path, 12, "train", [played(1, (1.0,)), played(2, (0.0,), success=False), failed])
     write_episodes(tmp_path, 2, "evaluation", [])
     write_episodes(tmp_path, 2, "train", [played()])
+    write_episodes(tmp_path, 12, "final", [played()])
     found = list(stored_steps(tmp_path))
     assert [(s.step, s.split, s.episodes, s.mean_return, s.successes, s.failed) for s in found] == [
         (2, "evaluation", 0, None, 0, 0),
         (2, "train", 1, 1.0, 1, 0),
+        (12, "final", 1, 1.0, 1, 0),
         (12, "train", 3, 0.5, 1, 1),
     ]
     assert found[-1].path == episodes_file(tmp_path, 12, "train")

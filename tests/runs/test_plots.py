@@ -74,13 +74,22 @@ def test_the_learning_curve_shows_band_and_reference_players(run: RunDirectory) 
         for player, success in (("random", 0.2), ("optimal", 0.95))
     ]
     points = [(step, "evaluation", evaluation(0.3 + step / 100)) for step in (0, 10, 20)]
-    figure = plots._learning_curve(logged(run, players + points))
+    players.append((0, "baseline", {"player": "start of this run", "success": 0.25, "n": 64}))
+    final = (
+        20,
+        "final",
+        {"player": "trained", "best_step": 10, "success": 0.6, "success_low": 0.5, "success_high": 0.7},
+    )
+    figure = plots._learning_curve(logged(run, [*players, *points, final]))
     assert figure is not None
     drawn = lines_of(figure)
     assert list(drawn["held-out seeds"].get_xdata()) == [0, 10, 20]
     assert list(drawn["held-out seeds"].get_ydata()) == pytest.approx([0.3, 0.4, 0.5])
     assert drawn["optimal policy, 95.0%"].get_ydata() == [0.95, 0.95]
     assert drawn["random policy, 20.0%"].get_linestyle() == "--"
+    assert drawn["start of this run, 25.0%"].get_linestyle() == ":"
+    (result,) = [c for c in figure.axes[0].containers if c.get_label() == "result on the final seeds, 60.0%"]
+    assert (result[0].get_xdata()[0], result[0].get_ydata()[0]) == (10, 0.6)
     (band,) = [c for c in figure.axes[0].collections if "Fill" in type(c).__name__ or "Poly" in type(c).__name__]
     corners = band.get_paths()[0].vertices
     assert (corners[:, 1].min(), corners[:, 1].max()) == pytest.approx((0.2, 0.6))

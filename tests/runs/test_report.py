@@ -37,11 +37,12 @@ def test_rows_come_from_metric_lines(run: RunDirectory) -> None:
     assert ReportRow.from_values("model", held_out, "x") == ReportRow("model", 0.5, (0.2, 0.8), None, 10, "x")
 
 
-def test_the_report_tells_what_was_run_and_how_to_use_it(run: RunDirectory) -> None:
+def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: RunDirectory) -> None:
     with MetricsLog(run, []) as log:
         log.write(1, "train", {"rollout/failed": 2, "optimizer/skipped": 1, "policy/kl": math.nan})
         log.write(7, "train", {"rollout/failed": 1})
-        log.write(7, "evaluation", {"success": 0.5, "n": 4, "failed": 3})
+        log.write(7, "evaluation", {"success": 0.5, "n": 4, "failed": 1})
+        log.write(7, "final", {"player": "trained", "success": 0.5, "n": 4, "failed": 2})
         log.write(7, "warning", {"message": "entropy is low"})
         log.write(7, "warning", {"message": "entropy is low"})
     write_episodes(run.episodes, 7, "train", [played()])
@@ -55,6 +56,8 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(run: RunDirectory) -> N
         "| stage | rl |",
         "| steps | 7 of 100 |",
         "| run seed | 0 |",
+        f"| held-out seeds of the table | {recipe.evaluation.final_seeds.start} to ",
+        f"| training seeds | 0 to {recipe.seeds.count - 1} |",
         machine["recipe_hash"],
         machine["processor"],
         "| `optimizer.learning_rate` | `3e-06` |",

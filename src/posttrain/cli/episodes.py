@@ -12,6 +12,7 @@ class SplitName(StrEnum):
 
     TRAIN = "train"
     EVALUATION = "evaluation"
+    FINAL = "final"
 
 
 def episodes(
@@ -19,7 +20,9 @@ def episodes(
     step: Annotated[
         int | None, typer.Option(help="Step to show; without it, the steps that have episodes.", min=0)
     ] = None,
-    split: Annotated[SplitName, typer.Option(help="Training or held-out episodes.")] = SplitName.TRAIN,
+    split: Annotated[
+        SplitName, typer.Option(help="Training, the held-out seeds of the curve, or those of the final table.")
+    ] = SplitName.TRAIN,
     group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
     episode: Annotated[int | None, typer.Option(help="Only this place within its group.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, coloured by their credit.")] = False,

@@ -21,10 +21,11 @@ from posttrain.errors import InputError, RunError
 from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.runs.files import storage_errors, write_atomically
 
-Split = Literal["train", "evaluation"]
+Split = Literal["train", "evaluation", "final"]
+"""Training, the held-out seeds of the learning curve, and those of the final table."""
 
 FORMAT = 1
-_NAME = re.compile(r"^step_(\d+)\.(train|evaluation)\.jsonl\.zst$")
+_NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
 _ARRAYS = ("ids", "sampled", "logprobs", "rewards", "turn")
 
 

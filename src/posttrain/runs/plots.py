@@ -107,7 +107,11 @@ PANELS = {
         ),
     ],
     "optimization": [
-        Panel("Loss", "loss", {"loss/policy": "policy", "loss/kl": "KL", "loss/sft": "supervised"}),
+        Panel(
+            "Loss",
+            "loss",
+            {"loss/total": "total", "loss/policy": "policy", "loss/kl": "KL", "loss/nll": "supervised, nats"},
+        ),
         Panel("Gradient", "norm before clipping", {"optimizer/gradient_norm": "gradient norm"}, logarithmic=True),
         Panel(
             "Engine against learner",
@@ -205,16 +209,31 @@ def _band(axes: Axes, lines: list[Line]) -> None:
 
 
 def _baselines(axes: Axes, lines: list[Line]) -> None:
-    looks = {"optimal": (GREEN, "--"), "random": (RED, "--"), "untrained": (GREY, ":"), "warmed up": (PURPLE, ":")}
+    """Reference players dashed, the policy before training dotted, and the final result as a star at its step."""
     latest = {
         line["player"]: line["success"]
         for line in lines
         if line["kind"] == "baseline" and line.get("success") is not None
     }
-    for player, (color, dashes) in looks.items():
-        if player in latest:
-            label = f"{player} {'policy' if dashes == '--' else 'model'}, {latest[player]:.1%}"
-            axes.axhline(latest[player], color=color, linestyle=dashes, linewidth=1.5, label=label, zorder=2)
+    references, rest = {"optimal": GREEN, "random": RED}, itertools.cycle((GREY, PURPLE))
+    for player in sorted(latest, key=lambda player: -latest[player]):
+        success, is_reference = latest[player], player in references
+        label = f"{player} policy, {success:.1%}" if is_reference else f"{player}, {success:.1%}"
+        color = references[player] if is_reference else next(rest)
+        axes.axhline(
+            success, color=color, linestyle="--" if is_reference else ":", linewidth=1.5, label=label, zorder=2
+        )
+    for line in lines:
+        if line["kind"] == "final" and "best_step" in line and line.get("success") is not None:
+            low, high = (line.get(key) for key in ("success_low", "success_high"))
+            bars = (
+                None
+                if low is None or high is None
+                else [[max(0.0, line["success"] - low)], [max(0.0, high - line["success"])]]
+            )
+            look: dict[str, Any] = {"color": "black", "markersize": 11, "capsize": 3, "elinewidth": 1.0, "zorder": 6}
+            label = f"result on the final seeds, {line['success']:.1%}"
+            axes.errorbar([line["best_step"]], [line["success"]], bars, fmt="*", label=label, **look)
 
 
 def _panels(lines: list[Line], panels: list[Panel]) -> Figure | None:
@@ -229,7 +248,7 @@ def _panels(lines: list[Line], panels: list[Panel]) -> Figure | None:
     figure, all_axes = _axes(len(filled))
     for axes, (panel, present) in zip(all_axes, filled, strict=True):
         axes.set_title(panel.title)
-        for color, (label, series) in zip((BLUE, ORANGE, GREEN), present.items(), strict=False):
+        for color, (label, series) in zip((BLUE, ORANGE, GREEN, PURPLE), present.items(), strict=False):
             marker = "o" if len(series.steps) <= 40 else ""
             axes.plot(series.steps, series.values, color=color, marker=marker, label=label)
         _scale(axes, [value for series in present.values() for value in series.values], panel.logarithmic)

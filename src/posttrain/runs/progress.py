@@ -91,19 +91,18 @@ class Progress:
             Text(f"step {self.step}/{self.total_steps}"),
             Text(f"left {self.time_left()}", style="cyan"),
         )
-        numbers = Table.grid(padding=(0, 2))
-        numbers.add_row(
-            _labelled("held-out success", rate(self._evaluation, "success"), "bold green"),
+        numbers = [
+            _labelled("success", rate(self._evaluation, "success"), "bold green"),
             *self._training_numbers(),
             _labelled("tokens/s", _shown(self._training.get("speed/tokens_per_second"), "{:,.0f}"), "cyan"),
-        )
-        return Group(bar, numbers)
+        ]
+        return Group(bar, Text("  ").join(numbers))
 
     def _training_numbers(self) -> list[Text]:
         if "rollout/success" not in self._training and _loss(self._training) is not None:
             return [_labelled("loss", _shown(_loss(self._training), "{:.4f}"), "magenta")]
         return [
-            _labelled("training success", rate(self._training, "rollout/success"), "green"),
+            _labelled("in training", rate(self._training, "rollout/success"), "green"),
             _labelled("reward", _shown(self._training.get("rollout/return"), "{:.3f}"), "magenta"),
         ]
 
@@ -136,4 +135,4 @@ def _cell(name: str, value: Any, form: str) -> list[str]:
 
 
 def _labelled(label: str, value: str, style: str) -> Text:
-    return Text.assemble((f"{label} ", "dim"), (value, style), no_wrap=True)
+    return Text.assemble((f"{label} ", "dim"), (value, style))

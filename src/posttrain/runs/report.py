@@ -17,6 +17,8 @@ from posttrain.runs.progress import duration
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from posttrain.recipe.stages import Recipe
+
 HEADINGS = ("player", "success", "95% interval", "mean return", "n", "note")
 
 
@@ -122,7 +124,7 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
         ("stage", recipe.stage),
         ("model", f"`{recipe.model.path}`, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")),
         ("environment", f"`{recipe.environment.type}`"),
-        ("held-out seeds", f"{recipe.evaluation.seeds.start} to {recipe.evaluation.seeds.stop - 1}"),
+        *_seeds(recipe),
         ("run seed", str(recipe.seed)),
         ("steps", f"{done} of {recipe.steps}" if recipe.stage == "rl" else str(done)),
         ("wall time", f"{duration(seconds)} (pauses between sessions left out)"),
@@ -133,6 +135,17 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
         ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
     ]
     return _markdown(("what", "value"), rows)
+
+
+def _seeds(recipe: "Recipe") -> list[tuple[str, str]]:
+    ranges = {"held-out seeds of the table": recipe.evaluation.final_seeds}
+    if recipe.stage != "evaluate":
+        ranges["held-out seeds of the curve, which choose the best checkpoint"] = recipe.evaluation.seeds
+    if recipe.stage == "rl":
+        ranges["training seeds"] = recipe.seeds
+    if recipe.stage == "sft":
+        ranges["training seeds"] = recipe.data.seeds
+    return [(name, f"{seeds.start} to {seeds.stop - 1}") for name, seeds in ranges.items()]
 
 
 def _commit(git: dict[str, Any] | None) -> str:
@@ -185,10 +198,11 @@ def _episodes(run: RunDirectory) -> str:
 
 
 def _trouble(lines: list[dict[str, Any]], warnings: Sequence[str]) -> str:
+    held_out = ("evaluation", "baseline", "final")
     train = [line for line in lines if line["kind"] == "train"]
     counts = {
         "failed training episodes": sum(line.get("rollout/failed") or 0 for line in train),
-        "failed held-out episodes": sum(line.get("failed") or 0 for line in lines if line["kind"] == "evaluation"),
+        "failed held-out episodes": sum(line.get("failed") or 0 for line in lines if line["kind"] in held_out),
         "skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train),
         "lines with a value that is NaN or infinite": sum("nonfinite" in line for line in lines),
     }
