@@ -1,0 +1,177 @@
+"""Frozen lake: walk to the goal and keep off the holes. The dynamics are those of gymnasium's FrozenLake-v1."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.environments.frozen_lake_maps import DIRECTIONS, Lake, lake_of
+from posttrain.environments.frozen_lake_values import best_answer, best_success, random_success
+from posttrain.environments.game import Game, GameRecipe, play, require, require_sound
+from posttrain.environments.grids import ObservationForm, check_symbols, drawing, place, places
+from posttrain.environments.protocol import Baseline
+from posttrain.recipe.base import Part
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.seeds import random_stream
+
+
+class FrozenLakeSymbols(Part):
+    """How the lake is drawn."""
+
+    player: str = "P"
+    """The player on ice."""
+    ice: str = "_"
+    """Ice."""
+    hole: str = "O"
+    """A hole."""
+    goal: str = "G"
+    """The goal."""
+    player_in_hole: str = "X"
+    """The player in a hole, drawn at the end only."""
+    player_on_goal: str = "√"
+    """The player on the goal, drawn at the end only."""
+
+
+class FrozenLakeRecipe(GameRecipe):
+    """Keys of `frozen_lake`."""
+
+    type: Literal["frozen_lake"] = "frozen_lake"
+    """The frozen lake."""
+    max_turns: int = Field(5, ge=1)
+    """Turns after which an episode is cut off."""
+    size: int = Field(4, ge=2, le=16)
+    """Rows and columns of the lake."""
+    frozen_probability: float = Field(0.8, gt=0, le=1)
+    """Probability that a cell is ice and not a hole."""
+    slippery: bool = True
+    """A move goes as intended with probability 1/3 and to either side with 1/3; otherwise always as intended."""
+    goal_reward: float = Field(1.0, gt=0)
+    """Reward of reaching the goal; nothing else pays."""
+    observation: ObservationForm = "grid"
+    """A drawing of the lake, the places of things in words, or both."""
+    symbols: FrozenLakeSymbols = FrozenLakeSymbols()
+
+    @model_validator(mode="after")
+    def _can_be_computed(self) -> "FrozenLakeRecipe":
+        check_symbols(self.symbols.model_dump())
+        if self.slippery and self.format.actions_per_turn > 5:
+            raise ValueError("`format.actions_per_turn` must be at most 5 on slippery ice, or the best play cannot be computed")
+        return self
+
+
+class FrozenLake(Game):
+    """Walk over slippery ice to the goal. Success is the goal; a hole ends the episode without it."""
+
+    Recipe = FrozenLakeRecipe
+    actions = DIRECTIONS
+
+    def _begin(self, seed: int) -> None:
+        self._lake = _lake(self.recipe, seed)
+        self._cell = self._lake.start
+        self._moves = 0
+        count = self.recipe.max_turns * self.format.actions_per_turn
+        self._slips: list[float] = random_stream("frozen_lake", seed, "slip").random(count).tolist()
+
+    def _rules(self) -> str:
+        symbols, form = self.recipe.symbols, self.recipe.observation
+        drawn = form != "coordinates"
+        goal = f"the goal {symbols.goal}" if drawn else "the goal"
+        hole = f"a hole {symbols.hole}" if drawn else "a hole"
+        text = f"You walk on a frozen lake. Reach {goal}; {hole} ends the game."
+        if drawn:
+            text += f" You are {symbols.player}, {symbols.ice} is ice."
+        if form != "grid":
+            text += " Row 0 is the top, column 0 the left."
+        if self.recipe.slippery:
+            text += " Ice is slippery: one move in three goes as you say, the others to either side of it."
+        return text
+
+    def _state(self, first: bool) -> str:
+        form = self.recipe.observation
+        parts = [self._drawing()] if form != "coordinates" else []
+        if form != "grid":
+            lake = self._lake
+            parts.append(f"You: {place(self._cell, lake.size)}.")
+            if first:
+                parts[-1] += f" Goal: {place(lake.goal, lake.size)}. Holes: {places(lake.holes, lake.size)}."
+        return "\n".join(parts)
+
+    def _drawing(self) -> str:
+        lake, symbols = self._lake, self.recipe.symbols
+        cells = dict.fromkeys(range(lake.size**2), symbols.ice) | dict.fromkeys(lake.holes, symbols.hole)
+        cells[lake.goal] = symbols.goal
+        player = {lake.goal: symbols.player_on_goal} | dict.fromkeys(lake.holes, symbols.player_in_hole)
+        cells[self._cell] = player.get(self._cell, symbols.player)
+        return drawing(cells, lake.size, lake.size)
+
+    def _act(self, name: str) -> float:
+        self._cell = self._lake.next_cell(self._cell, DIRECTIONS.index(name), self._slips[self._moves])
+        self._moves += 1
+        return self.recipe.goal_reward if self._succeeded() else 0.0
+
+    def _ended(self) -> bool:
+        return self._succeeded() or self._cell in self._lake.holes
+
+    def _succeeded(self) -> bool:
+        return self._cell == self._lake.goal
+
+    def _plan(self) -> tuple[list[str], str]:
+        lake = self._lake
+        actions = best_answer(lake, self._cell, self.turns_left, self.format.actions_per_turn)
+        names = [DIRECTIONS[action] for action in actions]
+        down = lake.goal // lake.size - self._cell // lake.size
+        right = lake.goal % lake.size - self._cell % lake.size
+        where = [f"{abs(n)} {word}" for n, word in ((down, "down" if down > 0 else "up"), (right, "right" if right > 0 else "left")) if n]
+        return names, f"The goal is {' and '.join(where)}; {' then '.join(names)} is the best way there."
+
+    @classmethod
+    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+        """Exact over the chance of the ice, on the lakes of these seeds: dynamic programming for both players.
+
+        The optimal player knows the rules and the turns left, not how the ice will slip. The random player answers
+        with as many uniformly random actions as an answer may hold.
+        """
+        assert isinstance(recipe, FrozenLakeRecipe)
+        turns, actions, n = recipe.max_turns, recipe.format.actions_per_turn, len(seeds)
+        lakes = [_lake(recipe, seed) for seed in seeds]
+        random = sum(random_success(lake, turns * actions) for lake in lakes) / n
+        optimal = sum(best_success(lake, turns, actions) for lake in lakes) / n
+        return {
+            "random": Baseline(random, random * recipe.goal_reward, n),
+            "optimal": Baseline(optimal, optimal * recipe.goal_reward, n),
+        }
+
+    @classmethod
+    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+        """The best player wins wherever it surely can; every episode agrees with a replay of its chance events."""
+        assert isinstance(recipe, FrozenLakeRecipe)
+        environment, firm = cls(recipe), cls(recipe.model_copy(update={"slippery": False}))
+        for seed in seeds:
+            _require_replay(environment, seed)
+            steps = play(firm, seed)
+            can = best_success(firm._lake, recipe.max_turns, recipe.format.actions_per_turn) == 1.0
+            paid = sum(step.reward for step in steps)
+            require(steps[-1].info["success"] is can, seed, "on firm ice the best player missed a goal it can reach")
+            require(paid == (recipe.goal_reward if can else 0.0), seed, f"on firm ice the best player was paid {paid}")
+            require_sound(environment, seed)
+
+
+def _require_replay(environment: FrozenLake, seed: int) -> None:
+    """Play the expert, then follow its actions by gymnasium's table and the seed's chance events alone."""
+    steps = play(environment, seed)
+    lake = _lake(environment.recipe, seed)
+    actions = [name for step in steps for name in step.info["actions"]]
+    slips = random_stream("frozen_lake", seed, "slip").random(len(actions))
+    cell = lake.start
+    for name, slip in zip(actions, slips, strict=True):
+        require(cell != lake.goal and cell not in lake.holes, seed, "a move was made after the end")
+        cell = lake.next_cell(cell, DIRECTIONS.index(name), float(slip))
+    won = cell == lake.goal
+    require(steps[-1].info["success"] is won, seed, "success is not what the chance events led to")
+    require(steps[-1].terminated is (won or cell in lake.holes), seed, "the episode did not end where the walk did")
+    paid = sum(step.reward for step in steps)
+    require(paid == (environment.recipe.goal_reward if won else 0.0), seed, f"the walk was paid {paid}")
+
+
+def _lake(recipe: FrozenLakeRecipe, seed: int) -> Lake:
+    return lake_of(seed, recipe.size, recipe.frozen_probability, recipe.slippery)
