@@ -32,7 +32,7 @@ def _compare(config):
     ids = torch.stack([torch.nn.functional.pad(s, (0, width - len(s))) for s in streams])
     mask = torch.stack([(torch.arange(width) < len(s)).long() for s in streams])
     expected = padded(input_ids=ids, attention_mask=mask).logits
-    layout = PackedLayout(LENGTHS)
+    layout = PackedLayout([(n, []) for n in LENGTHS])
     hidden = hidden_states(packed, torch.cat(streams), layout.positions(), layout)
     logits = packed.get_output_embeddings()(hidden)
     for part, row, length in zip(logits.split(LENGTHS), expected, LENGTHS, strict=True):
@@ -60,7 +60,7 @@ def test_gradients_of_packed_scores_equal_padded():
         torch.log_softmax(padded(input_ids=s[None]).logits[0, :-1] / 0.7, -1).gather(1, s[1:, None]).sum() for s in streams
     )
     loss.backward()
-    layout = PackedLayout([6, 11])
+    layout = PackedLayout([(6, []), (11, [])])
     ids = torch.cat(streams)
     targets = torch.tensor([*range(1, 6), *range(7, 17)])
     hidden = hidden_states(packed, ids, layout.positions(), layout)

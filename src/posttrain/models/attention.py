@@ -60,21 +60,40 @@ def _repeat(heads: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class PackedLayout:
-    """Streams side by side in one row; each sees itself alone, causally."""
+    """Bundles side by side in one row: each a prompt, and continuations that see the prompt and themselves.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths`: tokens of each stream, in the order in which they stand in the row."""
-        self.lengths = list(lengths)
+    The continuations of a bundle do not see each other, so the episodes of a group share one forward of their prompt
+    and get the outputs and gradients that each would get alone. A stream on its own is a bundle with one continuation.
+    """
+
+    def __init__(self, bundles: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """`bundles`: tokens of the prompt and of each continuation (none may be empty), in the order of the row."""
+        self.bundles = [(prompt, list(continuations)) for prompt, continuations in bundles]
+        self._lengths = [length for prompt, continuations in self.bundles for length in (prompt, *continuations)]
 
     def positions(self) -> torch.Tensor:
-        """[T] int64: position ids, restarting at 0 for each stream."""
-        return torch.cat([torch.arange(length) for length in self.lengths])
+        """[T] int64: position ids; they restart at 0 with each prompt and at the prompt's end with each continuation."""
+        return torch.cat(
+            [
+                torch.arange(start, start + length)
+                for prompt, continuations in self.bundles
+                for start, length in [(0, prompt), *((prompt, length) for length in continuations)]
+            ]
+        )
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        streams = zip(*(row.split(self.lengths, dim=1) for row in (query, key, value)), strict=True)
-        return torch.cat([causal_attention(q, k, v, scaling, window) for q, k, v in streams], dim=1)
+        pieces = zip(*(row.split(self._lengths, dim=1) for row in (query, key, value)), strict=True)
+        outputs = []
+        for _, continuations in self.bundles:
+            query_part, prompt_key, prompt_value = next(pieces)
+            outputs.append(causal_attention(query_part, prompt_key, prompt_value, scaling, window))
+            for _ in continuations:
+                query_part, key_part, value_part = next(pieces)
+                keys, values = torch.cat([prompt_key, key_part], 1), torch.cat([prompt_value, value_part], 1)
+                outputs.append(causal_attention(query_part, keys, values, scaling, window))
+        return torch.cat(outputs, dim=1)
 
 
 def _attention(

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from posttrain.errors import InputError
-from posttrain.models.attention import PackedLayout
 from posttrain.models.forward import TokenScores, causal_lm, hidden_states, token_scores
 from posttrain.models.load import add_adapters, load_model, load_tokenizer
+from posttrain.models.packing import pack_row
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
 
@@ -56,13 +56,15 @@ class Policy:
         """Scores of every sampled token of several streams, in one packed forward pass.
 
         `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Each sampled token is predicted from the position
-        before it, so the first token of a stream cannot be one. Returns [N] over all sampled tokens, stream by stream.
+        before it, so the first token of a stream cannot be one. A prompt that streams share is computed once.
+        Returns [N] over all sampled tokens, stream by stream.
         """
-        layout = PackedLayout([len(ids) for ids in streams])
-        ids = torch.from_numpy(np.concatenate(streams)).to(self.device)
-        chosen = torch.from_numpy(np.flatnonzero(np.concatenate(sampled))).to(self.device)
-        hidden = hidden_states(self.model, ids, layout.positions().to(self.device), layout)
-        return token_scores(self.model, hidden[chosen - 1], ids[chosen], temperature, positions_per_chunk)
+        row = pack_row(streams, sampled)
+        ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
+        hidden = hidden_states(self.model, ids, positions, row.layout)
+        targets = torch.from_numpy(row.targets).to(self.device)
+        predictors = torch.from_numpy(row.predictors).to(self.device)
+        return token_scores(self.model, hidden[predictors], targets, temperature, positions_per_chunk)
 
     @contextmanager
     def in_training(self) -> Iterator[None]:

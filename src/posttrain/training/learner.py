@@ -48,7 +48,7 @@ class Learner:
         self.temperature = temperature
         self.skipped_in_a_row = 0
         self.trained_tokens = 0
-        self.last_skip: str | None = None
+        self._messages: list[str] = []
 
     def update(self, samples: Sequence[Sample], objective: Objective) -> Totals:
         """One optimizer step on `samples`. A loss or gradient that is not finite skips it and names the episodes."""
@@ -81,6 +81,11 @@ class Learner:
         totals["loss/total"] = (totals["loss/total"][0], float(divisor))
         return totals | {"optimizer/gradient_norm": (norm, 1.0), "optimizer/skipped": (0.0, 1.0)}
 
+    def take_messages(self) -> list[str]:
+        """What there was to say since the last call: skipped updates and the episodes behind them."""
+        messages, self._messages = self._messages, []
+        return messages
+
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
         found: dict[int, np.ndarray] = {}
@@ -93,8 +98,7 @@ class Learner:
         return [found[i] for i in range(len(samples))]
 
     def _groups(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
-        labels = [s.label for s in samples]
-        for group in pack([len(s.stream) for s in samples], self.recipe.tokens_per_batch, labels):
+        for group in pack(samples, self.recipe.tokens_per_batch):
             self.trained_tokens += sum(len(samples[i].stream) for i in group)
             yield group
 
@@ -108,7 +112,7 @@ class Learner:
         culprits = [s.label for s in suspects if not self._is_finite(s, objective)] or [s.label for s in suspects]
         self.skipped_in_a_row += 1
         named = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
-        self.last_skip = f"update skipped: loss or gradient is not finite for {named}"
+        self._messages.append(f"update skipped: loss or gradient is not finite for {named}")
         if self.skipped_in_a_row > self.optimizer.recipe.max_skipped_updates:
             raise RunError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite, the last for "

@@ -32,7 +32,6 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards}
     if resume:
         trainer.resume()
-    warnings: list[str] = []
     with trainer.working(f"rl {recipe.name}"):
         if trainer.evaluated < 0:
             measure_start(trainer)
@@ -58,15 +57,12 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
                 kl.update(metrics.get("policy/kl"), len(collected.episodes))
                 fired = guards.check(metrics)
                 trainer.finish_step(metrics)
-            for message in [*collected.messages, *([trainer.learner.last_skip] if trainer.learner.last_skip else []), *fired]:
-                trainer.progress.message(f"step {step}: {message}")
-            warnings += fired
-            trainer.learner.last_skip = None
+                trainer.warn([*collected.messages, *trainer.learner.take_messages(), *fired])
             trainer.evaluate_and_save()
             if fired and recipe.guards.action == "stop":
-                trainer.progress.message(f"step {step}: stopped by a guard; the best checkpoint is kept")
+                trainer.warn(["stopped by a guard; the best checkpoint is kept"])
                 break
-        finish(trainer, console, warnings)
+        finish(trainer, console)
 
 
 def _reference_and_old(trainer: Trainer, recipe: RlRecipe, samples: Sequence[Sample]) -> None:

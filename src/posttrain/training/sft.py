@@ -43,8 +43,9 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
                 metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / sum(trainer.seconds.values())
                 trainer.finish_step(metrics)
+                trainer.warn(trainer.learner.take_messages())
             trainer.evaluate_and_save()
-        finish(trainer, console, [])
+        finish(trainer, console)
 
 
 def _batch(recipe: SftRecipe, samples: Sequence[Sequence[Sample]], epoch: int, part: int) -> list[Sample]:

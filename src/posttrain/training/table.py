@@ -46,7 +46,7 @@ def reference_players(environment: EnvironmentRecipe, seeds: SeedRange) -> dict[
     }
 
 
-def finish(trainer: Trainer, console: Console, warnings: list[str]) -> None:
+def finish(trainer: Trainer, console: Console) -> None:
     """Evaluate the best checkpoint on the final seeds, export it, and write table, plots and report."""
     step = trainer.restore_best()
     trainer.progress.message(
@@ -59,7 +59,7 @@ def finish(trainer: Trainer, console: Console, warnings: list[str]) -> None:
     rows = final_rows(trainer.run)
     write_results(trainer.run, rows)
     draw_plots(trainer.run)
-    write_report(trainer.run, rows, model_directory=directory, warnings=warnings)
+    write_report(trainer.run, rows, model_directory=directory)
     console.print(rows_table(rows, title=f"{trainer.recipe.name}: {trainer.recipe.environment.type}, held-out seeds"))
     console.print(f"report: {trainer.run.report}\nmodel: {directory}", highlight=False)
 

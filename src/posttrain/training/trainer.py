@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.rollout.driver import Player
-from posttrain.rollout.store import write_episodes
+from posttrain.rollout.store import remove_episodes_after, write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.progress import Progress
@@ -78,6 +78,7 @@ class Trainer:
         steps = self.checkpoints.steps()
         if not steps:
             self.log.truncate_after(-1)
+            remove_episodes_after(self.run.episodes, -1)
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.policy.restore(directory)
@@ -90,6 +91,7 @@ class Trainer:
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
         self.log.truncate_after(self.step)
+        remove_episodes_after(self.run.episodes, self.step)
         self._remember()
 
     @contextmanager
@@ -153,6 +155,12 @@ class Trainer:
         self.log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
+
+    def warn(self, messages: Sequence[str]) -> None:
+        """Show and log what the user should know of the step that was just counted."""
+        for message in messages:
+            self.progress.message(f"step {self.step}: {message}")
+            self.log.write(self.step, "warning", {"message": message})
 
     def evaluate_and_save(self) -> None:
         """What is due after the step: evaluation, then a checkpoint, which so always holds the evaluation too."""

@@ -1,0 +1,118 @@
+"""A small but whole RL run, in a process of its own that can be told where to die."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "transformers", "peft", "posttrain.training.rl", "posttrain.training.sft", "posttrain.environments.frozen_lake"]
+
+
+def recipe_values(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
+    """Four steps on a frozen lake with everything that has state: dynamic sampling, adaptive KL, schedule, guards."""
+    values = {
+        "stage": "rl",
+        "name": "small",
+        "runs": str(runs),
+        "model": {"path": str(model), "threads": 1},
+        "environment": {"type": "frozen_lake", "max_turns": 3, "slippery": False},
+        "steps": 4,
+        "seeds": {"start": 0, "count": 5},
+        "engine": {"slots": 6},
+        "rollout": {
+            "groups_per_step": 2,
+            "episodes_per_group": 3,
+            "tokens_per_turn": 6,
+            "tokens_per_episode": 700,
+            "filter": {"type": "dynamic", "max_rounds": 2},
+        },
+        "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 50},
+        "entropy": 0.01,
+        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_updates": 2},
+        "learner": {"tokens_per_batch": 1500, "updates_per_step": 2},
+        "evaluation": {
+            "every": 2,
+            "seeds": {"start": 1000, "count": 3},
+            "final_seeds": {"start": 2000, "count": 4},
+            "sampling": {"temperature": 1.0},
+        },
+        "checkpoint": {"every": 1, "keep": 2},
+    }
+    return values | changes
+
+
+def run(values: dict[str, Any], resume: bool = False, die_at: tuple[str, int] | None = None) -> int:
+    """Run the recipe in a process; returns its exit code (-9 when it killed itself).
+
+    `die_at` = (what, k): SIGKILL itself at the k-th call of `what`, for example ("os:fsync", 3).
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=_child, args=(values, resume, die_at))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None) -> None:
+    from pydantic import TypeAdapter
+
+    from posttrain.recipe.stages import Recipe
+    from posttrain.training.stage import run_stage
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    if die_at is not None:
+        _arm(*die_at)
+    run_stage(TypeAdapter(Recipe).validate_python(values), resume=resume)
+
+
+def _arm(what: str, count: int) -> None:
+    """Make the `count`-th call of `module:name` (or `module:Class.name`) the last thing this process does."""
+    module_name, _, path = what.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, calls = getattr(owner, name), [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """The exported model and the last checkpoint's optimizer, as bytes."""
+    last = sorted((run / "checkpoints").glob("step_*"))[-1]
+    files = [*sorted((run / "model").glob("*.safetensors")), last / "optimizer.pt", last / "state.json"]
+    return {str(file.relative_to(run)): file.read_bytes() for file in files}
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Metrics without what depends on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in lines]
+
+
+def episodes(run: Path) -> dict[str, list]:
+    """All stored episodes with their token ids, log-probabilities and credit."""
+    from posttrain.rollout.store import read_episodes
+
+    found = {}
+    for file in sorted((run / "episodes").iterdir()):
+        stored, credit = read_episodes(file)
+        found[file.name] = [
+            [(s.ids.tolist(), s.logprobs.tobytes(), s.rewards.tobytes()) for e in stored for s in e.streams],
+            credit and [[a.tobytes() for a in streams] for streams in credit.values],
+        ]
+    return found

@@ -1,0 +1,88 @@
+"""Law 10: a run killed at any instant resumes to the same bits."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from . import small
+
+PLACES = {
+    "rollout": ("posttrain.engines.local:LocalEngine._step", 160),
+    "environment": ("posttrain.environments.frozen_lake:FrozenLake.step", 60),
+    "update": ("posttrain.training.optimizer:Optimizer.collect", 16),
+    "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),
+    "metrics": ("posttrain.runs.metrics:MetricsLog.write", 10),
+    "sync": ("os:fsync", 60),
+    "rename": ("pathlib:Path.rename", 6),
+    "replace": ("os:replace", 12),
+    "delete": ("shutil:rmtree", 10),
+    "tensors": ("torch:save", 5),
+}
+"""Where a process dies, and about how often that place is passed in a whole run."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("whole")
+    assert small.run(small.recipe_values(tiny_model, runs)) == 0, (runs / "log.txt").read_text()
+    return runs / "small"
+
+
+def _kill_and_finish(model, runs, deaths):
+    """Die at each of `deaths` in turn, then run to the end."""
+    values = small.recipe_values(model, runs)
+    for death in deaths:
+        small.run(values, resume=(runs / "small").exists(), die_at=death)
+    assert small.run(values, resume=(runs / "small").exists()) == 0, (runs / "log.txt").read_text()
+
+
+def _same(run, reference):
+    assert small.weights(run) == small.weights(reference)
+    assert small.metrics(run) == small.metrics(reference)
+    assert small.episodes(run) == small.episodes(reference)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
+    draw = random.Random(place)
+    what, most = PLACES[place]
+    _kill_and_finish(tiny_model, tmp_path, [(what, draw.randint(1, most)) for _ in range(2)])
+    _same(tmp_path / "small", uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chain", range(25))
+def test_killed_many_times_anywhere(chain, tiny_model, tmp_path, uninterrupted):
+    draw = random.Random(chain)
+    deaths = []
+    for _ in range(5):
+        what, most = PLACES[draw.choice(list(PLACES))]
+        deaths.append((what, draw.randint(1, most)))
+    _kill_and_finish(tiny_model, tmp_path, deaths)
+    _same(tmp_path / "small", uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_with_a_checkpoint_and_a_message(number, tiny_model, tmp_path, uninterrupted):
+    import multiprocessing
+
+    values = small.recipe_values(tiny_model, tmp_path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(small.PRELOAD)
+    process = context.Process(target=small._child, args=(values, False, None))
+    process.start()
+    log = tmp_path / "log.txt"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (log.exists() and "step 2/4" in log.read_text()):
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join()
+    text = log.read_text()
+    assert f"stopped by {signal.Signals(number).name} after step" in text
+    assert f"posttrain rl --resume {tmp_path / 'small'}" in text
+    assert small.run(values, resume=True) == 0
+    _same(tmp_path / "small", uninterrupted)
