@@ -11,7 +11,13 @@ from posttrain.models.attention import use_packed_attention
 from posttrain.models.packaged import converted_gguf, packaged_file
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The precision that `model.dtype` names on this machine."""
+    if name == "auto":
+        native = torch.cuda.is_bf16_supported() if torch.cuda.is_available() else torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if native else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def resolve_path(path: str) -> str:
@@ -49,24 +55,27 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
     return tokenizer
 
 
-def load_model(recipe: ModelRecipe, dtype: torch.dtype | None = None) -> torch.nn.Module:
+def load_model(recipe: ModelRecipe) -> torch.nn.Module:
     """The causal language model of the recipe, without adapters, in evaluation mode, attending through layouts.
 
     A missing, damaged or incomplete model is an `InputError`; weights are never filled in at random.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     path = resolve_path(recipe.path)
     base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"] if _is_adapter(path) else path
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            base, dtype=dtype or DTYPES[recipe.dtype], attn_implementation="sdpa", output_loading_info=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            base, dtype=resolve_dtype(recipe.dtype), attn_implementation="sdpa", output_loading_info=True
         )
     except Exception as error:
         raise InputError(
             f"model.path: {recipe.path} could not be loaded ({_first_line(error)}); "
             "check that the files are whole, or that the hub id is right and in reach"
         ) from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
@@ -90,7 +99,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe) -> torch.nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise InputError(f"model.lora.targets: {_first_line(error)}") from error
 

@@ -48,6 +48,9 @@ def converted_gguf(file: Path) -> Path:
     if (directory / "config.json").is_file():
         return directory
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     aside = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     try:

@@ -104,10 +104,11 @@ class Policy:
         files = sorted(directory.glob("*.safetensors"))
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
         if self.recipe.lora is not None:
-            left = set_peft_model_state_dict(self.model, tensors).unexpected_keys
+            result: Any = set_peft_model_state_dict(self.model, tensors)
         else:
             # Tied weights are saved once; loading one name restores both.
-            left = self.model.load_state_dict(tensors, strict=False).unexpected_keys
+            result = self.model.load_state_dict(tensors, strict=False)
+        left = result.unexpected_keys
         if left or not tensors:
             raise InputError(f"{directory} holds another model than {self.recipe.path}: it has {(left or ['nothing'])[0]}")
 

@@ -12,7 +12,7 @@ class LoraRecipe(Part):
 
     rank: int = Field(16, ge=1)
     """Rank of the two factors."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: int = Field(32, ge=1)
     """Scale: the adapter's output is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapter. Above 0 the engine and the learner see different policies; a warning says so."""
@@ -27,8 +27,8 @@ class ModelRecipe(Part):
 
     path: str = "packaged:smollm2-135m"
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights in use; bfloat16 trains on float32 master weights."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Precision of the weights in use; bfloat16 trains on float32 master weights. `auto` is bfloat16 where the processor or GPU multiplies it natively, float32 elsewhere; only float32 gives the same bits on every resume."""
     lora: LoraRecipe | None = None
     """Adapters; null trains all weights."""
     chat_template: str | None = None

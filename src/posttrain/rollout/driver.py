@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from posttrain.data.rendering import Renderer
@@ -59,7 +60,7 @@ class Player:
         failure: str | None = None
         outcome = Outcome.FAILED
         try:
-            observation = await self._call(lambda: environment.reset(place.seed))
+            observation = await self._call(partial(environment.reset, place.seed))
             conversation = Conversation(self.renderer, observation.messages, environment.primer)
             outcome = await self._turns(environment, conversation, place, attempt)
         except EnvironmentFailure as error:
@@ -96,7 +97,7 @@ class Player:
             )
             completion = await self.engine.generate(request)
             answer = conversation.answer(completion.ids, completion.logprobs, completion.stop_reason)
-            step = await self._call(lambda answer=answer: environment.step(answer))
+            step = await self._call(partial(environment.step, answer))
             if not math.isfinite(step.reward):
                 raise EnvironmentFailure(f"{self.environment.type} gave the reward {step.reward} for seed {place.seed}")
             conversation.reward(step.reward, dict(step.info))

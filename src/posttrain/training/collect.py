@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,12 @@ class TaskOrder:
             taken.append(self.seeds.start + int(self._order(passes)[place]))
         self.drawn += count
         return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
 
     def _order(self, passes: int) -> np.ndarray:
         return random_stream(self.run_seed, "tasks", passes).permutation(self.seeds.count)

@@ -27,10 +27,17 @@ Totals = dict[str, tuple[float, float]]
 class Objective(Protocol):
     """What a stage minimises, as a sum over the sampled tokens of a micro-batch."""
 
-    normaliser: Literal["token", "sequence", "constant"]
-    constant: float | None
-    needs_advantages: bool
-    """Streams whose advantages are all zero add nothing to the gradient and are left out."""
+    @property
+    def normaliser(self) -> Literal["token", "sequence", "constant"]:
+        """What the loss is divided by."""
+
+    @property
+    def constant(self) -> float | None:
+        """The divisor of the `constant` normaliser."""
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Streams whose advantages are all zero add nothing to the gradient and are left out."""
 
     def __call__(self, scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, Totals]:
         """The weighted sum of token losses (scalar) and metrics."""

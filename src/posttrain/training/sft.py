@@ -41,7 +41,7 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
                     trainer.weights_changed()
                 metrics = means(totals) | {"optimizer/learning_rate": trainer.optimizer.learning_rate}
                 metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
-                metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / sum(trainer.seconds.values())
+                metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
                 trainer.finish_step(metrics)
                 trainer.warn(trainer.learner.take_messages())
             trainer.evaluate_and_save()

@@ -48,10 +48,10 @@ class StepCounters:
         self._trained = trainer.learner.trained_tokens
 
     def take(self) -> dict[str, float]:
-        """Counts since the last call; also resets the clockwork for the next step."""
+        """Counts since the last call; the speed is sampled tokens per second of rollout."""
         now, before = self.trainer.engine.counters, self._engine
         trained = self.trainer.learner.trained_tokens
-        seconds = sum(self.trainer.seconds.values())
+        seconds = self.trainer.seconds["rollout"]
         sampled = now.sampled - before.sampled
         metrics = {
             "tokens/sampled": float(sampled),

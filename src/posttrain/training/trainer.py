@@ -127,8 +127,7 @@ class Trainer:
             recipe = recipe.model_copy(update={"seeds": seeds})
         with self.phase("evaluation"):
             result, episodes = evaluate(self.player(recipe.sampling), recipe, self.recipe.seed)
-        split = "evaluation" if seeds is None else "final"
-        write_episodes(self.run.episodes, self.step, split, episodes, None)
+        write_episodes(self.run.episodes, self.step, "evaluation" if seeds is None else "final", episodes, None)
         return result
 
     # -- steps --------------------------------------------------------------------------------------------------------
