@@ -53,7 +53,9 @@ class FormatRecipe(Part):
         """The sentences that tell a policy how to answer with the actions `names` (two or more)."""
         forms = [self._answer_form(name) for name in names]
         choice = f"{', '.join(forms[:-1])} or {forms[-1]}"
-        text = f"Answer only <think>your reason</think> and then {choice}." if self.thinking else f"Answer only {choice}."
+        text = (
+            f"Answer only <think>your reason</think> and then {choice}." if self.thinking else f"Answer only {choice}."
+        )
         if self.actions_per_turn > 1:
             several = self._answer_form(f"{names[0]} {self.separator} {names[1]}")
             text += f" An answer may hold up to {self.actions_per_turn} actions: {several}."
@@ -87,7 +89,7 @@ class FormatRecipe(Part):
                 return Rejected(f"more than one {tag}")
             if tag in text and tag not in wanted:
                 return Rejected(f"{tag} is not part of the format")
-        for tag in wanted[::-1] if "<answer>" not in text else wanted:
+        for tag in ("<answer>", *wanted):
             if tag not in text:
                 return Rejected(f"no {tag}")
         places = [text.index(tag) for tag in wanted]

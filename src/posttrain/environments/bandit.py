@@ -130,7 +130,11 @@ class Bandit(Game):
         worse = ({recipe.low_risk.name, recipe.high_risk.name} - {_better(recipe)}).pop()
         wrong = recipe.format.render([worse], "A wrong guess.")
         for seed in seeds:
-            best, again, other = play(environment, seed)[-1], play(environment, seed)[-1], play(environment, seed, [wrong])[-1]
+            best, again, other = (
+                play(environment, seed)[-1],
+                play(environment, seed)[-1],
+                play(environment, seed, [wrong])[-1],
+            )
             require(best.terminated and best.info["success"] is True, seed, "the better arm does not count as success")
             require(other.terminated and other.info["success"] is False, seed, "the worse arm counts as success")
             require(best == again, seed, "the same pull paid differently")

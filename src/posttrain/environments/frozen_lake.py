@@ -55,7 +55,9 @@ class FrozenLakeRecipe(GameRecipe):
     def _can_be_computed(self) -> "FrozenLakeRecipe":
         check_symbols(self.symbols.model_dump())
         if self.slippery and self.format.actions_per_turn > 5:
-            raise ValueError("`format.actions_per_turn` must be at most 5 on slippery ice, or the best play cannot be computed")
+            raise ValueError(
+                "`format.actions_per_turn` must be at most 5 on slippery ice, or the best play cannot be computed"
+            )
         return self
 
 
@@ -121,7 +123,11 @@ class FrozenLake(Game):
         names = [DIRECTIONS[action] for action in actions]
         down = lake.goal // lake.size - self._cell // lake.size
         right = lake.goal % lake.size - self._cell % lake.size
-        where = [f"{abs(n)} {word}" for n, word in ((down, "down" if down > 0 else "up"), (right, "right" if right > 0 else "left")) if n]
+        where = [
+            f"{abs(n)} {word}"
+            for n, word in ((down, "down" if down > 0 else "up"), (right, "right" if right > 0 else "left"))
+            if n
+        ]
         return names, f"The goal is {' and '.join(where)}; {' then '.join(names)} is the best way there."
 
     @classmethod

@@ -1,6 +1,7 @@
 """Sokoban: push every box onto a target. Rooms are made by playing backwards, so each can be solved."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -73,7 +74,9 @@ class SokobanRecipe(GameRecipe):
         if max(self.dim_x, self.dim_y) < 5:
             raise ValueError("`dim_x` and `dim_y` are both below 5, too small to push a box; raise one to 5 or more")
         if 3 * self.num_boxes > (self.dim_x - 2) * (self.dim_y - 2):
-            raise ValueError(f"`num_boxes` {self.num_boxes} do not fit into {self.dim_x} x {self.dim_y}; enlarge the room")
+            raise ValueError(
+                f"`num_boxes` {self.num_boxes} do not fit into {self.dim_x} x {self.dim_y}; enlarge the room"
+            )
         return self
 
     def pay(self, room: Room, before: State, after: State) -> float:
@@ -100,7 +103,9 @@ class Sokoban(Game):
         if form == "coordinates":
             task = f"Push {'every box onto a target' if several else 'the box onto the target'}."
         else:
-            task = f"Push {'every' if several else 'the'} box {s.box} onto {'a' if several else 'the'} target {s.target}."
+            task = (
+                f"Push {'every' if several else 'the'} box {s.box} onto {'a' if several else 'the'} target {s.target}."
+            )
             task += f" You are {s.player}, or {s.player_on_target} on a target; {s.wall} is wall, {s.floor} floor"
             task += f", {s.box_on_target} a box on a target." if several else "."
         text = f"{task} Walk into a box to push it; you cannot pull, nor push two at once."
@@ -183,7 +188,9 @@ class Sokoban(Game):
             paid = sum(step.reward for step in steps)
             full = recipe.solved_reward + recipe.num_boxes * recipe.box_on_reward + len(way) * recipe.step_reward
             require(steps[-1].terminated and steps[-1].info["success"] is True, seed, "the solution does not solve it")
-            off = sum(len(room.targets & before) > len(room.targets & after) for before, after in _boxes(room, start, way))
+            off = sum(
+                len(room.targets & before) > len(room.targets & after) for before, after in _boxes(room, start, way)
+            )
             full += off * (recipe.box_on_reward + recipe.box_off_reward)
             require(abs(paid - full) < 1e-9, seed, f"the solution was paid {paid}, not {full}")
             require(not any(step.info.get("success") for step in steps[:-1]), seed, "it was solved too early")
@@ -206,7 +213,7 @@ def _random_baseline(recipe: SokobanRecipe, seeds: Sequence[int]) -> Baseline:
     sampled = False
     for seed in seeds:
         room, start = _room(recipe, seed)
-        exact = random_player(room, start, moves, lambda before, after, room=room: recipe.pay(room, before, after), _MOST_STATES)
+        exact = random_player(room, start, moves, partial(recipe.pay, room), _MOST_STATES)
         if exact is None:
             sampled = True
             exact = _random_plays(recipe, seed, moves)

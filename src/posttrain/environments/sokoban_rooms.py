@@ -75,7 +75,9 @@ def room_of(
         if starts:
             start = starts[int(draw.integers(len(starts)))]
             return room, _wander(draw, room, start, player_moves)
-    raise RuntimeError(f"no room of {rows} x {columns} with {num_boxes} boxes was found for seed {seed}; make it larger")
+    raise RuntimeError(
+        f"no room of {rows} x {columns} with {num_boxes} boxes was found for seed {seed}; make it larger"
+    )
 
 
 def solutions_backwards(room: Room, depth: int) -> dict[State, int]:

@@ -1,0 +1,139 @@
+"""`posttrain env`: the environments, played by a person, checked without a model."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from posttrain.environments.protocol import Environment, Message, Step
+    from posttrain.recipe.components import EnvironmentRecipe
+
+app = typer.Typer(help="List, play and check environments.", no_args_is_help=True)
+
+_TYPES = "[TYPE ...] [key=value ...]"
+_WORDS_HELP = (
+    "A built-in name, `module:Class` or `path/to/file.py`, and keys of the environment, "
+    "for example `frozen_lake slippery=false size=5`."
+)
+
+
+@app.command("list")
+def list_environments(
+    seeds: Annotated[int, typer.Option(help="Seeds that the reference players are measured on.", min=1)] = 100,
+) -> None:
+    """The built-in environments with the success of a random and of an optimal player."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from posttrain.recipe.components import ENVIRONMENTS, environment_class
+
+    table = Table(
+        "environment", "turns", "what it is", "random", "optimal", caption=f"success on seeds 0 to {seeds - 1}"
+    )
+    for name in sorted(ENVIRONMENTS):
+        environment = environment_class(name)
+        recipe = environment.Recipe()
+        found = environment.baselines(recipe, range(seeds))
+        rates = [f"{100 * found[player].success:.1f} %" if player in found else "-" for player in ("random", "optimal")]
+        table.add_row(name, str(recipe.max_turns), (environment.__doc__ or "").strip().splitlines()[0], *rates)
+    Console().print(table)
+
+
+@app.command()
+def play(
+    words: Annotated[list[str], typer.Argument(metavar="TYPE [key=value ...]", help=_WORDS_HELP)],
+    seed: Annotated[int, typer.Option(help="Seed of the task.", min=0)] = 0,
+) -> None:
+    """Play an environment in the terminal. A bare action such as `up` is put into the answer format for you."""
+    from posttrain.errors import InputError
+    from posttrain.recipe.components import environment_class
+
+    types, overrides = _split(words)
+    if len(types) != 1:
+        raise InputError(
+            f"env play takes one environment and got {len(types)}; write for example `posttrain env play sokoban`"
+        )
+    recipe = _recipe(types[0], overrides)
+    environment = environment_class(recipe.type)(recipe)
+    try:
+        _play(environment, seed)
+    except (EOFError, KeyboardInterrupt):
+        typer.echo("\nstopped")
+
+
+@app.command()
+def validate(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar=_TYPES, help=f"{_WORDS_HELP} Without a type, all built-in ones.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Seeds to check.", min=1)] = 100,
+) -> None:
+    """Prove without a model that a reference solution earns full reward and a wrong answer does not."""
+    from posttrain.errors import InputError, RunError
+    from posttrain.recipe.components import ENVIRONMENTS, environment_class
+
+    types, overrides = _split(words or [])
+    recipes = [_recipe(name, overrides) for name in types or sorted(ENVIRONMENTS)]
+    failures = []
+    for recipe in recipes:
+        try:
+            environment_class(recipe.type).validate(recipe, range(seeds))
+            typer.echo(f"{recipe.type}: sound on {seeds} seeds")
+        except AssertionError as error:
+            failures.append(f"{recipe.type}: {error}")
+        except NotImplementedError as error:
+            raise InputError(f"{recipe.type} cannot be checked: {error}; give it a `validate`") from error
+    if failures:
+        raise RunError("; ".join(failures) + "; correct the environment")
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Types and overrides; whatever holds a `=` is an override."""
+    return [word for word in words if "=" not in word], [word.removeprefix("--") for word in words if "=" in word]
+
+
+def _recipe(type_name: str, overrides: list[str]) -> "EnvironmentRecipe":
+    import json
+
+    from posttrain.recipe.compose import load_recipe
+
+    # As part of a whole recipe, so that keys are read and complained about as everywhere else.
+    words = [f"environment.type={json.dumps(type_name)}", *(f"environment.{word}" for word in overrides)]
+    return load_recipe([], words, "rl").environment
+
+
+def _play(environment: "Environment", seed: int) -> None:
+    _show(environment.reset(seed).messages)
+    total, turns = 0.0, 0
+    while True:
+        text = input("\nyour answer> ").strip()
+        if not text:
+            continue
+        step = environment.step(_answer(environment, text))
+        total, turns = total + step.reward, turns + 1
+        _show(step.messages)
+        typer.echo(f"reward {step.reward:+.2f}, so far {total:+.2f}")
+        if step.terminated or step.truncated:
+            typer.echo(_verdict(step, turns, total))
+            return
+
+
+def _answer(environment: "Environment", text: str) -> str:
+    """`text` as it is where it has tags, else in the environment's answer format if it has one."""
+    from posttrain.environments.answers import FormatRecipe
+
+    form = getattr(environment.recipe, "format", None)
+    if "<" in text or not isinstance(form, FormatRecipe):
+        return text
+    return form.render([text], "Played by hand.")
+
+
+def _verdict(step: "Step", turns: int, total: float) -> str:
+    result = {True: "success", False: "no success", None: "over"}[step.info.get("success")]
+    why = "the task ended" if step.terminated else "no turns are left"
+    return f"\n{result}: {why} after {turns} turn{'s' if turns > 1 else ''}, return {total:+.2f}"
+
+
+def _show(messages: "list[Message]") -> None:
+    for message in messages:
+        typer.echo(f"\n{typer.style(message['role'], bold=True)}\n{message['content']}")

@@ -1,0 +1,130 @@
+"""`posttrain env`."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.env import app
+from posttrain.errors import InputError, RunError
+
+LYING = '''
+from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.recipe.components import EnvironmentRecipe
+
+class Lying(Environment):
+    """Checks nothing right."""
+    class Recipe(EnvironmentRecipe):
+        pass
+    def reset(self, seed): return Observation([])
+    def step(self, action): return Step([], 0.0, True, False, {"success": False})
+    BODY
+'''
+
+
+def _run(*words, typed=""):
+    return CliRunner().invoke(app, list(words), input=typed)
+
+
+def _error(*words):
+    error = _run(*words).exception
+    assert isinstance(error, (InputError, RunError)), error
+    return error
+
+
+def test_list_shows_every_environment_and_its_players():
+    result = _run("list", "--seeds", "10")
+    assert result.exit_code == 0
+    for name in ("bandit", "frozen_lake", "sokoban"):
+        assert re.search(rf"{name}\D+[15]\D", result.output)
+    assert "50.0 %" in result.output
+    assert "100.0 %" in result.output
+
+
+def test_a_person_plays_to_the_end_with_bare_actions():
+    result = _run("play", "bandit", "--seed", "3", typed="DRAGON\n")
+    assert result.exit_code == 0
+    assert "Two slot machines" in result.output
+    assert re.search(r"success: the task ended after 1 turn, return [+-]\d\.\d\d", result.output)
+
+
+def test_bare_actions_are_wrapped_in_the_format_and_keys_apply():
+    words = (
+        "play",
+        "frozen_lake",
+        "slippery=false",
+        "size=5",
+        "max_turns=3",
+        "format.thinking=true",
+        "format.prime=true",
+    )
+    result = _run(*words, "--seed", "3", typed="left\n\n<answer>left</answer>\nfoo\n")
+    assert result.exit_code == 0
+    assert "Rejected: no <think>." in result.output
+    assert "Rejected: unknown action 'foo'." in result.output
+    assert "no success: no turns are left after 3 turns, return -0.20" in result.output
+
+
+def test_several_actions_can_be_typed():
+    result = _run("play", "sokoban", "format.actions_per_turn=3", "max_turns=1", typed="up || up || up\n")
+    assert "Rejected" not in result.output
+
+
+def test_end_of_input_stops_cleanly():
+    result = _run("play", "sokoban", typed="up\n")
+    assert result.exit_code == 0
+    assert result.output.endswith("stopped\n")
+
+
+def test_validate_checks_all_or_one_with_keys():
+    result = _run("validate", "--seeds", "5")
+    assert result.output.splitlines() == [f"{name}: sound on 5 seeds" for name in ("bandit", "frozen_lake", "sokoban")]
+    assert _run("validate", "sokoban", "num_boxes=2", "--seeds", "3").output == "sokoban: sound on 3 seeds\n"
+
+
+def test_validate_fails_on_an_unsound_environment(tmp_path):
+    file = tmp_path / "lying.py"
+    body = "@classmethod\n    def validate(cls, recipe, seeds): raise AssertionError('seed 0: it lies')"
+    file.write_text(LYING.replace("BODY", body))
+    error = _error("validate", str(file))
+    assert isinstance(error, RunError)
+    assert "seed 0: it lies" in str(error)
+
+
+def test_validate_says_when_there_is_nothing_to_check(tmp_path):
+    file = tmp_path / "silent.py"
+    file.write_text(LYING.replace("BODY", ""))
+    assert "does not validate itself" in str(_error("validate", str(file)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("play", "socoban"), "did you mean sokoban"),
+        (("play", "sokoban", "frozen_lake"), "takes one environment and got 2"),
+        (("play", "size=5"), "takes one environment and got 0"),
+        (("play", "frozen_lake", "sise=5"), "the nearest is environment.size"),
+        (("validate", "frozen_lake", "size=big"), "it must be a whole number"),
+        (("validate", "bandit", "format.actions_per_turn=2"), "one pull ends the episode"),
+        (("play", "nowhere.py"), "there is no file nowhere.py"),
+    ],
+)
+def test_wrong_input_is_one_sentence(words, message):
+    error = _error(*words)
+    assert isinstance(error, InputError)
+    assert message in str(error)
+    assert "\n" not in str(error)
+
+
+def test_help_starts_at_once():
+    code = "import sys; from posttrain.cli.env import app\ntry: app(['play', '--help'])\nfinally: print(*sys.modules)"
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert time.monotonic() - start < 1.5
+    assert not {"torch", "numpy", "gymnasium", "omegaconf"} & set(done.stdout.split())

@@ -1,0 +1,78 @@
+"""The bandit: its pay, and that success is the better arm."""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from posttrain.environments.bandit import Bandit, BanditRecipe
+from posttrain.environments.game import play
+
+RECIPE = BanditRecipe()
+
+
+def _pulls(recipe, name, seeds):
+    environment = Bandit(recipe)
+    return [play(environment, seed, [f"<answer>{name}</answer>"])[-1] for seed in seeds]
+
+
+def test_pay_has_the_stated_moments():
+    low = np.array([step.reward for step in _pulls(RECIPE, "phoenix", range(4000))])
+    high = np.array([step.reward for step in _pulls(RECIPE, "dragon", range(4000))])
+    assert low.mean() == pytest.approx(0.2, abs=0.01)
+    assert low.std() == pytest.approx(0.1, abs=0.01)
+    assert high.mean() == pytest.approx(0.325, abs=0.03)
+    assert high.std() == pytest.approx(0.40, abs=0.02)
+    assert (low > high).mean() == pytest.approx(0.571, abs=0.03)
+
+
+def test_success_is_the_better_arm_even_when_it_paid_less():
+    low, high = _pulls(RECIPE, "phoenix", range(50)), _pulls(RECIPE, "dragon", range(50))
+    assert any(a.reward > b.reward for a, b in zip(low, high, strict=True))
+    assert not any(step.info["success"] for step in low)
+    assert all(step.info["success"] for step in high)
+
+
+def test_the_low_risk_arm_is_the_better_one_where_it_pays_more():
+    recipe = BanditRecipe.model_validate(
+        {"low_risk": {"name": "teacher", "mean": 0.5}, "high_risk": {"name": "engineer"}}
+    )
+    assert all(step.info["success"] for step in _pulls(recipe, "teacher", range(5)))
+    Bandit.validate(recipe, range(20))
+    assert Bandit.baselines(recipe, range(3))["optimal"].mean_return == pytest.approx(0.5)
+
+
+def test_baselines_are_what_players_average_to():
+    found = Bandit.baselines(RECIPE, range(10))
+    assert (found["random"].success, found["optimal"].success) == (0.5, 1.0)
+    assert found["random"].mean_return == pytest.approx((0.2 + 0.325) / 2)
+    environment = Bandit(RECIPE)
+    wins = []
+    for seed in range(2000):
+        environment.reset(seed)
+        wins.append(environment.step(environment.random_answer(seed / 2000)).info["success"])
+    assert np.mean(wins) == pytest.approx(0.5, abs=0.04)
+
+
+def test_the_order_of_the_arms_is_shuffled():
+    environment = Bandit(RECIPE)
+    first = []
+    for seed in range(400):
+        environment.reset(seed)
+        first.append(environment.actions[0] == "dragon")
+    assert np.mean(first) == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"format": {"actions_per_turn": 2}},
+        {"low_risk": {"name": "Dragon"}},
+        {"low_risk": {"name": "<b>"}},
+        {"low_risk": {"mean": 0.325}},
+        {"high_risk": {"jackpot_probability": 1.5}},
+        {"arms": 3},
+    ],
+)
+def test_impossible_recipes_are_refused(values):
+    with pytest.raises(ValidationError):
+        BanditRecipe.model_validate(values)

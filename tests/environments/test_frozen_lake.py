@@ -1,0 +1,203 @@
+"""The frozen lake: gymnasium's dynamics, and exact values of its players."""
+
+import itertools
+
+import numpy as np
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+from pydantic import ValidationError
+
+from posttrain.environments.frozen_lake import FrozenLake, FrozenLakeRecipe
+from posttrain.environments.frozen_lake_maps import DIRECTIONS, lake_of
+from posttrain.environments.frozen_lake_values import best_answer, best_success, best_values, random_success
+from posttrain.environments.game import play
+
+SEEDS = range(110_000, 111_000)
+
+
+def _tiles(lake):
+    letters = (
+        dict.fromkeys(range(lake.size**2), "F") | dict.fromkeys(lake.holes, "H") | {lake.start: "S", lake.goal: "G"}
+    )
+    return ["".join(letters[row * lake.size + column] for column in range(lake.size)) for row in range(lake.size)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "slippery", "random", "optimal"),
+    [
+        (5, True, 0.168, 0.311),
+        (10, True, 0.231, 0.512),
+        (25, True, 0.300, 0.787),
+        (5, False, 0.168, 0.956),
+        (10, False, 0.231, 1.0),
+    ],
+)
+def test_baselines_agree_with_figures_measured_on_another_implementation(turns, slippery, random, optimal):
+    found = FrozenLake.baselines(FrozenLakeRecipe(max_turns=turns, slippery=slippery), SEEDS)
+    assert found["random"].success == pytest.approx(random, abs=0.025)
+    assert found["optimal"].success == pytest.approx(optimal, abs=0.025)
+    assert found["optimal"].interval is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dynamics_are_those_of_gymnasium(seed):
+    lake = lake_of(seed, 4, 0.8, True)
+    theirs = FrozenLakeEnv(desc=_tiles(lake), is_slippery=True)
+    theirs.reset(seed=seed)
+    reached = np.zeros((16, 4, 16))
+    for cell, action in itertools.product(range(16), range(4)):
+        for _ in range(300):
+            theirs.s = cell
+            reached[cell, action, theirs.step(action)[0]] += 1 / 300
+    assert np.abs(reached - lake.transitions.transpose(1, 0, 2)).max() < 0.12
+
+
+def test_next_cell_follows_the_table():
+    lake = lake_of(1, 4, 0.8, True)
+    draws = (np.arange(3000) + 0.5) / 3000
+    for cell, action in itertools.product(range(16), range(4)):
+        reached = np.bincount([lake.next_cell(cell, action, float(draw)) for draw in draws], minlength=16) / 3000
+        np.testing.assert_allclose(reached, lake.transitions[action, cell], atol=1e-3)
+
+
+def test_values_are_what_played_episodes_average_to():
+    """Independent of the dynamic programming: many plays on one lake under fresh chance events."""
+    lake = lake_of(3, 4, 0.8, True)
+    values = best_values(lake, 8, 1)
+    draw = np.random.default_rng(0)
+    won = {"best": 0, "random": 0}
+    for player in won:
+        for _ in range(4000):
+            cell = lake.start
+            for left in range(8, 0, -1):
+                action = values.answers[left - 1][cell][0] if player == "best" else int(draw.integers(4))
+                cell = lake.next_cell(cell, action, float(draw.random()))
+            won[player] += cell == lake.goal
+    assert won["best"] / 4000 == pytest.approx(best_success(lake, 8, 1), abs=0.025)
+    assert won["random"] / 4000 == pytest.approx(random_success(lake, 8), abs=0.025)
+
+
+def test_baselines_are_what_episodes_average_to():
+    recipe = FrozenLakeRecipe(format={"actions_per_turn": 2}, max_turns=4)
+    environment, seeds = FrozenLake(recipe), range(2000)
+    found = FrozenLake.baselines(recipe, seeds)
+    best = np.mean([play(environment, seed)[-1].info["success"] for seed in seeds])
+    assert best == pytest.approx(found["optimal"].success, abs=0.035)
+    draw = np.random.default_rng(1)
+    wins = [
+        play(environment, s, (environment.random_answer(d) for d in draw.random(4)))[-1].info["success"] for s in seeds
+    ]
+    assert np.mean(wins) == pytest.approx(found["random"].success, abs=0.035)
+
+
+def test_best_values_are_the_largest_over_all_policies_of_open_loop_answers():
+    """One turn of two actions: the best of all 4 + 16 sequences, by multiplying the matrices out."""
+    lake = lake_of(5, 4, 0.8, True)
+    goal = np.zeros(16)
+    goal[lake.goal] = 1
+    t = lake.transitions
+    ones = [t[a] @ goal for a in range(4)]
+    twos = [t[a] @ t[b] @ goal for a in range(4) for b in range(4)]
+    np.testing.assert_allclose(best_values(lake, 1, 2).success[1], np.max(ones + twos, axis=0))
+
+
+def test_more_turns_and_seeing_more_often_never_hurt():
+    for seed in range(20):
+        lake = lake_of(seed, 4, 0.8, True)
+        assert np.all(np.diff(best_values(lake, 6, 1).success, axis=0) >= -1e-12)
+        assert best_success(lake, 6, 1) >= best_success(lake, 3, 2) - 1e-12
+        assert best_success(lake, 3, 2) >= best_success(lake, 3, 1) - 1e-12
+
+
+def test_on_firm_ice_the_expert_takes_a_shortest_path_even_with_time_to_spare():
+    environment = FrozenLake(FrozenLakeRecipe(slippery=False, max_turns=20))
+    for seed in range(50):
+        lake = lake_of(seed, 4, 0.8, False)
+        shortest = next(n for n in range(1, 20) if best_success(lake, n, 1) == 1)
+        assert len(play(environment, seed)) == shortest
+
+
+def test_several_actions_are_planned_ahead_on_firm_ice():
+    lake = next(lake for lake in (lake_of(seed, 5, 0.8, False) for seed in range(100)) if best_success(lake, 4, 1) == 0)
+    actions = best_answer(lake, lake.start, 5, 4)
+    assert len(actions) == 4
+    cell = lake.start
+    for action in actions:
+        cell = lake.next_cell(cell, action, 0.0)
+    assert cell not in lake.holes
+
+
+def test_the_expert_does_not_see_how_the_ice_will_slip():
+    """Two seeds' chance events on one lake: the first answer is the same."""
+    environment = FrozenLake(FrozenLakeRecipe())
+    environment.reset(7)
+    first = environment.expert()
+    environment._slips = [1 - slip for slip in environment._slips]
+    assert environment.expert() == first
+
+
+def test_success_is_the_goal_and_not_a_hole():
+    environment, ends = FrozenLake(FrozenLakeRecipe(max_turns=30)), []
+    for seed in range(200):
+        environment.reset(seed)
+        steps = play(environment, seed, [environment.random_answer(d) for d in np.random.default_rng(seed).random(30)])
+        drawn = steps[-1].messages[0]["content"]
+        assert steps[-1].info["success"] == ("√" in drawn)
+        assert steps[-1].reward == (1.0 if "√" in drawn else 0.0)
+        assert steps[-1].terminated == ("√" in drawn or "X" in drawn)
+        ends.append("√" if "√" in drawn else "X" if "X" in drawn else "")
+    assert set(ends) >= {"√", "X"}
+
+
+def test_every_lake_can_be_crossed_and_has_about_the_stated_ice():
+    lakes = [lake_of(seed, 5, 0.7, False) for seed in range(300)]
+    assert all(best_success(lake, 25, 1) == 1 for lake in lakes)
+    assert all(lake.start != lake.goal for lake in lakes)
+    # Crossable lakes have fewer holes than all lakes.
+    assert 0.15 < np.mean([len(lake.holes) for lake in lakes]) / 25 < 0.3
+
+
+def test_coordinates_tell_everything_first_and_only_the_player_later():
+    environment = FrozenLake(FrozenLakeRecipe(observation="coordinates", slippery=False))
+    text = environment.reset(0).messages[1]["content"]
+    lake = lake_of(0, 4, 0.8, False)
+    assert text.startswith(
+        f"You: row {lake.start // 4}, column {lake.start % 4}. Goal: row {lake.goal // 4}, column {lake.goal % 4}. Holes: "
+    )
+    assert all(f"({hole // 4}, {hole % 4})" in text for hole in lake.holes)
+    assert environment.step("nonsense").messages[0]["content"].count("row") == 1
+
+
+def test_symbols_are_drawn_and_explained():
+    recipe = FrozenLakeRecipe.model_validate({"symbols": {"player": "A", "ice": "B", "hole": "C", "goal": "D"}})
+    system, user = FrozenLake(recipe).reset(0).messages
+    assert set(user["content"].split()) <= set("ABCD")
+    assert "the goal D" in system["content"]
+    assert "a hole C" in system["content"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"size": 1},
+        {"frozen_probability": 0},
+        {"symbols": {"ice": "P"}},
+        {"symbols": {"ice": "a b"}},
+        {"format": {"actions_per_turn": 6}},
+        {"observation": "picture"},
+    ],
+)
+def test_impossible_recipes_are_refused(values):
+    with pytest.raises(ValidationError):
+        FrozenLakeRecipe.model_validate(values)
+
+
+def test_directions_are_gymnasiums():
+    lake = lake_of(0, 4, 1.0, False)
+    centre = 5
+    assert [lake.next_cell(centre, DIRECTIONS.index(name), 0.0) for name in ("Left", "Down", "Right", "Up")] == [
+        4,
+        9,
+        6,
+        1,
+    ] or lake.goal == 5

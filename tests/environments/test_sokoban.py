@@ -1,0 +1,168 @@
+"""Sokoban: its rules, its rooms, shortest solutions, and the random player."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from posttrain.environments import sokoban
+from posttrain.environments.game import play
+from posttrain.environments.sokoban import ACTIONS, Sokoban, SokobanRecipe
+from posttrain.environments.sokoban_rooms import Room, room_of, solutions_backwards
+from posttrain.environments.sokoban_solver import random_player, shortest_solution
+
+UP, DOWN, LEFT, RIGHT = -6, 6, -1, 1
+
+
+def _room(text):
+    """A 6-column room and its state from a drawing: `.` target, `$` box, `@` player, `*` box on target."""
+    rows = text.split()
+    cells = {row * 6 + column: sign for row, line in enumerate(rows) for column, sign in enumerate(line)}
+    pick = lambda signs: frozenset(cell for cell, sign in cells.items() if sign in signs)  # noqa: E731
+    return Room(len(rows), 6, pick("_.$@*"), pick(".*")), (min(pick("@")), pick("$*"))
+
+
+CORRIDOR = "###### #@$_.# ######"
+
+
+def test_moves_push_stop_and_never_pull():
+    room, start = _room(CORRIDOR)
+    once = room.move(start, RIGHT)
+    assert once == (8, frozenset({9}))
+    assert room.move(once, LEFT) == (7, frozenset({9}))
+    assert room.move(start, UP) == start
+    solved = room.move(once, RIGHT)
+    assert room.solved(solved)
+    assert room.move(solved, RIGHT) == solved
+    two, state = _room("###### #@$$.# ######")
+    assert two.move(state, RIGHT) == state
+
+
+def test_rewards_are_those_of_the_recipe():
+    recipe = SokobanRecipe(step_reward=-0.1, box_on_reward=1, box_off_reward=-1, solved_reward=10)
+    room, start = _room(CORRIDOR)
+    once = room.move(start, RIGHT)
+    assert recipe.pay(room, start, once) == pytest.approx(-0.1)
+    assert recipe.pay(room, once, room.move(once, RIGHT)) == pytest.approx(10.9)
+    room, start = _room("###### #@*_$. ######")
+    assert recipe.pay(room, start, room.move(start, RIGHT)) == pytest.approx(-1.1)
+
+
+def test_a_solution_of_n_moves_returns_eleven_minus_a_tenth_of_n():
+    recipe = SokobanRecipe(max_turns=40)
+    for seed in range(30):
+        steps = play(Sokoban(recipe), seed)
+        assert sum(step.reward for step in steps) == pytest.approx(11 - 0.1 * len(steps))
+
+
+def test_a_rejected_answer_costs_a_step_and_the_penalty():
+    environment = Sokoban(SokobanRecipe(format={"penalty": -0.5}))
+    environment.reset(0)
+    assert environment.step("up").reward == pytest.approx(-0.6)
+
+
+@pytest.mark.parametrize(("boxes", "size"), [(1, 6), (2, 6), (1, 8), (3, 7)])
+def test_rooms_are_walled_in_and_solvable_with_every_box_off_target(boxes, size):
+    for seed in range(25):
+        room, (player, cells) = room_of(seed, size, size, boxes, 30, 0)
+        assert all(0 < c // size < size - 1 and 0 < c % size < size - 1 for c in room.floor)
+        assert len(cells) == len(room.targets) == boxes
+        assert cells <= room.floor
+        assert not cells & room.targets
+        assert player in room.floor - cells
+        assert shortest_solution(room, (player, cells)) is not None
+
+
+@pytest.mark.parametrize("boxes", [1, 2])
+def test_searching_forwards_and_playing_backwards_agree(boxes):
+    room, start = room_of(4, 6, 6, boxes, 30, 0)
+    backwards = solutions_backwards(room, 200)
+    assert start in backwards
+    for state in list(backwards)[:: max(1, len(backwards) // 150)]:
+        way = shortest_solution(room, state)
+        assert way is not None
+        assert len(way) == backwards[state]
+        for number in way:
+            state = room.move(state, room.directions()[number])
+        assert room.solved(state)
+
+
+def test_a_box_in_a_corner_has_no_solution():
+    room, state = _room("###### #__$## #.@__# ######")
+    assert shortest_solution(room, state) is None
+    environment = Sokoban(SokobanRecipe())
+    environment.reset(0)
+    environment._room, environment._place = room, state
+    assert environment.format.parse(environment.expert(), ACTIONS)
+
+
+def test_search_depth_limits_the_solution():
+    assert all(len(shortest_solution(*room_of(seed, 6, 6, 1, 3, 0))) <= 3 for seed in range(40))
+
+
+def test_difficulty_is_like_that_of_the_rooms_in_the_literature():
+    lengths = Counter(len(shortest_solution(*room_of(seed, 6, 6, 1, 30, 0))) for seed in range(400))
+    within = [sum(lengths[n] for n in range(1, most + 1)) / 400 for most in (1, 2, 5)]
+    np.testing.assert_allclose(within, [0.286, 0.532, 0.852], atol=0.12)
+
+
+def test_player_moves_leave_the_boxes_and_the_room():
+    for seed in range(30):
+        room, start = room_of(seed, 6, 6, 1, 30, 0)
+        other, moved = room_of(seed, 6, 6, 1, 30, 3)
+        assert (room, start[1]) == (other, moved[1])
+        assert len(shortest_solution(other, moved)) <= len(shortest_solution(room, start)) + 3
+
+
+def test_the_random_player_is_exact():
+    recipe = SokobanRecipe()
+    draw = np.random.default_rng(0)
+    room, start = room_of(0, 6, 6, 1, 30, 0)
+    success, paid = random_player(room, start, 5, lambda a, b: recipe.pay(room, a, b), 4000)
+    environment = Sokoban(recipe)
+    games = [play(environment, 0, [environment.random_answer(d) for d in draw.random(5)]) for _ in range(4000)]
+    assert np.mean([steps[-1].info["success"] for steps in games]) == pytest.approx(success, abs=0.03)
+    assert np.mean([sum(step.reward for step in steps) for steps in games]) == pytest.approx(paid, abs=0.3)
+
+
+def test_baselines():
+    recipe = SokobanRecipe()
+    found = Sokoban.baselines(recipe, range(300))
+    lengths = [len(shortest_solution(*room_of(seed, 6, 6, 1, 30, 0))) for seed in range(300)]
+    assert found["optimal"].success == np.mean([length <= 5 for length in lengths])
+    assert found["random"].success == pytest.approx(0.2, abs=0.06)
+    assert found["random"].interval is None
+    assert found["random"].n == found["optimal"].n == 300
+
+
+def test_too_many_states_are_sampled_and_the_interval_says_so(monkeypatch):
+    recipe, seeds = SokobanRecipe(num_boxes=2, max_turns=10), range(20)
+    exact = Sokoban.baselines(recipe, seeds)["random"]
+    monkeypatch.setattr(sokoban, "_MOST_STATES", 1)
+    sampled = Sokoban.baselines(recipe, seeds)["random"]
+    assert sampled.interval[0] <= exact.success <= sampled.interval[1]
+    assert sampled.interval[0] < sampled.success < sampled.interval[1]
+    assert sampled.mean_return == pytest.approx(exact.mean_return, abs=0.2)
+
+
+def test_symbols_observations_and_plural_are_told():
+    one = SokobanRecipe(observation="coordinates")
+    system, user = Sokoban(one).reset(0).messages
+    assert "the box onto the target" in system["content"]
+    assert all(word in user["content"] for word in ("You: row", "Boxes: (", "Targets: (", "Floor: ("))
+    recipe = SokobanRecipe.model_validate(
+        {"num_boxes": 2, "symbols": {"wall": "w", "floor": "f", "box": "b", "target": "t", "player": "p"}}
+    )
+    system, user = Sokoban(recipe).reset(0).messages
+    assert "every box b onto a target t" in system["content"]
+    assert Counter(user["content"].split())["b"] == 2
+    assert set(user["content"].split()) <= set("wfbtpS")
+
+
+@pytest.mark.parametrize(
+    "values", [{"dim_x": 4, "dim_y": 4}, {"num_boxes": 6}, {"dim_x": 3}, {"symbols": {"box": "P"}}, {"boxes": 2}]
+)
+def test_impossible_recipes_are_refused(values):
+    with pytest.raises(ValidationError):
+        SokobanRecipe.model_validate(values)
