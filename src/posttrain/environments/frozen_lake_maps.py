@@ -23,8 +23,18 @@ class Lake:
     holes: frozenset[int]
     outcomes: tuple[tuple[tuple[tuple[float, int], ...], ...], ...]
     """`outcomes[cell][action]`: (probability, next cell) in gymnasium's order."""
-    transitions: np.ndarray
-    """[4, S, S] float64: `transitions[action, cell, next]`; holes and goal lead to themselves."""
+
+    def transitions(self) -> np.ndarray:
+        """[4, S, S] float64: probability of `[action, cell, next]`; holes and goal lead to themselves.
+
+        Made anew at each call, for lakes are kept by the hundred and this is their largest part.
+        """
+        matrix = np.zeros((4, self.size**2, self.size**2))
+        for cell, actions in enumerate(self.outcomes):
+            for action, reached in enumerate(actions):
+                for chance, following in reached:
+                    matrix[action, cell, following] += chance
+        return matrix
 
     def next_cell(self, cell: int, action: int, draw: float) -> int:
         """Where `action` leads from `cell` under the chance event `draw` in [0, 1)."""
@@ -36,7 +46,7 @@ class Lake:
         return self.outcomes[cell][action][-1][1]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def lake_of(seed: int, size: int, frozen: float, slippery: bool) -> Lake:
     """The lake of `seed`: cells frozen with probability `frozen`, drawn again until the goal can be walked to."""
     draw = random_stream("frozen_lake", seed, "map")
@@ -57,12 +67,7 @@ def _lake(ice: np.ndarray, size: int, slippery: bool, start: int, goal: int) -> 
         tuple(tuple((float(chance), int(cell)) for chance, cell, *_ in table[state][action]) for action in range(4))
         for state in range(size * size)
     )
-    transitions = np.zeros((4, size * size, size * size))
-    for state, actions in enumerate(outcomes):
-        for action, reached in enumerate(actions):
-            for chance, cell in reached:
-                transitions[action, state, cell] += chance
-    return Lake(size, slippery, start, goal, frozenset(np.flatnonzero(~ice).tolist()), outcomes, transitions)
+    return Lake(size, slippery, start, goal, frozenset(np.flatnonzero(~ice).tolist()), outcomes)
 
 
 def _reachable(ice: np.ndarray, size: int, start: int, goal: int) -> bool:

@@ -20,7 +20,7 @@ class Values:
     """`answers[turns left - 1][cell]`: the best actions for the next answer."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def best_values(lake: Lake, turns: int, actions_per_turn: int) -> Values:
     """Values of the best player, who sees the lake after each answer but not between the actions of one answer.
 
@@ -29,7 +29,7 @@ def best_values(lake: Lake, turns: int, actions_per_turn: int) -> Values:
     All 4 + 16 + ... sequences are tried, so `actions_per_turn` should be at most 5. Among equally good sequences the
     one that gets there sooner wins, so that the player never dawdles: the discounted value decides.
     """
-    value, haste = _goal(lake), _discounted(lake)
+    value, haste, moves = _goal(lake), _discounted(lake), lake.transitions()
     success, answers = [value], []
     for _ in range(turns):
         sequences: list[tuple[int, ...]] = [()]
@@ -37,8 +37,8 @@ def best_values(lake: Lake, turns: int, actions_per_turn: int) -> Values:
         all_sequences, all_values, all_haste = [], [], []
         for _ in range(actions_per_turn):
             sequences = [(action, *rest) for action in range(4) for rest in sequences]
-            tails = np.concatenate([tails @ lake.transitions[action].T for action in range(4)])
-            hasty = _DISCOUNT * np.concatenate([hasty @ lake.transitions[action].T for action in range(4)])
+            tails = np.concatenate([tails @ moves[action].T for action in range(4)])
+            hasty = _DISCOUNT * np.concatenate([hasty @ moves[action].T for action in range(4)])
             hasty[:, lake.goal] = 1.0
             all_sequences += sequences
             all_values.append(tails)
@@ -75,7 +75,7 @@ def best_success(lake: Lake, turns: int, actions_per_turn: int) -> float:
 
 def random_success(lake: Lake, actions: int) -> float:
     """Probability that `actions` uniformly random actions reach the goal from the start."""
-    value, mixed = _goal(lake), lake.transitions.mean(axis=0)
+    value, mixed = _goal(lake), lake.transitions().mean(axis=0)
     for _ in range(actions):
         value = mixed @ value
     return float(value[lake.start])
@@ -89,8 +89,8 @@ def _goal(lake: Lake) -> np.ndarray:
 
 def _discounted(lake: Lake) -> np.ndarray:
     """Discounted value [S] of the best player without a limit of turns: how near the goal is."""
-    value = _goal(lake)
+    value, moves = _goal(lake), lake.transitions()
     for _ in range(4 * lake.size**2):
-        value = _DISCOUNT * (lake.transitions @ value).max(axis=0)
+        value = _DISCOUNT * (moves @ value).max(axis=0)
         value[lake.goal] = 1.0
     return value
