@@ -71,6 +71,7 @@ def test_rooms_are_walled_in_and_solvable_with_every_box_off_target(boxes, size)
         assert cells <= room.floor
         assert not cells & room.targets
         assert player in room.floor - cells
+        assert any(player + direction in cells for direction in room.directions())
         assert shortest_solution(room, (player, cells)) is not None
 
 
