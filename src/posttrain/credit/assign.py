@@ -1,0 +1,96 @@
+"""From reward streams to advantages: what each credit recipe does with an episode's rewards."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from posttrain.credit.baselines.batch import arpo, brpo
+from posttrain.credit.baselines.greedy import remax
+from posttrain.credit.baselines.group_mean import dr_grpo, grpo
+from posttrain.credit.baselines.leave_one_out import rloo
+from posttrain.credit.baselines.length_weighted import opo
+from posttrain.credit.baselines.token_returns import reinforce, reinforce_pp, reinforce_pp_baseline
+from posttrain.credit.types import Advantages, RewardStreams
+from posttrain.errors import RunError
+from posttrain.recipe.credit import CreditRecipe, TokenCredit
+from posttrain.rollout.streams import Episode
+
+OutcomeBaseline = Callable[[np.ndarray, np.ndarray, np.ndarray, Mapping[int, float]], np.ndarray]
+
+OUTCOME_BASELINES: dict[str, OutcomeBaseline] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "remax": remax,
+    "brpo": brpo,
+    "arpo": arpo,
+}
+"""Recipe name -> (returns [N], groups [N], lengths [N], greedy returns by group) -> advantages [N]."""
+
+
+def reward_streams(episodes: Sequence[Episode]) -> RewardStreams:
+    """The rewards that the environment paid, as copies that may be added to. Where they sit is the driver's choice."""
+    return RewardStreams([[stream.rewards.astype(np.float32) for stream in episode.streams] for episode in episodes])
+
+
+def assign(
+    episodes: Sequence[Episode],
+    recipe: CreditRecipe,
+    rewards: RewardStreams,
+    greedy_returns: Mapping[int, float] | None = None,
+) -> Advantages:
+    """One advantage per sampled token: per episode and stream [T] float32, zero where nothing was sampled.
+
+    The return of an episode is the sum of all its rewards. `greedy_returns`: group id -> return of the greedy episode
+    (`remax`). Neither the order of episodes nor that of groups changes a bit of the result. RunError for a reward
+    that is not finite or that sits where nothing was sampled, since no token could be credited with it.
+    """
+    sampled = [[stream.sampled for stream in episode.streams] for episode in episodes]
+    paid = [
+        _of_sampled_tokens(e, streams, masks)
+        for e, streams, masks in zip(episodes, rewards.values, sampled, strict=True)
+    ]
+    credit = _per_token(recipe, paid, np.array([e.group for e in episodes], dtype=np.int64), greedy_returns or {})
+    return Advantages([_spread(values, masks) for values, masks in zip(credit, sampled, strict=True)])
+
+
+def _per_token(
+    recipe: CreditRecipe, paid: list[np.ndarray], groups: np.ndarray, greedy: Mapping[int, float]
+) -> list[np.ndarray]:
+    """Per episode [n] float64 over its sampled tokens."""
+    if isinstance(recipe, TokenCredit):
+        return (reinforce if recipe.type == "reinforce" else reinforce_pp)(paid, recipe.discount)
+    returns = np.array([math.fsum(values.tolist()) for values in paid], dtype=np.float64)
+    lengths = np.array([len(values) for values in paid], dtype=np.int64)
+    if recipe.type == "reinforce_pp_baseline":
+        return reinforce_pp_baseline(returns, groups, lengths)
+    advantages = OUTCOME_BASELINES[recipe.type](returns, groups, lengths, greedy)
+    return [np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)]
+
+
+def _of_sampled_tokens(episode: Episode, streams: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+    """The rewards [n] float64 of an episode's sampled tokens, across its streams."""
+    rewards = np.concatenate([np.zeros(0), *streams])
+    mask = np.concatenate([np.zeros(0, dtype=bool), *masks])
+    name = f"group {episode.group} episode {episode.index} (environment seed {episode.seed})"
+    if not np.isfinite(rewards).all():
+        raise RunError(f"{name} has a reward that is not finite; mend the reward of its environment")
+    if rewards[~mask].any():
+        raise RunError(
+            f"{name} has a reward at a token that the policy did not sample; put it on the turn's last sampled token"
+        )
+    return rewards[mask].astype(np.float64)
+
+
+def _spread(values: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Give the sampled tokens of each stream their values."""
+    streams, start = [], 0
+    for mask in masks:
+        stop = start + int(mask.sum())
+        full = np.zeros(len(mask), dtype=np.float32)
+        full[mask] = values[start:stop]
+        streams.append(full)
+        start = stop
+    return streams

@@ -1,0 +1,96 @@
+"""Kullback-Leibler divergence of the policy from the reference model: estimators, penalties, coefficient.
+
+With d = log pi - log pi_ref at a token that pi sampled, each estimator's mean is about KL(pi, pi_ref).
+Source of k1, k2, k3: Schulman 2020, "Approximating KL divergence".
+"""
+
+import math
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from posttrain.credit.types import PerToken, RewardStreams
+from posttrain.losses.batch import Metrics, TokenBatch
+from posttrain.losses.ratios import LOG_RATIO_LIMIT, total
+from posttrain.recipe.loss import KlRecipe
+
+Estimator = Literal["k1", "k2", "k3"]
+Values = TypeVar("Values", np.ndarray, torch.Tensor)
+
+
+def estimate_kl(estimator: Estimator, difference: Values) -> Values:
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, in nats per token, for d = log pi - log pi_ref of any shape.
+
+    k1 is unbiased and may be negative; k2 is biased and never negative; k3 is unbiased and never negative. In k3, d is
+    clamped to +-20 so that exp stays finite; a token beyond that has no gradient.
+    """
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference * difference / 2
+    if isinstance(difference, torch.Tensor):
+        bounded = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return torch.expm1(-bounded) + bounded
+    bounded = np.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return np.expm1(-bounded) + bounded
+
+
+def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """sum over tokens of weight x estimate: a scalar to *add*, times its coefficient, to the loss; and `policy/kl`.
+
+    On policy, the gradient of k2 is in expectation that of KL(pi, pi_ref); that of k3 is the gradient of
+    KL(pi_ref, pi); that of k1 is zero in expectation, so the recipe refuses it here.
+    ValueError when `batch.reference` is missing.
+    """
+    if batch.reference is None:
+        raise ValueError("KL needs the reference model's log-probabilities in `reference`")
+    estimates = estimate_kl(estimator, logprobs - batch.reference)
+    return (batch.weights * estimates).sum(), kl_to_reference(logprobs, batch)
+
+
+def kl_to_reference(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
+    """`policy/kl` by k3, whichever estimator the penalty uses; nothing without a reference model."""
+    if batch.reference is None:
+        return {}
+    return {"policy/kl": total(estimate_kl("k3", logprobs.detach() - batch.reference))}
+
+
+def penalise(rewards: RewardStreams, kl: PerToken, coefficient: float) -> RewardStreams:
+    """r_t - coefficient x KL_t, as new arrays; `kl` is zero where nothing was sampled.
+
+    Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", arXiv 1909.08593.
+    """
+    return RewardStreams(
+        [
+            [(reward - coefficient * penalty).astype(np.float32) for reward, penalty in zip(*streams, strict=True)]
+            for streams in zip(rewards.values, kl, strict=True)
+        ]
+    )
+
+
+class KlController:
+    """The KL coefficient: fixed, or steered to a target.
+
+    Adaptive: e = clip(KL / target - 1, -0.2, 0.2), coefficient x (1 + e n / horizon) after n episodes; n counts for at
+    most one horizon at a time, so one update moves it by at most a fifth. Source: Ziegler et al. 2019.
+    """
+
+    def __init__(self, recipe: KlRecipe) -> None:
+        self.recipe = recipe
+        self.coefficient = recipe.coefficient
+
+    def update(self, kl: float | None, episodes: int) -> None:
+        """`kl`: measured KL per token, in nats; None or not finite (nothing measured) leaves the coefficient."""
+        if self.recipe.target is None or kl is None or not math.isfinite(kl):
+            return
+        error = min(max(kl / self.recipe.target - 1, -0.2), 0.2)
+        self.coefficient *= 1 + error * min(episodes / self.recipe.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient as it is now."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.coefficient = state["coefficient"]

@@ -1,0 +1,85 @@
+"""Losses of the policy: sums over sampled tokens, to be divided once by the learner."""
+
+import torch
+
+from posttrain.losses.batch import Metrics, TokenBatch
+from posttrain.losses.kl import kl_to_reference
+from posttrain.losses.ratios import correction, distance, ratio, stream_ratio, total
+from posttrain.recipe.loss import CispoLoss, GspoLoss, LossRecipe, PpoLoss
+
+
+def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """sum over tokens of weight x correction x loss of the token: a scalar to minimise, and metrics as (sum, count).
+
+    `logprobs` [N] float, differentiable: log-probabilities of the sampled tokens under the policy as it is now.
+    """
+    if isinstance(recipe, PpoLoss):
+        losses, metrics = ppo(recipe, logprobs, batch)
+    elif isinstance(recipe, GspoLoss):
+        losses, metrics = gspo(recipe, logprobs, batch)
+    elif isinstance(recipe, CispoLoss):
+        losses, metrics = cispo(recipe, logprobs, batch)
+    else:
+        losses, metrics = reinforce(logprobs, batch), {}
+    weights = batch.weights
+    if recipe.correction is not None:
+        corrections, more = correction(recipe.correction, batch)
+        weights = weights * corrections
+        metrics |= more
+    return (weights * losses).sum(), metrics | distance(logprobs, batch) | kl_to_reference(logprobs, batch)
+
+
+def ppo(recipe: PpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """L_t = -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / pi_old at the token. Returns [N].
+
+    Clip-higher is high > low. Dual clip c: for A < 0, L_t = min(L_t, -c A), which bounds the loss where rho is large.
+    Sources: Schulman et al. 2017, arXiv 1707.06347; clip-higher: Yu et al. 2025, "DAPO", arXiv 2503.14476; dual clip:
+    Ye et al. 2019, arXiv 1912.09729. On policy (rho = 1) its gradient is that of REINFORCE.
+    """
+    ratios = ratio(logprobs, batch)
+    losses, metrics = _clipped(ratios, batch.advantages, recipe.clip_low, recipe.clip_high)
+    if recipe.dual_clip is not None:
+        bound = -recipe.dual_clip * batch.advantages
+        bounded = (batch.advantages < 0) & (losses > bound)
+        losses = torch.where(bounded, bound, losses)
+        metrics["policy/clip_dual"] = total(bounded)
+    return losses, metrics
+
+
+def gspo(recipe: GspoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """L_t = -min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the stream of log pi / pi_old). Returns [N].
+
+    `gspo`: the gradient flows through s, so each token's is weighed by the stream's mean advantage. `gspo_token`:
+    s_t = sg(s) pi_t / sg(pi_t) has the same value, and each token's gradient is weighed by its own advantage.
+    Source: Zheng et al. 2025, "Group sequence policy optimization", arXiv 2507.18071.
+    """
+    ratios = stream_ratio(logprobs, batch)
+    if recipe.type == "gspo_token":
+        ratios = ratios.detach() * (logprobs - logprobs.detach()).exp()
+    return _clipped(ratios, batch.advantages, recipe.clip_low, recipe.clip_high)
+
+
+def cispo(recipe: CispoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """L_t = -sg(clip(rho, 1 - low, 1 + high)) A log pi: every token keeps a gradient. Returns [N].
+
+    Source: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585.
+    """
+    ratios = ratio(logprobs, batch).detach()
+    low, high = 1 - recipe.clip_low, 1 + recipe.clip_high
+    metrics = {"policy/clip_low": total(ratios < low), "policy/clip_high": total(ratios > high)}
+    return -ratios.clamp(low, high) * batch.advantages * logprobs, metrics
+
+
+def reinforce(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """L_t = -A log pi. Exact on policy only. Returns [N]. Source: Williams 1992."""
+    return -batch.advantages * logprobs
+
+
+def _clipped(ratios: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, Metrics]:
+    """The pessimistic surrogate [N], and the shares of tokens that lose their gradient at either side."""
+    clipped = ratios.clamp(1 - low, 1 + high)
+    losses = -torch.minimum(ratios * advantages, clipped * advantages)
+    return losses, {
+        "policy/clip_low": total((ratios < 1 - low) & (advantages < 0)),
+        "policy/clip_high": total((ratios > 1 + high) & (advantages > 0)),
+    }
