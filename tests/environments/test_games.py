@@ -15,6 +15,8 @@ VARIANTS = [
     {"type": "bandit", "max_turns": 2, "format": {"thinking": True, "prime": True}},
     {"type": "frozen_lake"},
     {"type": "frozen_lake", "slippery": False, "size": 5, "format": {"thinking": True, "actions_per_turn": 3}},
+    {"type": "frozen_lake", "observation": "local"},
+    {"type": "sokoban", "num_boxes": 2, "dim_x": 7, "observation": "local"},
     {"type": "frozen_lake", "observation": "both", "format": {"actions_per_turn": 2, "prime": True}},
     {"type": "sokoban"},
     {"type": "sokoban", "num_boxes": 2, "dim_x": 7, "observation": "coordinates", "format": {"thinking": True}},

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from posttrain.environments.frozen_lake_maps import DIRECTIONS, Lake, lake_of
 from posttrain.environments.frozen_lake_values import best_answer, best_success, random_success
 from posttrain.environments.game import Game, GameRecipe, play, require, require_sound
-from posttrain.environments.grids import ObservationForm, check_symbols, drawing, place, places
+from posttrain.environments.grids import ObservationForm, check_symbols, drawing, offset, place, places, sides
 from posttrain.environments.protocol import Baseline
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe
@@ -48,7 +48,7 @@ class FrozenLakeRecipe(GameRecipe):
     goal_reward: float = Field(1.0, gt=0)
     """Reward of reaching the goal; nothing else pays."""
     observation: ObservationForm = "grid"
-    """A drawing of the lake, the places of things in words, or both."""
+    """`grid`: a drawing; `coordinates`: places in words; `both`; `local`: the goal and nearby holes from the player."""
     symbols: FrozenLakeSymbols = FrozenLakeSymbols()
 
     @model_validator(mode="after")
@@ -76,13 +76,13 @@ class FrozenLake(Game):
 
     def _rules(self) -> str:
         symbols, form = self.recipe.symbols, self.recipe.observation
-        drawn = form != "coordinates"
+        drawn = form in ("grid", "both")
         goal = f"the goal {symbols.goal}" if drawn else "the goal"
         hole = f"a hole {symbols.hole}" if drawn else "a hole"
         text = f"You walk on a frozen lake. Reach {goal}; {hole} ends the game."
         if drawn:
             text += f" You are {symbols.player}, {symbols.ice} is ice."
-        if form != "grid":
+        if form in ("coordinates", "both"):
             text += " Row 0 is the top, column 0 the left."
         if self.recipe.slippery:
             text += " Ice is slippery: one move in three goes as you say, the others to either side of it."
@@ -90,6 +90,10 @@ class FrozenLake(Game):
 
     def _state(self, first: bool) -> str:
         form = self.recipe.observation
+        if form == "local":
+            lake = self._lake
+            holes = sides(lake.holes, self._cell, lake.size)
+            return f"Goal: {offset(lake.goal, self._cell, lake.size)}. Holes: {holes}."
         parts = [self._drawing()] if form != "coordinates" else []
         if form != "grid":
             lake = self._lake
@@ -121,14 +125,8 @@ class FrozenLake(Game):
         lake = self._lake
         actions = best_answer(lake, self._cell, self.turns_left, self.format.actions_per_turn)
         names = [DIRECTIONS[action] for action in actions]
-        down = lake.goal // lake.size - self._cell // lake.size
-        right = lake.goal % lake.size - self._cell % lake.size
-        where = [
-            f"{abs(n)} {word}"
-            for n, word in ((down, "down" if down > 0 else "up"), (right, "right" if right > 0 else "left"))
-            if n
-        ]
-        return names, f"The goal is {' and '.join(where)}; {' then '.join(names)} is the best way there."
+        where = offset(lake.goal, self._cell, lake.size)
+        return names, f"The goal is {where}; {' then '.join(names)} is the best way there."
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:

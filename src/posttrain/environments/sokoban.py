@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from posttrain.environments.game import Game, GameRecipe, play, require, require_sound
-from posttrain.environments.grids import ObservationForm, check_symbols, drawing, place, places
+from posttrain.environments.grids import ObservationForm, check_symbols, drawing, offset, place, places, sides
 from posttrain.environments.protocol import Baseline
 from posttrain.environments.sokoban_rooms import Room, State, room_of
 from posttrain.environments.sokoban_solver import random_player, shortest_solution
@@ -65,7 +65,7 @@ class SokobanRecipe(GameRecipe):
     solved_reward: float = 10.0
     """Reward of the move that puts the last box on a target."""
     observation: ObservationForm = "grid"
-    """A drawing of the room, the places of things in words, or both."""
+    """`grid`: a drawing; `coordinates`: places in words; `both`; `local`: boxes, targets, walls from the player."""
     symbols: SokobanSymbols = SokobanSymbols()
 
     @model_validator(mode="after")
@@ -100,7 +100,7 @@ class Sokoban(Game):
     def _rules(self) -> str:
         s, form = self.recipe.symbols, self.recipe.observation
         several = self.recipe.num_boxes > 1
-        if form == "coordinates":
+        if form in ("coordinates", "local"):
             task = f"Push {'every box onto a target' if several else 'the box onto the target'}."
         else:
             task = (
@@ -109,12 +109,14 @@ class Sokoban(Game):
             task += f" You are {s.player}, or {s.player_on_target} on a target; {s.wall} is wall, {s.floor} floor"
             task += f", {s.box_on_target} a box on a target." if several else "."
         text = f"{task} Walk into a box to push it; you cannot pull, nor push two at once."
-        if form != "grid":
+        if form in ("coordinates", "both"):
             text += " Row 0 is the top, column 0 the left."
         return text
 
     def _state(self, first: bool) -> str:
         form, room = self.recipe.observation, self._room
+        if form == "local":
+            return self._surroundings()
         parts = [self._drawing()] if form != "coordinates" else []
         if form != "grid":
             player, boxes = self._place
@@ -124,6 +126,15 @@ class Sokoban(Game):
                 if form == "coordinates":
                     parts[-1] += f" Floor: {places(room.floor, room.columns)}."
         return "\n".join(parts)
+
+    def _surroundings(self) -> str:
+        room, (player, boxes) = self._room, self._place
+        away = {
+            name: "; ".join(offset(cell, player, room.columns) for cell in sorted(cells))
+            for name, cells in (("Box", boxes), ("Target", room.targets))
+        }
+        walls = set(range(room.rows * room.columns)) - set(room.floor)
+        return f"Box: {away['Box']}. Target: {away['Target']}. Walls: {sides(walls, player, room.columns)}."
 
     def _drawing(self) -> str:
         room, symbols, (player, boxes) = self._room, self.recipe.symbols, self._place

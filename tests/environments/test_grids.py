@@ -1,0 +1,31 @@
+"""Places in words."""
+
+import pytest
+
+from posttrain.environments.grids import offset, sides
+from posttrain.environments.sokoban import Sokoban, SokobanRecipe
+
+
+@pytest.mark.parametrize(
+    ("cell", "origin", "text"),
+    [(9, 0, "2 down, 1 right"), (0, 9, "2 up, 1 left"), (5, 5, "here"), (7, 4, "3 right"), (0, 12, "3 up")],
+)
+def test_offsets_on_four_columns(cell, origin, text):
+    assert offset(cell, origin, 4) == text
+
+
+@pytest.mark.parametrize(
+    ("cells", "origin", "text"), [({4, 6, 1, 9}, 5, "left, right, up, down"), ({3}, 4, "none"), ({8, 5}, 4, "right, down")]
+)
+def test_sides_do_not_wrap_around_the_edge(cells, origin, text):
+    assert sides(cells, origin, 4) == text
+
+
+def test_the_local_view_of_a_room_agrees_with_its_drawing():
+    local = Sokoban(SokobanRecipe(observation="local")).reset(3).messages[-1]["content"]
+    rows = [line.split() for line in Sokoban(SokobanRecipe()).reset(3).messages[-1]["content"].splitlines()]
+    where = {symbol: 6 * r + c for r, row in enumerate(rows) for c, symbol in enumerate(row) if symbol in "PXOS"}
+    player = where.get("P", where.get("S"))
+    walls = {6 * r + c for r, row in enumerate(rows) for c, symbol in enumerate(row) if symbol == "#"}
+    target, beside = offset(where.get("O", player), player, 6), sides(walls, player, 6)
+    assert local == f"Box: {offset(where['X'], player, 6)}. Target: {target}. Walls: {beside}."
