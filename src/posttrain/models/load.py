@@ -31,7 +31,10 @@ def resolve_path(path: str) -> str:
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local and not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
         raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
-    return str(Path(path).expanduser()) if looks_local else path
+    if looks_local:
+        return str(Path(path).expanduser())
+    _require_in_reach(path)
+    return path
 
 
 def load_tokenizer(recipe: ModelRecipe) -> Any:
@@ -102,6 +105,21 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe) -> torch.nn.Module:
         return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise InputError(f"model.lora.targets: {_first_line(error)}") from error
+
+
+def _require_in_reach(hub_id: str) -> None:
+    """`InputError` at once when a hub id is neither cached nor to be had; the loader itself would try for a minute."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(hub_id, timeout=10)
+    except Exception as error:
+        raise InputError(
+            f"model.path: {hub_id} is not in the local cache and the hub has not given it ({_first_line(error)}); "
+            "check the id and the network, or name a directory"
+        ) from error
 
 
 def _is_adapter(path: str) -> bool:

@@ -51,7 +51,7 @@ class RlRecipe(_Stage):
     """Environment seeds to train on; each step takes the next ones, in an order shuffled once per pass."""
     engine: EngineRecipe = EngineRecipe()
     rollout: RolloutRecipe = RolloutRecipe()
-    credit: CreditRecipe = GroupCredit(type="grpo")
+    credit: CreditRecipe = GroupCredit(type="rloo")
     loss: LossRecipe = PpoLoss()
     kl: KlRecipe = KlRecipe()
     entropy: float = Field(0.0, ge=0)
