@@ -37,6 +37,7 @@ class PpoLoss(_PolicyLoss):
     """Clipped surrogate per token."""
 
     type: Literal["ppo"] = "ppo"
+    """`ppo`: the clipped ratio of each token."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.2, gt=0)
@@ -51,14 +52,18 @@ class GspoLoss(_PolicyLoss):
     type: Literal["gspo", "gspo_token"]
     """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
     normaliser: Literal["token", "sequence", "constant"] = "sequence"
+    """The one divisor of the loss: sampled tokens of the optimizer step, streams of it, or a constant."""
     clip_low: float = Field(3e-4, gt=0, lt=1)
+    """The stream's ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(4e-4, gt=0)
+    """The stream's ratio is clipped above at 1 + clip_high."""
 
 
 class CispoLoss(_PolicyLoss):
     """REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
 
     type: Literal["cispo"] = "cispo"
+    """`cispo`: a clipped, detached weight for each token."""
     clip_low: float = Field(1.0, gt=0, le=1)
     """The weight is clipped below at 1 - clip_low (1.0: no lower clip)."""
     clip_high: float = Field(4.0, gt=0)
@@ -69,6 +74,7 @@ class ReinforceLoss(_PolicyLoss):
     """-A log p, without importance weights: exact only for the first update of a step."""
 
     type: Literal["reinforce"] = "reinforce"
+    """`reinforce`: no importance weights."""
 
 
 LossRecipe = Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="type")]

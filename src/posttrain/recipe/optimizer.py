@@ -11,9 +11,13 @@ class OptimizerRecipe(Part):
     """AdamW, its schedule, and gradient clipping."""
 
     learning_rate: float = Field(1e-5, gt=0)
+    """Learning rate after warm-up, per update."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW: decay of the running mean of the gradient and of its square, per update."""
     epsilon: float = Field(1e-8, gt=0)
+    """AdamW: added to the root of the running square."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW: share of a weight removed per update, times the learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after warm-up, over all updates of the run."""
     warmup_updates: int = Field(0, ge=0)

@@ -22,6 +22,7 @@ class GuardRecipe(Part):
     action: Literal["warn", "stop"] = "warn"
     """`stop` ends the run, keeps the last good checkpoint, and says so."""
     patience: int = Field(5, ge=1)
+    """Steps in a row beyond a threshold before the guard fires."""
     min_reward_spread: float | None = Field(None, ge=0)
     """Mean in-group standard deviation of returns below this."""
     min_entropy: float | None = Field(None, ge=0)

@@ -1,0 +1,152 @@
+"""What is wrong with a recipe, one sentence per problem: the place, the key, the value, and what is allowed."""
+
+import difflib
+import json
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from posttrain.recipe.base import Part
+from posttrain.recipe.components import ENVIRONMENTS, EnvironmentRecipe, environment_class
+from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
+from posttrain.recipe.sources import KeyPath, Layer
+from posttrain.recipe.stages import STAGES
+
+
+def complaints(
+    error: ValidationError, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath = ()
+) -> list[str]:
+    """Sentences for the problems that pydantic found in the section `prefix` of the recipe `given`.
+
+    `part` is the schema of that section and `stage` that of the whole recipe, where keys in the wrong section are
+    looked up. Several findings about one key make one sentence.
+    """
+    sentences: dict[KeyPath, str] = {}
+    for problem in error.errors(include_url=False):
+        path = (*prefix, *_key_path(problem, _value(given.values, prefix)))
+        sentences.setdefault(path, _sentence(problem, path, part, given, stage, prefix))
+    return list(sentences.values())
+
+
+def nearest_type(name: str, choices: list[str]) -> str:
+    """A hint at the choice that `name` resembles; empty when there is none."""
+    found = difflib.get_close_matches(name, choices, 1, 0.6)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _sentence(
+    problem: ErrorDetails, path: KeyPath, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath
+) -> str:
+    place, dotted, value = given.origin(path), ".".join(path), _value(given.values, path)
+    start = f"{place}: " if place else ""
+    if problem["type"] == "extra_forbidden":
+        return f"{start}there is no key {dotted}; {_remedy(path, part, given, stage, prefix)}"
+    if problem["type"] in ("value_error", "assertion_error"):
+        message = str(problem["ctx"]["error"])
+        place = place if path else _place_named_in(message, path, given)
+        return (f"{place}: " if place else "") + (f"{dotted}: {message}" if path else message)
+    if problem["type"] == "union_tag_invalid":
+        choices = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
+        tag = _value(given.values, (*path, "type"))
+        where = given.origin((*path, "type"))
+        return f"{where}: {dotted}.type is {_show(tag)}{nearest_type(str(tag), choices)}; it must be {either(choices)}"
+    info = _field(path[len(prefix) :], part, _value(given.values, prefix))
+    words = allowed(info) if info is not None else problem["msg"]
+    if problem["type"] == "missing":
+        return f"{start}{dotted} is missing; it must be {words}"
+    if problem["type"] in ("model_type", "model_attributes_type") and info is not None:
+        sections = sections_of(info.annotation)
+        words = f"a section with keys such as {', '.join(list(sections[0].model_fields)[:4])}" if sections else words
+    if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
+        words = f"{words}, in quotes"
+    return f"{start}{dotted} is {_show(value)}; it must be {words}"
+
+
+def _remedy(path: KeyPath, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath) -> str:
+    section, name = path[:-1], path[-1]
+    other = _other_types(path, part, given, prefix)
+    if other:
+        kind = _value(given.values, (*section, "type"))
+        return f"it belongs to {'.'.join(section)}.type {', '.join(other)}, not {kind}, so remove it or change the type"
+    inside = ".".join(prefix) + "."
+    names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
+    names += [key.path for key in keys_of(part, inside)] if prefix else []
+    siblings = sorted(
+        {
+            key.split(".")[len(section)]
+            for key in names
+            if key.split(".")[: len(section)] == list(section) and key.count(".") >= len(section)
+        }
+    )
+    if close := difflib.get_close_matches(name, siblings, 1, 0.75):
+        return f"the nearest is {'.'.join((*section, close[0]))}"
+    if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
+        return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"
+    if stages := [name for name, other in STAGES.items() if not prefix and path[0] in other.model_fields]:
+        return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
+    leaves = {key.split(".")[-1]: key for key in sorted(names, reverse=True)}
+    if close := difflib.get_close_matches(name, leaves, 1, 0.7):
+        return f"the nearest is {leaves[close[0]]}"
+    return f"{'the keys of ' + '.'.join(section) if section else 'the sections and keys'} are {', '.join(siblings)}"
+
+
+def _other_types(path: KeyPath, part: type[Part], given: Layer, prefix: KeyPath) -> list[str]:
+    """Types of the section around `path` that do have its last key."""
+    if issubclass(part, EnvironmentRecipe) and len(path) == len(prefix) + 1:
+        return [name for name in sorted(ENVIRONMENTS) if path[-1] in environment_class(name).Recipe.model_fields]
+    info = _field(path[len(prefix) : -1], part, _value(given.values, prefix))
+    sections = sections_of(info.annotation) if info is not None else []
+    return (
+        [tag for section in sections if path[-1] in section.model_fields for tag in tags_of(section)]
+        if len(sections) > 1
+        else []
+    )
+
+
+def _field(path: KeyPath, part: type[Part], values: Any) -> Any:
+    """The field that `path` names, through the sections whose `type` the values give; None when there is none."""
+    sections: list[type[Part]] = [part]
+    info = None
+    for name in path:
+        kind = values.get("type") if isinstance(values, dict) else None
+        chosen = [section for section in sections if len(sections) == 1 or kind in tags_of(section)] or sections
+        info = next((section.model_fields[name] for section in chosen if name in section.model_fields), None)
+        if info is None:
+            return None
+        sections = sections_of(info.annotation)
+        values = values.get(name) if isinstance(values, dict) else None
+    return info
+
+
+def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
+    """pydantic's location without the tags of unions and without list indices."""
+    path: list[str] = []
+    for at, step in enumerate(problem["loc"]):
+        if isinstance(values, dict) and step in values:
+            path.append(str(step))
+            values = values[step]
+        elif problem["type"] == "missing" and isinstance(values, dict) and at == len(problem["loc"]) - 1:
+            path.append(str(step))
+        elif not isinstance(values, dict):
+            break
+    return tuple(path)
+
+
+def _place_named_in(message: str, path: KeyPath, given: Layer) -> str | None:
+    """Where the keys that a message names were written, if any was: the last of them that a user gave."""
+    keys = [tuple(key.split(".")) for key in re.findall(r"`([a-z_.]+)", message)]
+    places = [given.origins[(*path, *key)] for key in keys if (*path, *key) in given.origins]
+    return places[-1] if places else None
+
+
+def _value(values: Any, path: KeyPath) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

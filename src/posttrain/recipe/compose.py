@@ -1,0 +1,97 @@
+"""Reading a recipe: files merged left to right, then overrides, then the typed schema of the stage."""
+
+import json
+import typing
+from typing import Any
+
+from pydantic import ValidationError
+
+from posttrain.errors import InputError
+from posttrain.recipe.base import Part
+from posttrain.recipe.complaints import complaints, nearest_type
+from posttrain.recipe.components import ENVIRONMENTS, environment_class
+from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
+from posttrain.recipe.stages import STAGES, Recipe
+
+
+def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
+    """The recipe of one stage from YAML files and overrides (`a.b=c`, `--a.b=c`, or `--a.b`, `c`; `key=null`).
+
+    Keys that nobody gives have the defaults of the schema. Raises `InputError` with one sentence per problem; each
+    names the file and line, or the override, that caused it.
+    """
+    return typed_recipe(merge([*map(read_file, sources), *read_overrides(overrides)]), stage)
+
+
+def typed_recipe(given: Layer, stage: str) -> Recipe:
+    """The values `given` as a typed recipe of `stage`; `InputError` as in `load_recipe`."""
+    schema = STAGES[stage]
+    declared = given.values.get("stage", stage)
+    if declared != stage:
+        raise InputError(f"{given.origin(('stage',))}: {_other_stage(declared, stage)}")
+    values = {"stage": stage, **_with_defaults(schema, None, given.values)}
+    given = Layer(values, given.origins)
+    sentences = _environment_complaints(given, schema)
+    # A faulty environment is left out here, so that its problems are told once and the others still are.
+    checked = {key: value for key, value in values.items() if not (sentences and key == "environment")}
+    try:
+        recipe = schema.model_validate_json(json.dumps(checked), strict=True)
+    except ValidationError as error:
+        sentences += complaints(error, schema, given, schema)
+    if sentences:
+        raise InputError("\n".join(sentences))
+    return typing.cast(Recipe, recipe)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML, every key written out; `load_recipe` of it gives an equal recipe."""
+    return dump_values(recipe.model_dump(mode="json"))
+
+
+def _with_defaults(part: type[Part], default: Part | None, values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with what the section's own default says beyond the defaults of its keys.
+
+    So `evaluation.seeds.count=64` keeps the start, `evaluation.sampling.top_p=0.9` stays greedy, and `loss.clip_high`
+    alone is about the default loss. A section whose `type` was changed keeps nothing of the old type.
+    """
+    kept = {key: getattr(default, key) for key in default.model_fields_set} if default is not None else {}
+    filled = {key: value for key, value in kept.items() if not isinstance(value, Part)} | values
+    for key, value in values.items():
+        info = part.model_fields.get(key)
+        inner = info.get_default(call_default_factory=True) if info is not None else None
+        inner = kept.get(key, inner)
+        if not isinstance(value, dict) or not isinstance(inner, Part):
+            continue
+        own_type = getattr(inner, "type", None)
+        if "type" not in value or value["type"] == own_type:
+            filled[key] = ({} if own_type is None else {"type": own_type}) | _with_defaults(type(inner), inner, value)
+    return filled
+
+
+def _environment_complaints(given: Layer, schema: type[Part]) -> list[str]:
+    values = given.values.get("environment")
+    if not isinstance(values, dict):
+        return []
+    name, written = values["type"], given.origin(("environment", "type"))
+    place = f"{written}: " if written else ""
+    if not isinstance(name, str):
+        return [f"{place}environment.type is {json.dumps(name)}; it must be text"]
+    try:
+        part = environment_class(name).Recipe
+        part.model_validate_json(json.dumps(values), strict=True)
+    except InputError as error:
+        return [f"{place}{error}{nearest_type(name, list(ENVIRONMENTS))}"]
+    except ValidationError as error:
+        return complaints(error, part, given, schema, ("environment",))
+    except Exception as error:
+        return [
+            f"{place}environment.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"
+        ]
+    return []
+
+
+def _other_stage(declared: Any, stage: str) -> str:
+    if declared in STAGES or declared == "pipeline":
+        return f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
+    hint = nearest_type(str(declared), [*STAGES, "pipeline"])
+    return f"stage is {json.dumps(declared)}{hint}; it must be {', '.join(STAGES)} or pipeline"

@@ -1,0 +1,154 @@
+"""The keys of a recipe as a user reads them: dotted name, what is allowed, default, description.
+
+Everything is taken from the schema itself, so the reference and the error messages cannot drift away from it.
+"""
+
+import json
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import SerializeAsAny
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from posttrain.recipe.base import Part
+from posttrain.recipe.components import ENVIRONMENTS, EnvironmentRecipe, environment_class
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a recipe. `variant` says under which `type` of its section it exists; empty: always."""
+
+    path: str
+    allowed: str
+    default: str
+    description: str
+    variant: str = ""
+
+
+def keys_of(part: type[Part], prefix: str = "", defaults: Part | None = None, variant: str = "") -> Iterator[Key]:
+    """Every key of `part` and of the sections in it, depth first; `defaults` holds the values if it was built."""
+    for name, info in part.model_fields.items():
+        path = f"{prefix}{name}"
+        default = (
+            getattr(defaults, name, PydanticUndefined)
+            if defaults is not None
+            else info.get_default(call_default_factory=True)
+        )
+        sections = sections_of(info.annotation)
+        if EnvironmentRecipe in sections:
+            yield Key(path, "a section", _text(default), info.description or "", variant)
+            yield from _environment_keys(f"{path}.")
+        elif not sections:
+            yield Key(path, allowed(info), _text(default), info.description or "", variant)
+        else:
+            if len(sections) > 1 or default is None:
+                yield Key(
+                    path,
+                    allowed(info),
+                    _text(default),
+                    info.description or (sections[0].__doc__ or "").strip(),
+                    variant,
+                )
+            for section in sections:
+                own = default if isinstance(default, section) else None
+                tag = ", ".join(tags_of(section)) if len(sections) > 1 else ""
+                yield from keys_of(section, f"{path}.", own, tag or variant)
+
+
+def _environment_keys(prefix: str) -> Iterator[Key]:
+    common = set(EnvironmentRecipe.model_fields)
+    yield from keys_of(EnvironmentRecipe, prefix)
+    for name in sorted(ENVIRONMENTS):
+        for key in keys_of(environment_class(name).Recipe, prefix, variant=name):
+            if key.path.removeprefix(prefix) not in common:
+                yield key
+
+
+def sections_of(annotation: Any) -> list[type[Part]]:
+    """The `Part` classes that `annotation` admits, in order; empty for plain values."""
+    origin = typing.get_origin(annotation)
+    if origin in (Annotated, SerializeAsAny):
+        return sections_of(typing.get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [section for member in typing.get_args(annotation) for section in sections_of(member)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, Part) else []
+
+
+def tags_of(section: type[Part]) -> list[str]:
+    """The values of `type` that select `section`; empty where it has none."""
+    info = section.model_fields.get("type")
+    return [str(tag) for tag in typing.get_args(info.annotation)] if info is not None else []
+
+
+def allowed(info: FieldInfo) -> str:
+    """What the values of a field must be, in words: kind and bounds."""
+    words = _kind(info.annotation)
+    bounds = {type(bound).__name__: bound for bound in info.metadata}
+    limits = []
+    for name, attribute, phrase in (
+        ("Ge", "ge", "{} or more"),
+        ("Gt", "gt", "above {}"),
+        ("Le", "le", "at most {}"),
+        ("Lt", "lt", "below {}"),
+    ):
+        if name in bounds:
+            limits.append(phrase.format(_number(getattr(bounds[name], attribute))))
+    pattern = next((bound.pattern for bound in info.metadata if getattr(bound, "pattern", None)), None)
+    if pattern:
+        limits.append(f"of the form {pattern}")
+    nullable = words.removesuffix(" or null")
+    separator = ", " if limits and limits[0].endswith(" or more") else " "
+    return separator.join([nullable, " and ".join(limits)] if limits else [nullable]) + (
+        ", or null" if nullable != words else ""
+    )
+
+
+def _kind(annotation: Any) -> str:
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Annotated, SerializeAsAny):
+        return _kind(members[0])
+    if origin is Literal:
+        return either([str(member) for member in members])
+    if origin in (Union, types.UnionType):
+        if sections := sections_of(annotation):
+            tags = [tag for section in sections for tag in tags_of(section)] if len(sections) > 1 else []
+            words = f"a section with `type` {either(tags)}" if tags else "a section"
+        else:
+            words = " or ".join(_kind(member) for member in members if member is not type(None))
+        return f"{words} or null" if type(None) in members else words
+    if origin is list:
+        return (
+            f"a list of {_kind(members[0])}"
+            if typing.get_origin(members[0]) is Literal
+            else f"a list of {_plural(members[0])}"
+        )
+    if origin is tuple:
+        return f"a list of {len(members)} {_plural(members[0])}"
+    if sections_of(annotation):
+        return "a section"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(annotation, "a value")
+
+
+def _plural(annotation: Any) -> str:
+    return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, "values")
+
+
+def either(words: list[str]) -> str:
+    """`a, b or c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _text(default: Any) -> str:
+    if default is PydanticUndefined:
+        return "required"
+    if isinstance(default, Part):
+        return f"type: {default.type}" if hasattr(default, "type") else "a section"
+    return json.dumps(default, ensure_ascii=False)

@@ -1,0 +1,220 @@
+"""Where the values of a recipe come from: YAML files and overrides, each with the place it was written.
+
+Text is literal: `${...}` is not interpolated. Numbers such as `1e-6` are numbers, and dates stay text.
+"""
+
+import re
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from posttrain.errors import InputError
+
+KeyPath = tuple[str, ...]
+"""A dotted key, split at its dots."""
+
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML as people write numbers: `1e-6` is a float, `2026-01-01` is text."""
+
+
+class RecipeDumper(yaml.SafeDumper):
+    """Writes what `RecipeLoader` reads back as the same value."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (RecipeLoader, RecipeDumper):
+    _class.yaml_implicit_resolvers = {
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass
+class Layer:
+    """Values from one place, and for every key of theirs the place in words (`bandit.yaml line 3`)."""
+
+    values: dict[str, Any]
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def part(self, key: str) -> "Layer":
+        """The section `key` as a layer of its own."""
+        return Layer(
+            self.values[key] or {},
+            {path[1:]: where for path, where in self.origins.items() if path[:1] == (key,) and len(path) > 1},
+        )
+
+    def origin(self, path: KeyPath) -> str | None:
+        """The place of `path`, or of the nearest section around it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return None
+
+
+def read_file(path: str) -> Layer:
+    """The YAML mapping in the file `path`; `InputError` names the file and the line of what is wrong."""
+    file = Path(path)
+    if file.is_dir():
+        raise InputError(f"{path} is a directory; name a recipe file in it")
+    if not file.is_file():
+        raise InputError(f"there is no recipe file {path}; name a YAML file, or write overrides as `key=value`")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a recipe: byte {error.start} is not UTF-8 text") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    return read_text(text, path)
+
+
+def read_text(text: str, path: str) -> Layer:
+    """Like `read_file`, for text that is already there; `path` is what messages call it."""
+    try:
+        loader = RecipeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise InputError(f"{path} is empty; write at least one `key: value` line, or leave the file out")
+        if not isinstance(node, yaml.MappingNode):
+            raise InputError(f"{path} line {node.start_mark.line + 1}: a recipe is made of `key: value` lines")
+        origins = dict(_walk(node, (), path, ()))
+        values = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise InputError(_not_yaml(error, text, path)) from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return Layer(values, origins)
+
+
+def read_overrides(words: list[str]) -> list[Layer]:
+    """One layer for each of `a.b=c`, `--a.b=c` and `--a.b`, `c`; the value is YAML, and nothing after `=` is null."""
+    layers = []
+    remaining = iter(words)
+    for word in remaining:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not equals and word.startswith("--"):
+            following = next(remaining, None)
+            if following is None:
+                raise InputError(f"override {word} has no value; write `{key}=value`")
+            value = following
+        elif not equals:
+            raise InputError(f"override {word!r} has no value; write `{word}=value`")
+        layers.append(_override(key, value))
+    return layers
+
+
+def merge(layers: list[Layer]) -> Layer:
+    """The layers merged left to right: sections key by key, lists and everything else as a whole."""
+    origins: dict[KeyPath, str] = {}
+    for layer in layers:
+        origins |= layer.origins
+    try:
+        merged = OmegaConf.merge({}, *(OmegaConf.create(_literal(layer.values)) for layer in layers))
+        values: Any = OmegaConf.to_container(merged, resolve=True)
+    except TypeError:
+        raise InputError(f"{_clash(layers)}: one place gives a list and another a section; keep one of them") from None
+    except OmegaConfBaseException as error:
+        raise InputError(f"the recipe cannot be merged: {str(error).splitlines()[0]}") from None
+    return Layer(values, origins)
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """YAML text that `read_text` reads back as `values`."""
+    return yaml.dump(values, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _override(key: str, text: str) -> Layer:
+    where = f"override {key}={text}"
+    path = tuple(key.split("."))
+    if not all(path):
+        raise InputError(f"{where}: {key!r} is not a dotted key; write `part.key=value`")
+    try:
+        loader = RecipeLoader(text)
+        node = loader.get_single_node()
+        origins = {path[:length]: where for length in range(1, len(path) + 1)}
+        if isinstance(node, yaml.MappingNode):
+            origins |= {path + inner: where for inner, _ in _walk(node, (), where, ())}
+        value = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError:
+        raise InputError(f"{where}: the value is not YAML; quote it if it is text") from None
+    for part in reversed(path):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return Layer(value, origins)
+
+
+def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[KeyPath, str]]:
+    """Every key under `node` with its place; `InputError` on what YAML allows and a recipe does not."""
+    line = f"{file} line {node.start_mark.line + 1}"
+    if node in above:
+        raise InputError(f"{line}: the alias contains itself")
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            for inner, where in _walk(child, (), file, (*above, node)):
+                yield (*path, *inner), where
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[Hashable, int] = {}
+    for key, child in node.value:
+        here = f"{file} line {key.start_mark.line + 1}"
+        if key.tag == "tag:yaml.org,2002:merge":
+            yield from _walk(child, path, file, (*above, node))
+            continue
+        if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+            raise InputError(f"{here}: {getattr(key, 'value', 'the key')} is not a key; keys are text")
+        dotted = ".".join((*path, key.value))
+        if key.value in seen:
+            raise InputError(f"{here}: {dotted} was already given in line {seen[key.value]}; keep one of them")
+        seen[key.value] = key.start_mark.line + 1
+        yield (*path, key.value), here
+        yield from _walk(child, (*path, key.value), file, (*above, node))
+
+
+def _not_yaml(error: yaml.MarkedYAMLError, text: str, path: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    line = mark.line if mark is not None else 0
+    lines = text.splitlines()
+    if line < len(lines) and "\t" in lines[line][: len(lines[line]) - len(lines[line].lstrip())]:
+        return f"{path} line {line + 1}: a tab is used for indentation; use spaces"
+    return f"{path} line {line + 1} is not YAML: {error.problem or error.context}"
+
+
+def _clash(layers: list[Layer]) -> str:
+    """The dotted key that is a list in one layer and a section in another, with the last place that gave it."""
+    kinds: dict[KeyPath, type] = {}
+    for layer in layers:
+        for path, where in layer.origins.items():
+            value: Any = layer.values
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, dict | list) and kinds.setdefault(path, type(value)) is not type(value):
+                return f"{where}: {'.'.join(path)}"
+    return "the recipe"
+
+
+def _literal(value: Any) -> Any:
+    """`value` with every `${` escaped, so that OmegaConf keeps it as text."""
+    if isinstance(value, dict):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value)
+    return value
