@@ -1,7 +1,6 @@
 """Reading a recipe: files merged left to right, then overrides, then the typed schema of the stage."""
 
 import json
-import typing
 from typing import Any
 
 from pydantic import ValidationError
@@ -40,7 +39,7 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
         sentences += complaints(error, schema, given, schema)
     if sentences:
         raise InputError("\n".join(sentences))
-    return typing.cast(Recipe, recipe)
+    return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -54,12 +54,13 @@ class Layer:
     values: dict[str, Any]
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
-    def part(self, key: str) -> "Layer":
-        """The section `key` as a layer of its own."""
-        return Layer(
-            self.values[key] or {},
-            {path[1:]: where for path, where in self.origins.items() if path[:1] == (key,) and len(path) > 1},
-        )
+    def part(self, *path: str) -> "Layer":
+        """The section `path` as a layer of its own; list items are named by their index."""
+        value: Any = self.values
+        for key in path:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        inner = {key[len(path) :]: where for key, where in self.origins.items() if key[: len(path)] == path != key}
+        return Layer(value or {}, inner)
 
     def origin(self, path: KeyPath) -> str | None:
         """The place of `path`, or of the nearest section around it."""
@@ -166,9 +167,9 @@ def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...
     if node in above:
         raise InputError(f"{line}: the alias contains itself")
     if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            for inner, where in _walk(child, (), file, (*above, node)):
-                yield (*path, *inner), where
+        for at, child in enumerate(node.value):
+            yield (*path, str(at)), f"{file} line {child.start_mark.line + 1}"
+            yield from _walk(child, (*path, str(at)), file, (*above, node))
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[Hashable, int] = {}

@@ -1,0 +1,90 @@
+"""The `posttrain` command. Verbs are one file each; heavy imports happen inside them."""
+
+import errno
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from posttrain import __version__
+from posttrain.cli.env import app as env
+from posttrain.cli.episodes import episodes
+from posttrain.cli.evaluate import evaluate
+from posttrain.cli.pipeline import pipeline
+from posttrain.cli.plot import plot
+from posttrain.cli.recipe import recipe
+from posttrain.cli.rl import rl
+from posttrain.cli.sft import sft
+from posttrain.cli.stages import OPEN
+from posttrain.errors import PosttrainError
+
+_INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C or SIGTERM ended."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
+for verb in (rl, sft, evaluate, pipeline):
+    app.command(context_settings=OPEN)(verb)
+for verb in (plot, episodes, recipe):
+    app.command()(verb)
+app.add_typer(env, name="env")
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and stop.", is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors; it may stand anywhere.")] = False,
+) -> None:
+    """Post-training of language models and language-model agents.
+
+    Examples:
+
+    posttrain rl environment.type=bandit
+
+    posttrain pipeline recipes/demo.yaml
+
+    posttrain recipe rollout
+    """
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 2 for wrong input, 1 for failures, 130 when interrupted."""
+    words = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    if words == ["--version"]:
+        typer.echo(f"posttrain {__version__}")
+        return 0
+    try:
+        app(words, prog_name="posttrain")
+    except SystemExit as stop:
+        if stop.code == _INTERRUPTED:
+            typer.echo("posttrain: interrupted", err=True)
+        return stop.code if isinstance(stop.code, int) else 1
+    except BaseException as error:
+        if debug:
+            traceback.print_exc()
+        message, code = _told(error)
+        for line in message.splitlines():
+            typer.echo(f"posttrain: {line}", err=True)
+        return code
+    return 0
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """What the user reads about `error`, and the exit code."""
+    if isinstance(error, PosttrainError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", _INTERRUPTED
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing {error.filename}" if error.filename else ""
+        return f"the disk is full{where}; free some space, then go on with --resume", 1
+    said = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"unexpected {name}{': ' if said else ''}{said}; run again with --debug for the traceback", 1

@@ -1,0 +1,54 @@
+"""`posttrain pipeline`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.stages import split_words
+
+_WORDS_HELP = (
+    "The pipeline's file, then overrides: `name=value`, `runs=value`, `common.KEY=value` beneath every stage, "
+    "`stages.NAME.KEY=value` for one stage."
+)
+
+
+def pipeline(
+    file: Annotated[Path, typer.Argument(metavar="PIPELINE.yaml", help="The pipeline.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
+    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what every stage would run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
+) -> None:
+    """Run stages in order, each from the model of an earlier one; what is finished and unchanged is not run again.
+
+    Examples:
+
+    posttrain pipeline recipes/demo.yaml
+
+    posttrain pipeline recipes/demo.yaml --dry-run
+
+    posttrain pipeline recipes/demo.yaml --from rl stages.rl.steps=50
+    """
+    from rich.console import Console
+
+    from posttrain.errors import InputError
+    from posttrain.recipe.pipeline import load_pipeline
+
+    sources, overrides = split_words(words or [])
+    if sources:
+        raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
+    loaded, console = load_pipeline(str(file), overrides), Console()
+    if dry_run:
+        from posttrain.recipe.plan import show_plan
+
+        for stage in loaded.stages:
+            console.rule(f"stage {stage.name}")
+            show_plan(stage.recipe, console)
+        return
+    from posttrain.training.pipeline import run_pipeline
+
+    run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)

@@ -1,0 +1,76 @@
+"""What `rl`, `sft` and `evaluate` share: words into files and overrides, resuming, and the plan."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posttrain.recipe.stages import Recipe
+
+WORDS = "[RECIPE.yaml ...] [key=value ...]"
+WORDS_HELP = (
+    "Recipe files, merged left to right, then overrides of any of their keys: `key=value`, `--key value` or "
+    "`--key=value`, with the key dotted as in `rollout.groups_per_step=4`. `posttrain recipe` lists the keys."
+)
+OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""Context settings of verbs that take `--key value` for every key of a recipe."""
+
+
+def run(stage: str, words: list[str], dry_run: bool, resume: Path | None, overwrite: bool) -> None:
+    """Run one stage of the recipe in `words`, show its plan, or go on with the run `resume`."""
+    from posttrain.errors import InputError
+    from posttrain.recipe.compose import load_recipe
+
+    if resume is not None and overwrite:
+        raise InputError("--resume goes on with a run and --overwrite deletes it; give one of them")
+    sources, overrides = split_words(words)
+    recipe = load_recipe(sources, overrides, stage) if resume is None else resumed(resume, sources, overrides, stage)
+    if dry_run:
+        from rich.console import Console
+
+        from posttrain.recipe.plan import show_plan
+
+        show_plan(recipe, Console())
+        return
+    from posttrain.training.stage import run_stage
+
+    run_stage(recipe, resume=resume is not None, overwrite=overwrite)
+
+
+def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Recipe files and overrides, each in their order; a word is a file unless it begins with `--` or holds `=`."""
+    sources, overrides = [], []
+    remaining = iter(words)
+    for word in remaining:
+        if word.startswith("--") and "=" not in word:
+            overrides += [word, *[value for value in [next(remaining, None)] if value is not None]]
+        elif word.startswith("--") or ("=" in word and not Path(word).is_file()):
+            overrides.append(word)
+        else:
+            sources.append(word)
+    return sources, overrides
+
+
+def resumed(run: Path, sources: list[str], overrides: list[str], stage: str) -> "Recipe":
+    """The recipe of the run in the directory `run`, with more `steps` if an override asks for them.
+
+    A run goes on as it began, so every other override is an `InputError`.
+    """
+    from posttrain.errors import InputError
+    from posttrain.recipe.compose import load_recipe
+    from posttrain.recipe.sources import read_overrides
+    from posttrain.runs.directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    if sources:
+        raise InputError(f"--resume {run} goes on with the recipe of that run; leave out {', '.join(sources)}")
+    for layer in read_overrides(overrides):
+        (key,) = layer.values
+        if key != "steps":
+            where = next(iter(layer.origins.values()))
+            raise InputError(f"{where}: a resumed run keeps its recipe, except for steps; start a run with another name")
+    # The run may have been moved or renamed since, and where it is now is where it goes on.
+    place = directory.path.resolve()
+    recipe = load_recipe([str(directory.recipe_file)], overrides, stage)
+    if (Path(recipe.runs) / recipe.name).resolve() == place:
+        return recipe
+    return recipe.model_copy(update={"runs": str(place.parent), "name": place.name})
