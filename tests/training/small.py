@@ -8,17 +8,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "transformers", "peft", "posttrain.training.rl", "posttrain.training.sft", "posttrain.environments.frozen_lake"]
+PRELOAD = ["torch", "transformers", "peft", "posttrain.training.rl", "posttrain.training.sft"]
 
 
 def recipe_values(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
-    """Four steps on a frozen lake with everything that has state: dynamic sampling, adaptive KL, schedule, guards."""
+    """Four steps on a toy task with everything that has state: dynamic sampling, adaptive KL, schedule, guards."""
     values = {
         "stage": "rl",
         "name": "small",
         "runs": str(runs),
         "model": {"path": str(model), "threads": 1},
-        "environment": {"type": "frozen_lake", "max_turns": 3, "slippery": False},
+        "environment": {"type": f"{Path(__file__).parent / 'letters.py'}", "max_turns": 3},
         "steps": 4,
         "seeds": {"start": 0, "count": 5},
         "engine": {"slots": 6},
@@ -38,6 +38,7 @@ def recipe_values(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
             "seeds": {"start": 1000, "count": 3},
             "final_seeds": {"start": 2000, "count": 4},
             "sampling": {"temperature": 1.0},
+            "metric": "return",
         },
         "checkpoint": {"every": 1, "keep": 2},
     }
@@ -61,6 +62,7 @@ def run(values: dict[str, Any], resume: bool = False, die_at: tuple[str, int] | 
 def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None) -> None:
     from pydantic import TypeAdapter
 
+    from posttrain.recipe.components import environment_class
     from posttrain.recipe.stages import Recipe
     from posttrain.training.stage import run_stage
 
@@ -68,6 +70,7 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None)
     log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    environment_class(values["environment"]["type"])  # so that its module can be armed
     if die_at is not None:
         _arm(*die_at)
     run_stage(TypeAdapter(Recipe).validate_python(values), resume=resume)

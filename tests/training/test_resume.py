@@ -11,7 +11,7 @@ from . import small
 
 PLACES = {
     "rollout": ("posttrain.engines.local:LocalEngine._step", 160),
-    "environment": ("posttrain.environments.frozen_lake:FrozenLake.step", 60),
+    "environment": ("posttrain_user_letters:Letters.step", 60),
     "update": ("posttrain.training.optimizer:Optimizer.collect", 16),
     "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 10),

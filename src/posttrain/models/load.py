@@ -1,6 +1,7 @@
 """From `model.path` to a model and a tokenizer, with one clear sentence for everything that can be wrong."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,10 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe) -> torch.nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():
+            # peft asks transformers for a property under its old name.
+            warnings.simplefilter("ignore", FutureWarning)
+            return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise InputError(f"model.lora.targets: {_first_line(error)}") from error
 

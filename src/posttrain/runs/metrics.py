@@ -62,10 +62,10 @@ class MetricsLog:
                 self._drop(name, error, line["step"])
 
     def truncate_after(self, step: int) -> None:
-        """Drop all lines of later steps, atomically, and tell the sinks: a resumed run writes them again."""
+        """Drop all lines of later steps and of the end, atomically, and tell the sinks: a resumed run writes them again."""
         with storage_errors(self.run.metrics):
             content = self.run.metrics.read_bytes()
-        kept = [raw for raw, line in _parse(self.run.metrics, content) if line["step"] <= step]
+        kept = [raw for raw, line in _parse(self.run.metrics, content) if line["step"] <= step and line["kind"] != "final"]
         self._file.close()
         write_atomically(self.run.metrics, b"".join(kept))
         self._file = self._open()

@@ -36,11 +36,12 @@ class Interrupts:
             yield
         finally:
             self._critical = False
-        if self._requested is not None:
-            raise Interrupted(signal.Signals(self._requested).name)
+        requested, self._requested = self._requested, None
+        if requested is not None:
+            raise Interrupted(signal.Signals(requested).name)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self._requested is not None
-        self._requested = number
-        if again or not self._critical:
-            raise Interrupted(signal.Signals(number).name)
+        if self._critical and self._requested is None:
+            self._requested = number
+            return
+        raise Interrupted(signal.Signals(number).name)

@@ -35,10 +35,9 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     with trainer.working(f"rl {recipe.name}"):
         if trainer.evaluated < 0:
             measure_start(trainer)
-        trainer.evaluate_if_due()
-        counters = StepCounters(trainer)
+        trainer.begin()
         while trainer.step < recipe.steps:
-            step = trainer.step + 1
+            step, counters = trainer.step + 1, StepCounters(trainer)
             with trainer.phase("rollout"):
                 collected = collect(trainer.player(recipe.rollout.sampling), recipe, tasks, step)
             with trainer.phase("credit"):
@@ -51,8 +50,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
             with trainer.interrupts.critical():
                 with trainer.phase("update"):
                     totals = _updates(trainer, recipe, collected, samples, kl.coefficient, step)
-                    trainer.weights_changed()
-                metrics = rollout_metrics(collected, recipe) | means(totals) | counters.take()
+                metrics = rollout_metrics(collected, recipe) | means(totals) | counters.metrics()
                 metrics |= {"kl/coefficient": kl.coefficient}
                 kl.update(metrics.get("policy/kl"), len(collected.episodes))
                 fired = guards.check(metrics)

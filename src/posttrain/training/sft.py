@@ -31,14 +31,13 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
         samples = [samples_of([episode], 0) for episode in episodes]
         if trainer.evaluated < 0:
             measure_start(trainer)
-        trainer.evaluate_if_due()
+        trainer.begin()
         while trainer.step < total:
             batch = _batch(recipe, samples, *divmod(trainer.step, per_epoch))
             with trainer.interrupts.critical():
                 before = trainer.learner.trained_tokens
                 with trainer.phase("update"):
                     totals = trainer.learner.update(batch, SupervisedObjective())
-                    trainer.weights_changed()
                 metrics = means(totals) | {"optimizer/learning_rate": trainer.optimizer.learning_rate}
                 metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]

@@ -40,29 +40,26 @@ def rollout_metrics(collected: Collected, recipe: RlRecipe) -> dict[str, float]:
 
 
 class StepCounters:
-    """What the engine and the learner did since the last look, in tokens, and how fast."""
+    """What the engine and the learner do from here on, in tokens, and how fast."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._engine = replace(trainer.engine.counters)
         self._trained = trainer.learner.trained_tokens
 
-    def take(self) -> dict[str, float]:
-        """Counts since the last call; the speed is sampled tokens per second of rollout."""
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start; the speed is sampled tokens per second of rollout."""
         now, before = self.trainer.engine.counters, self._engine
-        trained = self.trainer.learner.trained_tokens
         seconds = self.trainer.seconds["rollout"]
         sampled = now.sampled - before.sampled
-        metrics = {
+        return {
             "tokens/sampled": float(sampled),
             "tokens/prefilled": float(now.prefilled - before.prefilled),
             "tokens/reused": float(now.reused - before.reused),
-            "tokens/trained": float(trained - self._trained),
+            "tokens/trained": float(self.trainer.learner.trained_tokens - self._trained),
             "speed/tokens_per_second": sampled / seconds if seconds else 0.0,
             "optimizer/learning_rate": self.trainer.optimizer.learning_rate,
         }
-        self._engine, self._trained = replace(now), trained
-        return metrics
 
 
 def _repeats(ids: np.ndarray, sampled: np.ndarray) -> tuple[int, int]:

@@ -110,7 +110,10 @@ class Trainer:
     # -- playing ------------------------------------------------------------------------------------------------------
 
     def player(self, sampling: SamplingRecipe) -> Player:
-        """A player with the current policy."""
+        """A player with the current policy. The engine starts without memories: what a step samples must not depend
+        on whether an evaluation, or a resume, came before it.
+        """
+        self.engine.load_weights(None, self.policy.version)
         return Player(
             engine=self.engine,
             renderer=self.renderer,
@@ -141,9 +144,12 @@ class Trainer:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def weights_changed(self) -> None:
-        """Tell the engine that cached states belong to old weights."""
-        self.engine.load_weights(None, self.policy.version)
+    def begin(self) -> None:
+        """The evaluation that is due before the next step, if an interrupted run still owes it, and its checkpoint."""
+        owed = self.evaluated
+        self.evaluate_if_due()
+        if self.evaluated != owed:
+            self.save()
 
     def finish_step(self, metrics: dict[str, Any]) -> None:
         """Count the step, write its line, and remember the state it left. Call it where no signal interrupts."""
@@ -212,7 +218,6 @@ class Trainer:
         if step != self.step:
             directory, _, _ = self.checkpoints.load(step)
             self.policy.restore(directory)
-            self.weights_changed()
         return step
 
     def environment(self) -> Any:

@@ -1,0 +1,122 @@
+"""Loading models: every form of `model.path`, adapters, exports, and everything that can be wrong."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.errors import InputError
+from posttrain.models.load import load_model, load_tokenizer, resolve_path
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+
+IDS = np.arange(3, 40)
+MASK = np.arange(37) > 4
+
+
+def copy(model, target):
+    return shutil.copytree(model, target / "copy")
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"model.path: .*nowhere is not a model directory: it has no config.json"):
+        load_model(ModelRecipe(path=str(tmp_path / "nowhere")))
+
+
+def test_a_hub_id_out_of_reach_is_named_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
+    with pytest.raises(InputError, match=r"model.path: nobody/nothing is not in the local cache .*OSError: no network"):
+        load_model(ModelRecipe(path="nobody/nothing"))
+
+
+def test_a_truncated_model_is_named(tiny_model, tmp_path):
+    broken = copy(tiny_model, tmp_path)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(InputError, match=r"could not be loaded .* check that the files are whole"):
+        load_model(ModelRecipe(path=str(broken)))
+
+
+def test_a_model_without_some_weights_is_not_filled_in_at_random(tiny_model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = copy(tiny_model, tmp_path)
+    tensors = load_file(broken / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 weights, the first of them model.norm.weight"):
+        load_model(ModelRecipe(path=str(broken)))
+
+
+def test_a_tokenizer_without_chat_template_is_named_and_can_be_given_one(tiny_model, tmp_path):
+    bare = copy(tiny_model, tmp_path)
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match=r"no chat template; name a Jinja file in model.chat_template"):
+        load_tokenizer(ModelRecipe(path=str(bare)))
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert load_tokenizer(ModelRecipe(path=str(bare), chat_template=str(template))).chat_template == template.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("packaged:gpt-9", r"there is no packaged model 'gpt-9'; there is smollm2-135m"),
+        ("missing.gguf", r"there is no file missing.gguf"),
+    ],
+)
+def test_unknown_names(path, message):
+    with pytest.raises(InputError, match=message):
+        resolve_path(path)
+
+
+def test_a_damaged_gguf_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF" + b"\x00" * 64)
+    with pytest.raises(InputError, match=r"broken.gguf could not be read as a GGUF model"):
+        resolve_path(str(file))
+
+
+def test_a_wrong_adapter_target_is_named(tiny_model):
+    with pytest.raises(InputError, match=r"model.lora.targets: "):
+        Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(targets=["no_such_module"])))
+
+
+@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4), LoraRecipe(rank=4, export="adapter")])
+def test_an_export_loads_in_transformers_and_scores_the_same(lora, tiny_model, tmp_path):
+    policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        mine = policy.score([IDS], [MASK], 1.0, 64).logprobs
+    policy.export(tmp_path / "export")
+    if lora is not None and lora.export == "adapter":
+        from peft import AutoPeftModelForCausalLM
+
+        assert json.loads((tmp_path / "export" / "adapter_config.json").read_text())["r"] == 4
+        model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    ids = torch.from_numpy(IDS)
+    logits = model(input_ids=ids[None]).logits[0, :-1]
+    theirs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0][torch.from_numpy(MASK[1:])]
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+    again = Policy(ModelRecipe(path=str(tmp_path / "export")))
+    torch.testing.assert_close(again.score([IDS], [MASK], 1.0, 64).logprobs, mine, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4)])
+def test_saved_weights_restore_bit_for_bit(lora, tiny_model, tmp_path):
+    policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    policy.save(tmp_path / "saved")
+    other = Policy(ModelRecipe(path=str(tiny_model), lora=lora), seed=5)
+    other.restore(tmp_path / "saved")
+    for (name, mine), (_, theirs) in zip(policy.trainable(), other.trainable(), strict=True):
+        assert torch.equal(mine, theirs), name

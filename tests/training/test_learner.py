@@ -1,0 +1,147 @@
+"""The learner: one global normaliser, skipped updates that name their episode, masters in float32."""
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.errors import RunError
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.stages import RlRecipe
+from posttrain.training.batches import pack
+from posttrain.training.learner import Learner
+from posttrain.training.objectives import PolicyObjective, SupervisedObjective
+from posttrain.training.optimizer import Optimizer
+
+from .test_batches import sample
+
+
+def learner(model, budget=4096, **optimizer):
+    policy = Policy(ModelRecipe(path=str(model)))
+    recipe = OptimizerRecipe(**({"learning_rate": 1e-2, "max_gradient_norm": 1e9} | optimizer))
+    return Learner(policy, Optimizer(policy.trainable(), recipe, 10), LearnerRecipe(tokens_per_batch=budget), 1.0)
+
+
+def samples(seed=0):
+    """Three groups of four streams with their true behaviour log-probabilities left at a guess."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for group in range(3):
+        prompt = rng.integers(3, 250, 10)
+        for member in range(4):
+            one = sample(prompt, rng.integers(3, 250, rng.integers(2, 30)), f"group {group} episode {member}")
+            one.stream.logprobs[one.stream.sampled] = -5.0 + rng.normal(size=one.sampled_tokens) * 0.1
+            one.advantages = np.full(one.sampled_tokens, rng.normal(), dtype=np.float32)
+            made.append(one)
+    return made
+
+
+def gradients(model, budget, objective, monkeypatch):
+    """Gradients as they stand just before the optimizer applies them."""
+    found = {}
+    subject = learner(model, budget)
+
+    def keep(self):
+        found.update({n: p.grad.clone() for n, p in zip(self.names, self.masters, strict=True)})
+        return 1.0
+
+    monkeypatch.setattr(Optimizer, "step", keep)
+    subject.update(samples(), objective)
+    return found
+
+
+@pytest.mark.parametrize("normaliser", ["token", "sequence", "constant"])
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(normaliser, tiny_model, monkeypatch):
+    loss = {"type": "ppo", "normaliser": normaliser} | ({"constant": 100.0} if normaliser == "constant" else {})
+    objective = PolicyObjective(RlRecipe(loss=loss, entropy=0.1), 0.0)
+    whole = gradients(tiny_model, 4096, objective, monkeypatch)
+    assert len(pack(samples(), 4096)) == 1
+    for budget in (45, 60, 150):
+        assert len(pack(samples(), budget)) >= 2
+        for name, gradient in gradients(tiny_model, budget, objective, monkeypatch).items():
+            torch.testing.assert_close(gradient, whole[name], atol=2e-6, rtol=1e-4, msg=f"{budget} {name}")
+
+
+def test_an_update_raises_the_likelihood_of_what_is_taught(tiny_model):
+    subject = learner(tiny_model)
+    before = subject.logprobs(samples())
+    subject.update(samples(), SupervisedObjective())
+    after = subject.logprobs(samples())
+    assert np.concatenate(after).mean() > np.concatenate(before).mean()
+    assert subject.policy.version == 1
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_and_names_the_episode(tiny_model):
+    subject = learner(tiny_model, max_skipped_updates=1)
+    broken = samples()
+    broken[5].advantages[0] = np.nan
+    before = {n: p.detach().clone() for n, p in subject.policy.trainable()}
+    totals = subject.update(broken, PolicyObjective(RlRecipe(), 0.0))
+    assert totals["optimizer/skipped"] == (1.0, 1.0)
+    assert subject.take_messages() == ["update skipped: loss or gradient is not finite for group 1 episode 1"]
+    for name, parameter in subject.policy.trainable():
+        assert torch.equal(parameter, before[name])
+    with pytest.raises(RunError, match=r"2 updates in a row .* group 1 episode 1; lower optimizer.learning_rate"):
+        subject.update(broken, PolicyObjective(RlRecipe(), 0.0))
+
+
+def test_a_good_update_between_bad_ones_resets_the_count(tiny_model):
+    subject = learner(tiny_model, max_skipped_updates=1)
+    broken = samples()
+    broken[0].advantages[0] = np.inf
+    objective = PolicyObjective(RlRecipe(), 0.0)
+    for batch in (broken, samples(), broken):
+        subject.update(batch, objective)
+    assert subject.skipped_in_a_row == 1
+
+
+def test_no_signal_costs_nothing(tiny_model):
+    subject = learner(tiny_model)
+    flat = samples()
+    for one in flat:
+        one.advantages[:] = 0
+    totals = subject.update(flat, PolicyObjective(RlRecipe(), 0.0))
+    assert totals["optimizer/no_signal"] == (1.0, 1.0)
+    assert (subject.trained_tokens, subject.policy.version) == (0, 0)
+
+
+def test_bfloat16_learns_in_float32_masters(tiny_model):
+    policy = Policy(ModelRecipe(path=str(tiny_model), dtype="bfloat16"))
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-5), 10)
+    subject = Learner(policy, optimizer, LearnerRecipe(), 1.0)
+    start = [m.detach().clone() for m in optimizer.masters]
+    for _ in range(3):
+        subject.update(samples(), SupervisedObjective())
+    moved = torch.cat([(m - s).abs().flatten() for m, s in zip(optimizer.masters, start, strict=True)])
+    assert 0 < moved.max() < 1e-4  # steps far below what bfloat16 resolves are kept
+    for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, master.to(torch.bfloat16))
+
+
+def test_the_reference_is_the_start_with_and_without_adapters(tiny_model):
+    for lora in (None, LoraRecipe(rank=4)):
+        policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
+        subject = Learner(policy, Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 10), LearnerRecipe(), 1.0)
+        start = subject.logprobs(samples())
+        subject.update(samples(), SupervisedObjective())
+        subject.update(samples(), SupervisedObjective())
+        with policy.as_reference():
+            reference = subject.logprobs(samples())
+        np.testing.assert_allclose(np.concatenate(reference), np.concatenate(start), atol=1e-6)
+        assert np.abs(np.concatenate(subject.logprobs(samples())) - np.concatenate(start)).max() > 1e-3
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model):
+    plain, checkpointed = (
+        Policy(ModelRecipe(path=str(tiny_model), gradient_checkpointing=flag)) for flag in (False, True)
+    )
+    found = []
+    for policy in (plain, checkpointed):
+        streams = [s.stream.ids for s in samples()]
+        with policy.in_training():
+            scores = policy.score(streams, [s.stream.sampled for s in samples()], 1.0, 64)
+        scores.logprobs.sum().backward()
+        found.append(torch.cat([p.grad.flatten() for _, p in policy.trainable()]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
