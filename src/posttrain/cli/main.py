@@ -3,6 +3,7 @@
 import errno
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -28,9 +29,11 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-for verb in (rl, sft, evaluate, pipeline):
+_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (rl, sft, evaluate, pipeline)
+_PLAIN: tuple[Callable[..., None], ...] = (plot, episodes, recipe)
+for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
-for verb in (plot, episodes, recipe):
+for verb in _PLAIN:
     app.command()(verb)
 app.add_typer(env, name="env")
 

@@ -1,11 +1,14 @@
 """`posttrain pipeline`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from posttrain.cli.stages import split_words
+
+if TYPE_CHECKING:
+    from posttrain.recipe.memory import ModelSizes
 
 _WORDS_HELP = (
     "The pipeline's file, then overrides: `name=value`, `runs=value`, `common.KEY=value` beneath every stage, "
@@ -43,11 +46,15 @@ def pipeline(
         raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
     loaded, console = load_pipeline(str(file), overrides), Console()
     if dry_run:
+        from posttrain.models.sizes import model_sizes
         from posttrain.recipe.plan import show_plan
 
+        start: dict[str, ModelSizes | None] = {}
         for stage in loaded.stages:
             console.rule(f"stage {stage.name}")
-            show_plan(stage.recipe, console)
+            # A model that an earlier stage will export has the sizes of the one that stage started from.
+            start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
+            show_plan(stage.recipe, start[stage.name], console)
         return
     from posttrain.training.pipeline import run_pipeline
 

@@ -26,7 +26,7 @@ def recipe(
     """
     from rich.console import Console
 
-    from posttrain.recipe.reference import markdown_reference, show_keys, show_recipe
+    from posttrain.recipe.pages import markdown_reference, show_keys, show_recipe
 
     if markdown:
         typer.echo(markdown_reference(), nl=False)

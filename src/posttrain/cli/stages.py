@@ -27,9 +27,10 @@ def run(stage: str, words: list[str], dry_run: bool, resume: Path | None, overwr
     if dry_run:
         from rich.console import Console
 
+        from posttrain.models.sizes import model_sizes
         from posttrain.recipe.plan import show_plan
 
-        show_plan(recipe, Console())
+        show_plan(recipe, model_sizes(recipe.model.path), Console())
         return
     from posttrain.training.stage import run_stage
 
@@ -67,7 +68,9 @@ def resumed(run: Path, sources: list[str], overrides: list[str], stage: str) -> 
         (key,) = layer.values
         if key != "steps":
             where = next(iter(layer.origins.values()))
-            raise InputError(f"{where}: a resumed run keeps its recipe, except for steps; start a run with another name")
+            raise InputError(
+                f"{where}: a resumed run keeps its recipe, except for steps; start a run with another name"
+            )
     # The run may have been moved or renamed since, and where it is now is where it goes on.
     place = directory.path.resolve()
     recipe = load_recipe([str(directory.recipe_file)], overrides, stage)

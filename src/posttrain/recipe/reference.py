@@ -7,7 +7,7 @@ import json
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import SerializeAsAny
@@ -60,12 +60,15 @@ def keys_of(part: type[Part], prefix: str = "", defaults: Part | None = None, va
 
 
 def _environment_keys(prefix: str) -> Iterator[Key]:
-    common = set(EnvironmentRecipe.model_fields)
-    yield from keys_of(EnvironmentRecipe, prefix)
+    """The keys of the built-in environments; a key that several have alike is given once."""
+    yield next(key for key in keys_of(EnvironmentRecipe, prefix) if key.path == f"{prefix}type")
+    owners: dict[Key, list[str]] = {}
     for name in sorted(ENVIRONMENTS):
-        for key in keys_of(environment_class(name).Recipe, prefix, variant=name):
-            if key.path.removeprefix(prefix) not in common:
-                yield key
+        for key in keys_of(environment_class(name).Recipe, prefix):
+            if key.path != f"{prefix}type":
+                owners.setdefault(key, []).append(name)
+    for key, names in owners.items():
+        yield replace(key, variant=", ".join(names))
 
 
 def sections_of(annotation: Any) -> list[type[Part]]:

@@ -1,0 +1,112 @@
+"""Keys that a user gave and that change nothing, and values that seldom mean what they say."""
+
+from posttrain.recipe.base import Part
+from posttrain.recipe.loss import GspoLoss, PpoLoss
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.recipe.stages import EvaluateRecipe, Recipe, RlRecipe, SftRecipe
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """One sentence for each key without effect and each value to look at twice."""
+    found = [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_limits(recipe)]
+    if isinstance(recipe, RlRecipe):
+        found += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
+    else:
+        found += _rollout_unused(recipe.rollout, recipe.stage)
+    if isinstance(recipe, SftRecipe):
+        unused = [("learner", key) for key in ("updates_per_step", "passes") if _given(recipe.learner, key)]
+        found += [_without_effect(f"{part}.{key}", "the sft stage makes one update a step") for part, key in unused]
+    if isinstance(recipe, EvaluateRecipe):
+        found += [
+            _without_effect(f"evaluation.{key}", "the evaluate stage plays evaluation.final_seeds once")
+            for key in ("every", "seeds", "metric")
+            if _given(recipe.evaluation, key)
+        ]
+    elif recipe.optimizer.schedule == "constant" and _given(recipe.optimizer, "final_fraction"):
+        found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
+    return found
+
+
+def _given(part: Part, key: str) -> bool:
+    """Whether the key differs from its default: a dumped recipe gives every key, and that is no mistake."""
+    return key in part.model_fields_set and getattr(part, key) != type(part).model_fields[key].default
+
+
+def _without_effect(key: str, reason: str) -> str:
+    return f"{key} has no effect: {reason}"
+
+
+def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
+    if sampling.temperature > 0:
+        return []
+    return [
+        _without_effect(f"{name}.{key}", "temperature 0 is greedy")
+        for key in ("top_p", "top_k", "min_p")
+        if _given(sampling, key)
+    ]
+
+
+def _limits(recipe: Recipe) -> list[str]:
+    rollout, turns, found = recipe.rollout, recipe.environment.max_turns, []
+    if turns * rollout.tokens_per_turn > rollout.tokens_per_episode:
+        found.append(
+            f"{turns} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
+            f"{rollout.tokens_per_episode} even without observations; long episodes will be cut"
+        )
+    if rollout.overlong is not None and rollout.overlong.limit > turns * rollout.tokens_per_turn:
+        found.append("rollout.overlong.limit is more than an episode can sample; the penalty is never whole")
+    return found
+
+
+def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
+    keys = ("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong")
+    reason = f"the {stage} stage samples evaluation episodes only"
+    return [_without_effect(f"rollout.{key}", reason) for key in keys if _given(rollout, key)]
+
+
+def _rl_without_effect(recipe: RlRecipe) -> list[str]:
+    kl, rollout, learner, found = recipe.kl, recipe.rollout, recipe.learner, []
+    found += _sampling("rollout.sampling", rollout.sampling)
+    if kl.coefficient == 0:
+        keys = [key for key in ("estimator", "place", "horizon") if _given(kl, key)]
+        found += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
+    elif kl.target is None and _given(kl, "horizon"):
+        found.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
+    for key, type_name in (("keep", "uncertainty"), ("max_rounds", "dynamic")):
+        if rollout.filter.type != type_name and _given(rollout.filter, key):
+            found.append(_without_effect(f"rollout.filter.{key}", f"rollout.filter.type is {rollout.filter.type}"))
+    for key, policy in (("retries", "retry"), ("reward", "score")):
+        if rollout.failures.policy != policy and _given(rollout.failures, key):
+            reason = f"rollout.failures.policy is {rollout.failures.policy}"
+            found.append(_without_effect(f"rollout.failures.{key}", reason))
+    once = learner.updates_per_step == 1 and learner.passes == 1 and recipe.loss.correction is None
+    if once and isinstance(recipe.loss, PpoLoss | GspoLoss):
+        clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(recipe.loss, key)]
+        reason = "with one update per step the ratio is 1 and nothing is clipped"
+        found += [_without_effect(f"loss.{key}", reason) for key in clips]
+    if recipe.evaluation.every > recipe.steps:
+        found.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
+    return found
+
+
+def _rl_doubtful(recipe: RlRecipe) -> list[str]:
+    loss, lora, optimizer, found = recipe.loss, recipe.model.lora, recipe.optimizer, []
+    if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
+        found.append(
+            f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
+            f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
+        )
+    if lora is not None and lora.dropout > 0:
+        found.append("model.lora.dropout above 0 makes the engine and the learner different policies")
+    if lora is None and optimizer.learning_rate > 1e-4:
+        found.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for training all weights by rl")
+    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
+    if optimizer.warmup_updates >= updates:
+        found.append(
+            f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {updates} updates of the run"
+        )
+    if recipe.rollout.sampling.temperature == 0 and recipe.rollout.episodes_per_group > 1:
+        found.append(
+            "rollout.sampling.temperature 0 makes the episodes of a group alike, so there is nothing to compare"
+        )
+    return found

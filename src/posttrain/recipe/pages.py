@@ -1,0 +1,111 @@
+"""The reference of keys on paper (docs/recipes.md) and on screen (`posttrain recipe`)."""
+
+import difflib
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.errors import InputError
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.pipeline import load_pipeline
+from posttrain.recipe.reference import Key, keys_of
+from posttrain.recipe.sources import read_file
+from posttrain.recipe.stages import STAGES
+
+_INTRODUCTION = """# Recipes: every key
+
+This page is generated from the schema by `posttrain recipe --markdown`; `posttrain recipe KEY` shows the same in the
+terminal.
+
+A recipe is a YAML document. Files are merged left to right, then come the overrides of the command line:
+`rollout.groups_per_step=4`, `--rollout.groups_per_step 4` and `--rollout.groups_per_step=4` mean the same, and
+`model.lora=null` sets a key to nothing. Every key has a default, so a recipe holds only what differs. Text is literal:
+nothing is interpolated. A section with several types (`environment`, `credit`, `loss`) has the keys of its `type` and
+no others. `posttrain rl ... --dry-run` prints the whole recipe with its defaults, how the batches work out, and an estimate
+of the memory.
+
+A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,
+and optionally `recipe` (a file to begin with, relative to the pipeline) and `from` (the earlier stage whose exported
+model becomes `model.path`). The keys of `common` lie beneath every stage. The run of a stage is
+`<runs>/<pipeline>/<stage>`. Overrides are `common.KEY=value` and `stages.NAME.KEY=value`.
+"""
+
+
+def markdown_reference() -> str:
+    """The text of docs/recipes.md: the keys of `rl` whole, then what the other stages have besides."""
+    keys = {stage: list(keys_of(schema)) for stage, schema in STAGES.items()}
+    parts = [_INTRODUCTION]
+    for stage, schema in STAGES.items():
+        known = set(keys["rl"]) if stage != "rl" else set()
+        own = [key for key in keys[stage] if key not in known]
+        parts.append(f"\n## `{stage}`\n\n{(schema.__doc__ or '').strip()}\n")
+        if known:
+            shared = sorted({key.path.split(".")[0] for key in keys[stage] if key in known})
+            parts.append(f"\nAs in `rl`: {', '.join(f'`{section}`' for section in shared)}. Besides:\n")
+        parts.append(_markdown_tables(own))
+    return "".join(parts)
+
+
+def show_keys(about: str, stage: str, console: Console) -> None:
+    """Print the keys of `stage` at or under the dotted key `about` (empty: all), or of that last name; `InputError` if there are none."""
+    if stage not in STAGES:
+        raise InputError(f"--stage {stage}: there is no such stage; use {', '.join(STAGES)}")
+    keys = list(keys_of(STAGES[stage]))
+    found = [key for key in keys if not about or key.path == about or key.path.startswith(f"{about}.")]
+    found = found or [key for key in keys if key.path.split(".")[-1] == about]
+    if not found:
+        names = {key.path for key in keys} | {key.path.rpartition(".")[0] for key in keys} - {""}
+        close = difflib.get_close_matches(about, sorted(names), 1)
+        hint = f"; the nearest is {close[0]}" if close else ""
+        raise InputError(f"stage {stage} has no key {about}{hint}")
+    console.print(_table(found))
+
+
+def show_recipe(path: str, console: Console) -> None:
+    """Print the keys that the recipe file `path` gives, with its values beside the defaults."""
+    given = read_file(path)
+    stage = given.values.get("stage", "rl")
+    if stage == "pipeline":
+        for part in load_pipeline(path, []).stages:
+            console.print(f"{part.name}: {part.recipe.stage}{f', from {part.upstream}' if part.upstream else ''}")
+        return
+    load_recipe([path], [], stage)
+    written = {".".join(key) for key in given.origins}
+    chosen = (given.values.get(section, {}) for section in ("environment", "credit", "loss"))
+    types = {section.get("type") for section in chosen if isinstance(section, dict)} - {None}
+    found = [key for key in keys_of(STAGES[stage]) if key.path in written and _applies(key, types)]
+    console.print(_table(found))
+
+
+def _applies(key: Key, types: set[str | None]) -> bool:
+    return not key.variant or not types or bool(types & set(key.variant.split(", ")))
+
+
+def _table(keys: Iterable[Key]) -> Table:
+    table = Table()
+    for title in ("key", "must be", "default", "what it does"):
+        table.add_column(title, overflow="fold")
+    for key in keys:
+        name = f"{key.path}\n({key.variant})" if key.variant else key.path
+        table.add_row(name, key.allowed, key.default, key.description)
+    return table
+
+
+def _markdown_tables(keys: list[Key]) -> str:
+    """One table for each top-level section, single keys of the top level first."""
+    nested = {key.path.split(".")[0] for key in keys if "." in key.path}
+    top = [key for key in keys if key.path not in nested and "." not in key.path]
+    parts = [_markdown_table(top)] if top else []
+    for section in dict.fromkeys(key.path.split(".")[0] for key in keys if key not in top):
+        inside = [key for key in keys if key.path.split(".")[0] == section]
+        parts.append(f"\n### `{section}`\n{_markdown_table(inside)}")
+    return "".join(parts)
+
+
+def _markdown_table(keys: list[Key]) -> str:
+    rows = ["", "| key | for type | must be | default | what it does |", "|---|---|---|---|---|"]
+    for key in keys:
+        cells = (f"`{key.path}`", key.variant, key.allowed, f"`{key.default}`", key.description)
+        rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,97 @@
+"""`--dry-run`: the recipe with its defaults, how its batches work out, and the memory it takes. Runs nothing."""
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.recipe.compose import dump_recipe
+from posttrain.recipe.memory import ModelSizes, memory_estimate
+from posttrain.recipe.notes import notes
+from posttrain.recipe.stages import EvaluateRecipe, Recipe, RlRecipe, SftRecipe
+
+
+def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> None:
+    """Print the whole plan; `sizes` are those of the model, None where its files are not on this machine."""
+    console.print(f"[bold]recipe[/bold] ({recipe.stage})")
+    console.print(dump_recipe(recipe), markup=False, highlight=False, end="")
+    console.print("\n[bold]batches[/bold]")
+    for line in batch_arithmetic(recipe):
+        console.print(f"  {line}", markup=False, highlight=False)
+    console.print("\n[bold]memory[/bold]")
+    if sizes is None:
+        unknown = f"  the files of {recipe.model.path} are not on this machine, so its sizes and memory are unknown"
+        console.print(unknown, markup=False, highlight=False)
+    else:
+        console.print(_memory_table(recipe, sizes))
+    for note in notes(recipe):
+        console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def batch_arithmetic(recipe: Recipe) -> list[str]:
+    """How the batches of the recipe work out, one line of words for each stretch of it."""
+    if isinstance(recipe, RlRecipe):
+        return [*_rl(recipe), *_evaluation(recipe, recipe.steps)]
+    if isinstance(recipe, SftRecipe):
+        updates = recipe.epochs * math.ceil(recipe.data.seeds.count / recipe.episodes_per_update)
+        lines = [
+            f"{recipe.data.seeds.count} traces of the {recipe.data.expert} player, {recipe.epochs} "
+            f"{_plural('pass', recipe.epochs)} over them, {recipe.episodes_per_update} traces per update: {updates} updates",
+            f"forward passes of at most {recipe.learner.tokens_per_batch} tokens",
+            f"traces on seeds {recipe.data.seeds}",
+        ]
+        return [*lines, *_evaluation(recipe, updates)]
+    return _evaluation(recipe, 0)
+
+
+def _rl(recipe: RlRecipe) -> list[str]:
+    rollout, learner = recipe.rollout, recipe.learner
+    groups, size = rollout.groups_per_step, rollout.episodes_per_group
+    episodes, updates = groups * size, learner.updates_per_step * learner.passes
+    per_update = math.ceil(groups / learner.updates_per_step) * size
+    passes = math.ceil(per_update * rollout.tokens_per_episode / learner.tokens_per_batch)
+    tasks = recipe.steps * groups
+    used = f"{tasks:,} of them are used" if tasks <= recipe.seeds.count else f"each about {tasks / recipe.seeds.count:.1f} times"
+    return [
+        f"{groups} {_plural('group', groups)} x {size} {_plural('episode', size)} = {episodes} episodes per step",
+        f"{learner.updates_per_step} {_plural('update', learner.updates_per_step)} per step x {learner.passes} "
+        f"{_plural('pass', learner.passes)} over its episodes = {updates} optimizer {_plural('step', updates)} per step, "
+        f"each on about {per_update} episodes",
+        f"an optimizer step takes forward passes of at most {learner.tokens_per_batch} tokens, at most {passes} of them "
+        f"where every episode is {rollout.tokens_per_episode} tokens long",
+        f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
+        f"training on seeds {recipe.seeds}, {used}",
+    ]
+
+
+def _evaluation(recipe: Recipe, steps: int) -> list[str]:
+    evaluation = recipe.evaluation
+    each = evaluation.seeds.count * evaluation.episodes_per_seed
+    final = evaluation.final_seeds.count * evaluation.episodes_per_seed
+    how = "greedy" if evaluation.sampling.temperature == 0 else f"at temperature {evaluation.sampling.temperature:g}"
+    if isinstance(recipe, EvaluateRecipe):
+        return [f"evaluation, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}"]
+    during = (steps - 1) // evaluation.every if evaluation.every else 0
+    return [
+        f"evaluation, {how}: {each} episodes on the held-out seeds {evaluation.seeds}, "
+        f"before, {during} {_plural('time', during)} during and after training",
+        f"final table, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}, before and after training",
+    ]
+
+
+def _memory_table(recipe: Recipe, sizes: ModelSizes) -> Table:
+    rows = memory_estimate(recipe, sizes)
+    table = Table("what", "memory", "counted as", box=None, show_header=False)
+    for what, (count, how) in rows.items():
+        table.add_row(f"  {what}", _bytes(count), how)
+    table.add_row("  [bold]together[/bold]", _bytes(sum(count for count, _ in rows.values())), "an estimate")
+    table.columns[1].justify = "right"
+    return table
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"
