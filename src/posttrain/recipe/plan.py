@@ -14,18 +14,18 @@ from posttrain.recipe.stages import EvaluateRecipe, Recipe, RlRecipe, SftRecipe
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> None:
     """Print the whole plan; `sizes` are those of the model, None where its files are not on this machine."""
     console.print(f"[bold]recipe[/bold] ({recipe.stage})")
-    console.print(dump_recipe(recipe), markup=False, highlight=False, end="")
+    console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
     console.print("\n[bold]batches[/bold]")
     for line in batch_arithmetic(recipe):
-        console.print(f"  {line}", markup=False, highlight=False)
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]memory[/bold]")
     if sizes is None:
         unknown = f"  the files of {recipe.model.path} are not on this machine, so its sizes and memory are unknown"
-        console.print(unknown, markup=False, highlight=False)
+        console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_memory_table(recipe, sizes))
     for note in notes(recipe):
-        console.print(f"note: {note}", markup=False, highlight=False)
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def batch_arithmetic(recipe: Recipe) -> list[str]:

@@ -47,6 +47,8 @@ class RlRecipe(_Stage):
     """Which stage the recipe is for; `posttrain rl` takes this one."""
     steps: int = Field(100, ge=1)
     """Steps; each samples groups_per_step x episodes_per_group episodes and makes updates_per_step updates."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Minutes after which no further step begins; the run then ends as after its last step. Null is no limit."""
     seeds: SeedRange = SeedRange(start=0, count=100_000)
     """Environment seeds to train on; each step takes the next ones, in an order shuffled once per pass."""
     engine: EngineRecipe = EngineRecipe()
