@@ -1,0 +1,127 @@
+"""A decision process small enough to enumerate: two turns, stochastic environment tokens, answers that may stop early.
+
+The policy has two tokens, GO and STOP. A turn's answer ends at STOP or after two tokens. Between the turns the
+environment puts one of two tokens, with odds that depend on the first answer, and a first answer of STOP alone ends
+the episode one time in four. The policy is a softmax over one logit per state.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.rollout.streams import Episode, Outcome, Stream
+
+GO, STOP, ENVIRONMENT = 0, 1, 2
+ANSWERS = ((STOP,), (GO, STOP), (GO, GO))
+STATES = 6
+"""First or second token of turn 1; the same of turn 2 after either environment token."""
+PARAMETERS = 0.6 * np.array([[0.3, -0.2], [-0.5, 0.4], [0.1, 0.7], [0.9, -0.3], [-0.4, -0.6], [0.2, 0.5]])
+"""[STATES, 2] logits of the policy that is tested; none of its distributions is uniform."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One way an episode can go."""
+
+    choices: tuple[tuple[int, int], ...]
+    """(state, token) of each sampled token."""
+    environment: float
+    """Probability of the environment's part."""
+    ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    rewards: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(self.rewards)
+
+    def probability(self, log_policy: np.ndarray) -> float:
+        return self.environment * float(np.exp(sum(log_policy[state, token] for state, token in self.choices)))
+
+
+def log_softmax(parameters: np.ndarray) -> np.ndarray:
+    return parameters - np.log(np.exp(parameters).sum(axis=1, keepdims=True))
+
+
+def trajectories() -> list[Trajectory]:
+    """All of them, each once."""
+    return list(_all())
+
+
+def _all() -> Iterator[Trajectory]:
+    for first in ANSWERS:
+        reward = {(STOP,): 0.5, (GO, STOP): 0.0, (GO, GO): -0.25}[first]
+        ends = 0.25 if first == (STOP,) else 0.0
+        opening = _Part(first, start=0, reward=reward)
+        if ends:
+            yield opening.trajectory(ends)
+        for shown in (0, 1):
+            odds = {(STOP,): 0.5, (GO, STOP): 0.8, (GO, GO): 0.3}[first]
+            chance = (1 - ends) * (odds if shown == 0 else 1 - odds)
+            for second in ANSWERS:
+                payment = (2.0 if shown == 0 else -1.0) * (len(second) == 2) + 3.0 * (shown == 1 and second == (STOP,))
+                yield (opening + _Part(second, start=2 + 2 * shown, reward=payment, shown=shown)).trajectory(chance)
+
+
+class _Part:
+    """An answer with the environment token before it, to be chained."""
+
+    def __init__(self, answer: tuple[int, ...], start: int, reward: float, shown: int | None = None) -> None:
+        before = () if shown is None else (ENVIRONMENT + shown,)
+        self.choices = tuple((start + place, token) for place, token in enumerate(answer))
+        self.ids = before + answer
+        self.sampled = (False,) * len(before) + (True,) * len(answer)
+        self.rewards = (0.0,) * (len(self.ids) - 1) + (reward,)
+
+    def __add__(self, other: "_Part") -> "_Part":
+        joined = object.__new__(_Part)
+        for name in ("choices", "ids", "sampled", "rewards"):
+            setattr(joined, name, getattr(self, name) + getattr(other, name))
+        return joined
+
+    def trajectory(self, chance: float) -> Trajectory:
+        return Trajectory(self.choices, chance, self.ids, self.sampled, self.rewards)
+
+
+def score(trajectory: Trajectory, log_policy: np.ndarray) -> np.ndarray:
+    """[STATES, 2]: gradient of the trajectory's log-probability with respect to the logits."""
+    gradient = np.zeros_like(log_policy)
+    for state, token in trajectory.choices:
+        gradient[state] -= np.exp(log_policy[state])
+        gradient[state, token] += 1.0
+    return gradient
+
+
+def exact_gradient(parameters: np.ndarray) -> np.ndarray:
+    """[STATES, 2]: gradient of the expected return, by enumeration: sum of P(tau) R(tau) grad log P(tau)."""
+    log_policy = log_softmax(parameters)
+    terms = (t.probability(log_policy) * t.total * score(t, log_policy) for t in trajectories())
+    return np.sum(list(terms), axis=0)
+
+
+def episode(trajectory: Trajectory, log_policy: np.ndarray, index: int) -> Episode:
+    """The trajectory as the rollout would hand it over."""
+    sampled = np.array(trajectory.sampled)
+    logprobs = np.zeros(len(sampled), dtype=np.float32)
+    logprobs[sampled] = [log_policy[choice] for choice in trajectory.choices]
+    stream = Stream(
+        np.array(trajectory.ids),
+        sampled,
+        logprobs,
+        np.array(trajectory.rewards, dtype=np.float32),
+        np.where(sampled, 0, -1),
+    )
+    return Episode(seed=0, group=0, index=index, version=0, streams=[stream], turns=[], outcome=Outcome.TERMINATED)
+
+
+def joint_samples(size: int, log_policy: np.ndarray) -> list[tuple[tuple[Trajectory, ...], float]]:
+    """Every unordered group of `size` independent trajectories with its probability; these add up to 1."""
+    every = trajectories()
+    found = []
+    for chosen in itertools.combinations_with_replacement(range(len(every)), size):
+        orders = len(set(itertools.permutations(chosen)))
+        probability = float(np.prod([every[i].probability(log_policy) for i in chosen])) * orders
+        found.append((tuple(every[i] for i in chosen), probability))
+    return found

@@ -1,0 +1,93 @@
+"""From episodes to advantages per token: masks, several streams, where rewards may sit."""
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.types import Advantages, RewardStreams
+from posttrain.errors import RunError
+from posttrain.recipe.credit import CreditRecipe
+from posttrain.rollout.streams import Episode, Outcome, Stream
+
+_RECIPE: TypeAdapter = TypeAdapter(CreditRecipe)
+
+
+def recipe(kind, **keys):
+    return _RECIPE.validate_python({"type": kind} | keys)
+
+
+def episode(*streams, group=0, index=0):
+    """Each stream as (mask, rewards), for example ("..ss.s", {3: 1.0})."""
+    made = []
+    for mask, paid in streams:
+        sampled = np.array([c == "s" for c in mask])
+        rewards = np.zeros(len(mask), dtype=np.float32)
+        for place, reward in paid.items():
+            rewards[place] = reward
+        made.append(
+            Stream(np.arange(len(mask)), sampled, np.zeros(len(mask), np.float32), rewards, np.where(sampled, 0, -1))
+        )
+    return Episode(seed=group, group=group, index=index, version=0, streams=made, turns=[], outcome=Outcome.TERMINATED)
+
+
+def test_environment_tokens_do_not_decay_credit_and_get_none():
+    short, long = episode(("..ss.s", {5: 8.0})), episode(("..ss" + "." * 50 + "s", {54: 8.0}))
+    credit = assign([short, long], recipe("reinforce", discount=0.5), reward_streams([short, long]))
+    np.testing.assert_array_equal(credit.values[0][0], np.array([0, 0, 2, 4, 0, 8], dtype=np.float32))
+    assert credit.values[0][0].dtype == np.float32
+    np.testing.assert_array_equal(credit.values[1][0][long.streams[0].sampled], [2, 4, 8])
+    assert not credit.values[1][0][~long.streams[0].sampled].any()
+
+
+def test_returns_run_across_the_streams_of_an_episode():
+    one = episode((".ss", {2: 1.0}), (".....s", {5: 4.0}))
+    credit = assign([one], recipe("reinforce", discount=0.5), reward_streams([one]))
+    np.testing.assert_array_equal(credit.values[0][0], [0, 1.5, 3])
+    np.testing.assert_array_equal(credit.values[0][1], [0, 0, 0, 0, 0, 4])
+
+
+def test_an_outcome_is_the_sum_over_streams_and_turns():
+    several = episode((".ss.s", {2: 1.0, 4: 2.0}), (".s", {1: 4.0}), group=4)
+    single = episode((".s", {1: 3.0}), group=4, index=1)
+    credit = assign([several, single], recipe("dr_grpo"), reward_streams([several, single]))
+    np.testing.assert_array_equal(credit.values[0][0], [0, 2, 2, 0, 2])
+    np.testing.assert_array_equal(credit.values[0][1], [0, 2])
+    np.testing.assert_array_equal(credit.values[1][0], [0, -2])
+
+
+def test_groups_are_those_of_the_ids_in_any_order():
+    made = [episode((".s", {1: float(r)}), group=g) for g, r in [(1, 0), (2, 10), (1, 4), (2, 10), (1, 2)]]
+    credit = assign(made, recipe("rloo"), reward_streams(made))
+    np.testing.assert_array_equal([c[0][1] for c in credit.values], [-3, 0, 3, 0, 0])
+
+
+def test_remax_uses_the_greedy_returns():
+    made = [episode((".s", {1: 3.0}), group=9)]
+    assert assign(made, recipe("remax"), reward_streams(made), {9: 1.0}).values[0][0][1] == 2.0
+    with pytest.raises(RunError, match="group 9"):
+        assign(made, recipe("remax"), reward_streams(made))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "brpo"])
+def test_no_episodes_no_advantages(kind):
+    assert assign([], recipe(kind), RewardStreams([])) == Advantages([])
+
+
+def test_an_episode_that_sampled_nothing_is_carried_along():
+    made = [episode(("...", {})), episode((".s", {1: 1.0}), index=1)]
+    for kind in ("grpo", "opo", "reinforce", "reinforce_pp_baseline"):
+        assert not assign(made, recipe(kind), reward_streams(made)).values[0][0].any()
+
+
+def test_reward_streams_are_copies():
+    one = episode((".s", {1: 1.0}))
+    reward_streams([one]).values[0][0][1] = 5.0
+    assert one.streams[0].rewards[1] == 1.0
+
+
+@pytest.mark.parametrize(("paid", "words"), [({0: 1.0}, "did not sample"), ({1: np.nan}, "not finite")])
+def test_a_reward_that_cannot_be_credited_names_its_episode(paid, words):
+    one = episode((".s", paid), group=3, index=2)
+    with pytest.raises(RunError, match=f"group 3 episode 2 .*{words}"):
+        assign([one], recipe("grpo"), reward_streams([one]))

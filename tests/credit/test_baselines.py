@@ -1,0 +1,128 @@
+"""Each baseline by hand, and the laws that all of them keep."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.credit.assign import OUTCOME_BASELINES
+from posttrain.credit.baselines.batch import arpo, brpo
+from posttrain.credit.baselines.greedy import remax
+from posttrain.credit.baselines.group_mean import dr_grpo, grpo
+from posttrain.credit.baselines.leave_one_out import rloo
+from posttrain.credit.baselines.length_weighted import opo
+from posttrain.credit.baselines.token_returns import reinforce, reinforce_pp, reinforce_pp_baseline
+from posttrain.errors import RunError
+
+# Group 7 holds 1, 2, 6 (mean 3, sample variance (4 + 1 + 9) / 2 = 7); group 3 holds 0, 4.
+RETURNS = np.array([1.0, 0.0, 2.0, 4.0, 6.0])
+GROUPS = np.array([7, 3, 7, 3, 7])
+LENGTHS = np.array([1, 3, 2, 1, 5])
+GREEDY = {7: 1.5, 3: -1.0}
+
+
+def test_grpo_divides_by_the_sample_deviation_of_the_group():
+    seven, three = np.sqrt(7.0) + 1e-6, np.sqrt(8.0) + 1e-6
+    expected = [-2 / seven, -2 / three, -1 / seven, 2 / three, 3 / seven]
+    np.testing.assert_allclose(grpo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
+
+
+def test_dr_grpo_takes_the_mean_away():
+    np.testing.assert_allclose(dr_grpo(RETURNS, GROUPS, LENGTHS, {}), [-2, -2, -1, 2, 3], rtol=1e-12)
+
+
+def test_rloo_takes_the_mean_of_the_others_away():
+    np.testing.assert_allclose(rloo(RETURNS, GROUPS, LENGTHS, {}), [1 - 4, 0 - 4, 2 - 3.5, 4 - 0, 6 - 1.5], rtol=1e-12)
+
+
+def test_opo_weighs_the_mean_by_length():
+    seven, three = (1 * 1 + 2 * 2 + 5 * 6) / 8, (3 * 0 + 1 * 4) / 4
+    expected = [1 - seven, 0 - three, 2 - seven, 4 - three, 6 - seven]
+    np.testing.assert_allclose(opo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
+
+
+def test_remax_takes_the_greedy_return_of_the_task_away():
+    np.testing.assert_allclose(remax(RETURNS, GROUPS, LENGTHS, GREEDY), [-0.5, 1, 0.5, 5, 4.5], rtol=1e-12)
+
+
+def test_remax_names_the_group_without_a_greedy_episode():
+    with pytest.raises(RunError, match="group 7"):
+        remax(RETURNS, GROUPS, LENGTHS, {3: 1.0})
+
+
+def test_brpo_standardises_over_the_batch():
+    expected = (RETURNS - 2.6) / (RETURNS.std(ddof=1) + 1e-6)
+    np.testing.assert_allclose(brpo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
+
+
+def test_arpo_is_the_return():
+    np.testing.assert_array_equal(arpo(RETURNS, GROUPS, LENGTHS, {}), RETURNS)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_a_group_of_one_has_no_signal(name):
+    advantages = OUTCOME_BASELINES[name](np.array([5.0, 1.0, 2.0]), np.array([0, 1, 1]), np.array([3, 3, 3]), {})
+    assert advantages[0] == 0.0
+    assert advantages[1] < 0 < advantages[2]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "brpo"])
+@pytest.mark.parametrize("value", [0.1, -0.3, 1e9])
+def test_equal_returns_give_exactly_zero(name, value):
+    advantages = OUTCOME_BASELINES[name](np.full(3, value), np.zeros(3, int), np.array([1, 2, 7]), {})
+    assert (advantages == 0.0).all()
+
+
+def test_returns_that_differ_by_rounding_alone_are_equal():
+    returns = np.array([np.float32(0.1) + np.float64(np.float32(0.2)), np.float32(0.3)], dtype=np.float64)
+    assert returns[0] != returns[1]
+    assert (grpo(returns, np.zeros(2, int), np.ones(2, int), {}) == 0.0).all()
+
+
+def test_a_batch_of_none_is_none():
+    nothing = np.zeros(0)
+    for baseline in OUTCOME_BASELINES.values():
+        assert len(baseline(nothing, nothing.astype(int), nothing.astype(int), {})) == 0
+    assert reinforce_pp([], 1.0) == []
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_order_of_episodes_changes_no_bit(data):
+    size = data.draw(st.integers(1, 9))
+    returns = np.array(
+        data.draw(st.lists(st.floats(-10, 10, width=32), min_size=size, max_size=size)), dtype=np.float64
+    )
+    groups = np.array(data.draw(st.lists(st.sampled_from([2, 5, 11]), min_size=size, max_size=size)))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 6), min_size=size, max_size=size)))
+    order = np.array(data.draw(st.permutations(range(size))))
+    greedy = {2: 0.5, 5: -1.0, 11: 0.0}
+    for name, baseline in OUTCOME_BASELINES.items():
+        straight = baseline(returns, groups, lengths, greedy)
+        shuffled = baseline(returns[order], groups[order], lengths[order], greedy)
+        np.testing.assert_array_equal(straight[order], shuffled, err_msg=name)
+    whole = reinforce_pp_baseline(returns, groups, lengths)
+    parts = reinforce_pp_baseline(returns[order], groups[order], lengths[order])
+    for place, part in zip(order, parts, strict=True):
+        np.testing.assert_array_equal(whole[place], part)
+
+
+def test_reinforce_discounts_per_sampled_token():
+    found = reinforce([np.array([0.0, 1.0, 0.0, 4.0]), np.array([2.0])], 0.5)
+    np.testing.assert_allclose(found[0], [0.5 + 4 / 8, 1 + 4 / 4, 2, 4], rtol=1e-12)
+    np.testing.assert_allclose(found[1], [2.0], rtol=1e-12)
+
+
+def test_reinforce_pp_whitens_over_tokens():
+    # Returns from each token on: 3, 3, 1 and 5: mean 3, population variance (0 + 0 + 4 + 4) / 4 = 2.
+    found = reinforce_pp([np.array([0.0, 2.0, 1.0]), np.array([5.0])], 1.0)
+    scale = np.sqrt(2.0) + 1e-6
+    np.testing.assert_allclose(np.concatenate(found), [0, 0, -2 / scale, 2 / scale], atol=1e-12)
+
+
+def test_reinforce_pp_baseline_whitens_over_tokens():
+    # Episodes of 3 and 1 tokens with advantages -1 and 1: mean -0.5, population variance 3/4.
+    found = reinforce_pp_baseline(np.array([0.0, 2.0]), np.array([0, 0]), np.array([3, 1]))
+    scale = np.sqrt(0.75) + 1e-6
+    np.testing.assert_allclose(found[0], np.full(3, -0.5 / scale), rtol=1e-12)
+    np.testing.assert_allclose(found[1], [1.5 / scale], rtol=1e-12)

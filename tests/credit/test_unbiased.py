@@ -1,0 +1,188 @@
+"""Every estimator against the exact policy gradient of a process whose episodes are all enumerated.
+
+The expectation is exact too: over every group of 2 and of 3 independent episodes, through `assign`, `token_weights`
+and `policy_loss` as training calls them.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from posttrain.credit.assign import assign, reward_streams
+from posttrain.losses.batch import TokenBatch
+from posttrain.losses.kl import kl_loss
+from posttrain.losses.normalisation import token_weights
+from posttrain.losses.policy import policy_loss
+from posttrain.recipe.credit import CreditRecipe
+from posttrain.recipe.loss import LossRecipe
+
+from .decision_process import PARAMETERS, episode, exact_gradient, joint_samples, log_softmax, score, trajectories
+
+LOG_POLICY = log_softmax(PARAMETERS)
+EXACT = exact_gradient(PARAMETERS)
+GREEDY = {0: 2.0}
+"""Return of the greedy episode: any number that does not depend on the sampled episodes."""
+LOSSES = [
+    {"type": "ppo"},
+    {"type": "ppo", "clip_high": 0.28, "dual_clip": 3.0},
+    {"type": "gspo"},
+    {"type": "gspo_token"},
+    {"type": "cispo"},
+    {"type": "reinforce"},
+]
+
+
+def expected_gradient(credit: dict, loss: dict, size: int, normaliser: str = "constant") -> np.ndarray:
+    """[STATES, 2]: what one update moves the logits by, on average; `constant` divides by the episodes."""
+    options = {"normaliser": normaliser} | ({"constant": float(size)} if normaliser == "constant" else {})
+    recipe = TypeAdapter(LossRecipe).validate_python(loss | options)
+    choices, lengths, weights, advantages = [], [], [], []
+    for chosen, probability, values in credited_groups(tuple(credit.items()), size):
+        counts = [len(t.choices) for t in chosen]
+        per_stream, divisor = token_weights(recipe.normaliser, counts, recipe.constant)
+        for trajectory, weight in zip(chosen, per_stream, strict=True):
+            choices += trajectory.choices
+            weights += [probability * weight / divisor] * len(trajectory.choices)
+        lengths += counts
+        advantages.append(values)
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    states, tokens = torch.tensor(choices).T
+    logprobs = torch.log_softmax(parameters, dim=1)[states, tokens]
+    # All groups in one batch: the loss is a sum, so weighing each group by its probability gives the expectation.
+    batch = TokenBatch(
+        behaviour=logprobs.detach(),
+        advantages=torch.from_numpy(np.concatenate(advantages)),
+        stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        lengths=torch.tensor(lengths),
+        weights=torch.tensor(weights, dtype=torch.float64),
+    )
+    total, _ = policy_loss(recipe, logprobs, batch)
+    total.backward()
+    assert parameters.grad is not None
+    return -parameters.grad.numpy()
+
+
+@cache
+def credited_groups(credit: tuple, size: int) -> list:
+    """(trajectories, probability, advantages of all their sampled tokens) of every group."""
+    recipe = TypeAdapter(CreditRecipe).validate_python(dict(credit))
+    found = []
+    for chosen, probability in joint_samples(size, LOG_POLICY):
+        played = [episode(t, LOG_POLICY, i) for i, t in enumerate(chosen)]
+        values = assign(played, recipe, reward_streams(played), GREEDY).values
+        flat = [
+            v[s.sampled]
+            for e, streams in zip(played, values, strict=True)
+            for s, v in zip(e.streams, streams, strict=True)
+        ]
+        found.append((chosen, probability, np.concatenate(flat).astype(np.float64)))
+    return found
+
+
+def relative_error(found: np.ndarray, scale: float = 1.0) -> float:
+    return float(np.abs(found - scale * EXACT).max() / np.abs(EXACT).max())
+
+
+def error_of_direction(found: np.ndarray) -> float:
+    """Sine of the angle to the exact gradient: what no learning rate mends."""
+    cosine = float((found * EXACT).sum() / np.linalg.norm(found) / np.linalg.norm(EXACT))
+    return float(np.sqrt(max(0.0, 1 - cosine**2)))
+
+
+def test_the_process_is_a_distribution_with_varied_lengths():
+    every = trajectories()
+    assert sum(t.probability(LOG_POLICY) for t in every) == pytest.approx(1.0, abs=1e-14)
+    assert {len(t.choices) for t in every} == {1, 2, 3, 4}
+    assert len({(t.choices, t.ids) for t in every}) == len(every) == 19
+    assert sum(p for _, p in joint_samples(3, LOG_POLICY)) == pytest.approx(1.0, abs=1e-13)
+
+
+def test_the_enumerated_gradient_is_that_of_the_expected_return():
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    log_policy = torch.log_softmax(parameters, dim=1)
+    value = torch.zeros((), dtype=torch.float64)
+    for t in trajectories():
+        value = value + t.environment * t.total * torch.exp(sum(log_policy[state, token] for state, token in t.choices))
+    value.backward()
+    assert parameters.grad is not None
+    np.testing.assert_allclose(parameters.grad.numpy(), EXACT, atol=1e-13)
+    assert np.abs(EXACT).max() > 0.1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("kind", ["arpo", "rloo", "remax"])
+def test_unbiased_baselines(kind, loss, size):
+    # Advantages leave `assign` in float32, and those of rloo in groups of 3 hold halves alone, which are exact there.
+    assert relative_error(expected_gradient({"type": kind}, loss, size)) < 1e-9
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss["type"] != "gspo"], ids=str)
+def test_returns_from_each_token_on_are_unbiased(loss, size):
+    assert relative_error(expected_gradient({"type": "reinforce"}, loss, size)) < 1e-9
+
+
+def test_gspo_gives_every_token_the_mean_advantage_of_its_stream():
+    # Hence its bias where advantages differ inside a stream, which `gspo_token` is there for.
+    assert error_of_direction(expected_gradient({"type": "reinforce"}, {"type": "gspo"}, 2)) > 0.01
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_dr_grpo_is_unbiased_up_to_its_factor(loss, size):
+    found = expected_gradient({"type": "dr_grpo"}, loss, size)
+    # A third is rounded to float32 on its way out of `assign`; in groups of 2 all is exact.
+    assert relative_error(found, (size - 1) / size) < (1e-9 if size == 2 else 1e-7)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["grpo", "brpo", "opo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_biased_baselines_miss_the_direction(kind, size):
+    assert error_of_direction(expected_gradient({"type": kind}, {"type": "reinforce"}, size)) > 0.01
+
+
+def test_a_discount_is_biased():
+    assert (
+        error_of_direction(expected_gradient({"type": "reinforce", "discount": 0.8}, {"type": "reinforce"}, 2)) > 0.01
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["arpo", "rloo", "remax"])
+def test_normalisers_by_random_lengths_are_biased(kind, normaliser, size):
+    assert error_of_direction(expected_gradient({"type": kind}, {"type": "reinforce"}, size, normaliser)) > 0.01
+
+
+def test_the_gradients_of_kl_estimators_are_what_they_claim():
+    reference = np.log(np.array([0.3, 0.7]))
+    logits = torch.tensor([0.4, -0.1], dtype=torch.float64, requires_grad=True)
+
+    def gradient(value: torch.Tensor) -> np.ndarray:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0].numpy()
+
+    log_policy = torch.log_softmax(logits, dim=0)
+    probabilities, target = log_policy.exp(), torch.from_numpy(reference)
+    reverse = gradient((probabilities * (log_policy - target)).sum())
+    forward = gradient((target.exp() * (target - log_policy)).sum())
+    batch = TokenBatch(
+        behaviour=log_policy.detach(),
+        advantages=torch.zeros(2, dtype=torch.float64),
+        stream=torch.arange(2),
+        lengths=torch.ones(2, dtype=torch.int64),
+        weights=probabilities.detach(),
+        reference=target,
+    )
+    expected = {"k1": np.zeros(2), "k2": reverse, "k3": forward}
+    for estimator, exact in expected.items():
+        np.testing.assert_allclose(gradient(kl_loss(estimator, log_policy, batch)[0]), exact, atol=1e-12)
+    assert np.abs(reverse - forward).max() > 1e-3
+
+
+def test_score_is_zero_on_average():
+    mean = sum(t.probability(LOG_POLICY) * score(t, LOG_POLICY) for t in trajectories())
+    np.testing.assert_allclose(mean, 0.0, atol=1e-14)
