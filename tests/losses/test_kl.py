@@ -1,0 +1,61 @@
+"""KL estimators, penalties and the controller, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.credit.types import RewardStreams
+from posttrain.losses.kl import KlController, estimate_kl, penalise
+from posttrain.recipe.loss import KlRecipe
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", [0.5, -2.0]), ("k2", [0.125, 2.0]), ("k3", [math.exp(-0.5) - 0.5, math.exp(2) - 3])],
+)
+def test_estimators(estimator, expected):
+    np.testing.assert_allclose(estimate_kl(estimator, np.array([0.5, -2.0])), expected, rtol=1e-12)
+    found = estimate_kl(estimator, torch.tensor([0.5, -2.0], dtype=torch.float64))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+def test_k3_is_finite_and_flat_beyond_its_bound():
+    d = torch.tensor([-500.0, 500.0], requires_grad=True)
+    estimate_kl("k3", d).sum().backward()
+    assert torch.isfinite(estimate_kl("k3", d)).all()
+    assert d.grad.tolist() == [0.0, 0.0]
+
+
+def test_penalty_is_subtracted_from_copies():
+    rewards = RewardStreams([[np.array([0.0, 1.0], np.float32)]])
+    found = penalise(rewards, [[np.array([0.0, 0.5], np.float32)]], 0.1)
+    np.testing.assert_allclose(found.values[0][0], [0.0, 0.95], rtol=1e-6)
+    assert found.values[0][0].dtype == np.float32
+    assert rewards.values[0][0][1] == 1.0
+
+
+def test_adaptive_coefficient_is_steered_to_the_target():
+    controller = KlController(KlRecipe(coefficient=0.1, target=2.0, horizon=100))
+    controller.update(2.2, 10)
+    assert controller.coefficient == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    controller.update(50.0, 50)
+    assert controller.coefficient == pytest.approx(0.101 * (1 + 0.2 * 0.5))
+    resumed = KlController(controller.recipe)
+    resumed.load_state_dict(controller.state_dict())
+    resumed.update(0.0, 100_000)
+    assert resumed.coefficient == pytest.approx(0.101 * 1.1 * 0.8)
+
+
+@pytest.mark.parametrize("kl", [None, math.nan])
+def test_nothing_measured_moves_nothing(kl):
+    controller = KlController(KlRecipe(coefficient=0.1, target=2.0))
+    controller.update(kl, 10)
+    assert controller.coefficient == 0.1
+
+
+def test_a_fixed_coefficient_stays():
+    controller = KlController(KlRecipe(coefficient=0.1))
+    controller.update(50.0, 10)
+    assert controller.coefficient == 0.1

@@ -1,0 +1,126 @@
+"""Policy losses by hand: values, edges where the gradient is zero, corrections."""
+
+import math
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from posttrain.losses.batch import TokenBatch
+from posttrain.losses.policy import policy_loss
+from posttrain.losses.supervised import nll
+from posttrain.recipe.loss import LossRecipe
+
+
+def batch(advantages, lengths=None, behaviour=None, old=None, weights=None):
+    n = len(advantages)
+    lengths = lengths or [n]
+    tensor = lambda values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
+    return TokenBatch(
+        behaviour=tensor(behaviour or [-1.0] * n),
+        advantages=tensor(advantages),
+        stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        lengths=torch.tensor(lengths),
+        weights=tensor(weights or [1.0] * n),
+        old=None if old is None else tensor(old),
+    )
+
+
+def evaluate(recipe, ratios, data):
+    """Loss, gradient and metrics, for ratios to a policy whose log-probabilities are -1 everywhere."""
+    logprobs = torch.tensor([-1.0 + math.log(r) for r in ratios], dtype=torch.float64, requires_grad=True)
+    loss, metrics = policy_loss(TypeAdapter(LossRecipe).validate_python(recipe), logprobs, data)
+    loss.backward()
+    return loss.item(), logprobs.grad.tolist(), metrics
+
+
+RATIOS, ADVANTAGES = [1.5, 1.5, 0.5, 0.5, 1.1], [2.0, -2.0, 2.0, -2.0, 1.0]
+
+
+def test_ppo_clips_on_the_pessimistic_side():
+    loss, gradient, metrics = evaluate({"type": "ppo"}, RATIOS, batch(ADVANTAGES))
+    assert loss == pytest.approx(-2.4 + 3.0 - 1.0 + 1.6 - 1.1)
+    assert gradient == pytest.approx([0, 3.0, -1.0, 0, -1.1])
+    assert metrics["policy/clip_high"] == (1.0, 5.0)
+    assert metrics["policy/clip_low"] == (1.0, 5.0)
+    assert metrics["policy/ratio"] == pytest.approx((5.1, 5.0))
+
+
+def test_clip_higher_lets_good_tokens_grow():
+    _, gradient, _ = evaluate({"type": "ppo", "clip_high": 0.6}, RATIOS, batch(ADVANTAGES))
+    assert gradient == pytest.approx([-3.0, 3.0, -1.0, 0, -1.1])
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    loss, gradient, metrics = evaluate({"type": "ppo", "dual_clip": 3.0}, [5.0, 2.0, 5.0], batch([-2.0, -2.0, 2.0]))
+    assert loss == pytest.approx(6.0 + 4.0 - 2.4)
+    assert gradient == pytest.approx([0, 4.0, 0])
+    assert metrics["policy/clip_dual"] == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gspo_token"])
+def test_gspo_uses_the_geometric_mean_of_the_stream(kind):
+    recipe = {"type": kind, "clip_low": 0.2, "clip_high": 0.2}
+    # Stream 1: sqrt(2 x 0.5) = 1, unclipped; stream 2: 1.5, clipped for its positive advantage.
+    data = batch([1.0, 3.0, 2.0], lengths=[2, 1])
+    loss, gradient, metrics = evaluate(recipe, [2.0, 0.5, 1.5], data)
+    assert loss == pytest.approx(-1.0 - 3.0 - 2.4)
+    assert gradient == pytest.approx([-2.0, -2.0, 0] if kind == "gspo" else [-1.0, -3.0, 0])
+    assert metrics["policy/clip_high"] == (1.0, 3.0)
+
+
+def test_cispo_keeps_every_gradient():
+    loss, gradient, metrics = evaluate({"type": "cispo", "clip_high": 1.0}, [5.0, 0.5], batch([2.0, -2.0]))
+    assert gradient == pytest.approx([-4.0, 1.0])
+    assert loss == pytest.approx(-2 * 2 * (-1 + math.log(5)) + 0.5 * 2 * (-1 + math.log(0.5)))
+    assert metrics["policy/clip_high"] == (1.0, 2.0)
+
+
+def test_reinforce_has_no_ratio():
+    _, gradient, _ = evaluate({"type": "reinforce"}, [5.0, 0.5], batch([2.0, -2.0], weights=[1.0, 0.5]))
+    assert gradient == pytest.approx([-2.0, 1.0])
+
+
+def test_corrections_per_token():
+    # w = old / behaviour = 4, 1.5, 0.25.
+    behaviour = [-1 - math.log(w) for w in (4.0, 1.5, 0.25)]
+    data = batch([1.0, 1.0, 1.0], behaviour=behaviour, old=[-1.0] * 3)
+    _, gradient, metrics = evaluate({"type": "ppo", "correction": {"type": "tis"}}, [1.0] * 3, data)
+    assert gradient == pytest.approx([-2.0, -1.5, -0.25])
+    assert metrics["correction/truncated"] == (1.0, 3.0)
+    _, gradient, metrics = evaluate({"type": "ppo", "correction": {"type": "mis"}}, [1.0] * 3, data)
+    assert gradient == pytest.approx([0, -1.5, 0])
+    assert metrics["correction/dropped"] == (2.0, 3.0)
+    assert metrics["correction/mismatch"] == pytest.approx((math.log(4) + math.log(1.5) + math.log(4), 3.0))
+
+
+def test_corrections_per_sequence():
+    # Geometric means: sqrt(4 x 1) = 2 stays, 8 is cut or dropped.
+    behaviour = [-1 - math.log(w) for w in (4.0, 1.0, 8.0)]
+    data = batch([1.0, 1.0, 1.0], lengths=[2, 1], behaviour=behaviour, old=[-1.0] * 3)
+    for kind, last in (("tis", -2.5), ("mis", 0.0)):
+        recipe = {"type": "cispo", "correction": {"type": kind, "level": "sequence", "cap": 2.5}}
+        _, gradient, _ = evaluate(recipe, [1.0] * 3, data)
+        assert gradient == pytest.approx([-2.0, -2.0, last])
+
+
+def test_a_correction_needs_the_learners_own_logprobs():
+    with pytest.raises(ValueError, match="`old`"):
+        evaluate({"type": "ppo", "correction": {"type": "tis"}}, [1.0], batch([1.0]))
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "gspo_token", "cispo", "reinforce"])
+def test_extreme_logprobs_stay_finite_in_float32(kind):
+    data = batch([-1.0, 1.0])
+    values = {name: getattr(data, name).float() for name in ("behaviour", "advantages", "weights")}
+    data = TokenBatch(**values, stream=data.stream, lengths=data.lengths)
+    logprobs = torch.tensor([0.0, -2e4], requires_grad=True)
+    loss, metrics = policy_loss(TypeAdapter(LossRecipe).validate_python({"type": kind}), logprobs, data)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(logprobs.grad).all()
+    assert all(math.isfinite(value) for value, _ in metrics.values())
+
+
+def test_nll_is_the_weighted_sum():
+    assert nll(torch.tensor([-1.0, -3.0], dtype=torch.float64), batch([0.0, 0.0], weights=[1.0, 0.5])).item() == 2.5

@@ -1,0 +1,52 @@
+"""Collapse guards: thresholds, patience, state."""
+
+import math
+
+import pytest
+
+from posttrain.recipe.run import GuardRecipe
+from posttrain.training.guards import Guards
+
+
+@pytest.mark.parametrize(
+    ("key", "metric", "threshold", "bad", "good"),
+    [
+        ("min_reward_spread", "reward/group_spread", 0.1, 0.05, 0.1),
+        ("min_entropy", "policy/entropy", 0.1, 0.05, 0.1),
+        ("max_gradient_norm", "optimizer/gradient_norm", 10.0, math.inf, 10.0),
+        ("max_repeated_share", "policy/repeated_share", 0.5, 0.6, 0.5),
+    ],
+)
+def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
+    guards = Guards(GuardRecipe(patience=2, **{key: threshold}))
+    assert guards.check({metric: bad}) == []
+    assert guards.check({metric: good}) == []
+    assert guards.check({metric: bad}) == []
+    (sentence,) = guards.check({metric: bad})
+    assert sentence.startswith(f"{metric} = {bad:.4g}")
+    assert f"guards.{key} = {threshold:g} for 2 steps in a row" in sentence
+    assert guards.check({metric: bad}) == []
+
+
+def test_a_missing_metric_is_no_evidence():
+    guards = Guards(GuardRecipe(patience=2, min_entropy=0.1))
+    guards.check({"policy/entropy": 0.0})
+    assert guards.check({}) == guards.check({"policy/entropy": math.nan}) == []
+    assert len(guards.check({"policy/entropy": 0.0})) == 1
+
+
+def test_a_guard_without_threshold_is_off():
+    assert (
+        Guards(GuardRecipe(patience=1, max_repeated_share=None)).check(
+            {"policy/repeated_share": 1.0, "policy/entropy": 0.0}
+        )
+        == []
+    )
+
+
+def test_counts_survive_a_resume():
+    recipe = GuardRecipe(patience=2)
+    first, second = Guards(recipe), Guards(recipe)
+    first.check({"policy/repeated_share": 1.0})
+    second.load_state_dict(first.state_dict())
+    assert len(second.check({"policy/repeated_share": 1.0})) == 1
