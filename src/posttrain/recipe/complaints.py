@@ -84,8 +84,10 @@ def _remedy(path: KeyPath, part: type[Part], given: Layer, stage: type[Part], pr
         return f"the nearest is {'.'.join((*section, close[0]))}"
     if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
         return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"
-    if stages := [name for name, other in STAGES.items() if not prefix and path[0] in other.model_fields]:
-        return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
+    if not prefix and path[0] not in stage.model_fields:
+        stages = [name for name, other in STAGES.items() if path[0] in other.model_fields]
+        if stages:
+            return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
     leaves = {key.split(".")[-1]: key for key in sorted(names, reverse=True)}
     if close := difflib.get_close_matches(name, leaves, 1, 0.7):
         return f"the nearest is {leaves[close[0]]}"

@@ -1,0 +1,253 @@
+"""Every kind of bad input has one exact sentence; whatever is accepted survives being written and read."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.errors import InputError
+from posttrain.recipe.compose import dump_recipe, load_recipe
+from posttrain.recipe.sources import dump_values, merge, read_text
+
+
+def complaint(*overrides, sources=(), stage="rl"):
+    with pytest.raises(InputError) as caught:
+        load_recipe([str(source) for source in sources], list(overrides), stage)
+    return str(caught.value)
+
+
+@pytest.fixture
+def recipe_file(tmp_path, monkeypatch):
+    """A function that writes text to r.yaml in the working directory and returns that name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="r.yaml"):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "r.yaml is empty; write at least one `key: value` line, or leave the file out"),
+        ("# nothing\n", "r.yaml is empty; write at least one `key: value` line, or leave the file out"),
+        ("- 1\n", "r.yaml line 1: a recipe is made of `key: value` lines"),
+        ("steps: 1\nkl: [1\n", "r.yaml line 3 is not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("kl:\n\tcoefficient: 1\n", "r.yaml line 2: a tab is used for indentation; use spaces"),
+        ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps was already given in line 1; keep one of them"),
+        (
+            "kl:\n  place: loss\n  place: loss\n",
+            "r.yaml line 3: kl.place was already given in line 2; keep one of them",
+        ),
+        ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
+        ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
+        (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text"),
+        (
+            "name: x\x01\n",
+            "r.yaml is not YAML: unacceptable character #x0001: special characters are not allowed "
+            'in "<unicode string>", position 7',
+        ),
+        ("stage: sft\n", "r.yaml line 1: the recipe is for stage sft, not rl; run it with `posttrain sft`"),
+        (
+            "stage: pipeline\n",
+            "r.yaml line 1: the recipe is for stage pipeline, not rl; run it with `posttrain pipeline`",
+        ),
+        (
+            "stage: evalaute\n",
+            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, sft, evaluate or pipeline',
+        ),
+        (
+            "rollout:\n  group_per_step: 3\n",
+            "r.yaml line 2: there is no key rollout.group_per_step; the nearest is rollout.groups_per_step",
+        ),
+        ("steps: 0\n", "r.yaml line 1: steps is 0; it must be a whole number, 1 or more"),
+    ],
+)
+def test_a_bad_file_is_told_by_line(recipe_file, text, expected):
+    assert complaint(sources=[recipe_file(text)]) == expected
+
+
+def test_a_file_that_is_not_there(recipe_file, tmp_path):
+    (tmp_path / "folder").mkdir()
+    assert complaint(sources=["no.yaml"]) == (
+        "there is no recipe file no.yaml; name a YAML file, or write overrides as `key=value`"
+    )
+    assert complaint(sources=["folder"]) == "folder is a directory; name a recipe file in it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["temperature=1"],
+            "override temperature=1: there is no key temperature; "
+            "evaluation.sampling.temperature and rollout.sampling.temperature have that name",
+        ),
+        (
+            ["learning_rate=1"],
+            "override learning_rate=1: there is no key learning_rate; optimizer.learning_rate has that name",
+        ),
+        (
+            ["kl.zork=1"],
+            "override kl.zork=1: there is no key kl.zork; "
+            "the keys of kl are coefficient, estimator, horizon, place, target",
+        ),
+        (
+            ["epochs=1"],
+            "override epochs=1: there is no key epochs; epochs belongs to stage sft, not rl",
+        ),
+        (
+            ["environment.size=4"],
+            "override environment.size=4: there is no key environment.size; "
+            "it belongs to environment.type frozen_lake, not bandit, so remove it or change the type",
+        ),
+        (
+            ["environment.format.thinkin=true"],
+            "override environment.format.thinkin=true: there is no key environment.format.thinkin; "
+            "the nearest is environment.format.thinking",
+        ),
+        (
+            ["credit.type=rloo", "credit.discount=0.9"],
+            "override credit.discount=0.9: there is no key credit.discount; "
+            "it belongs to credit.type reinforce, reinforce_pp, not rloo, so remove it or change the type",
+        ),
+        (
+            ["loss.type=gsop"],
+            'override loss.type=gsop: loss.type is "gsop" (did you mean gspo?); '
+            "it must be ppo, gspo, gspo_token, cispo or reinforce",
+        ),
+        (
+            ["environment.type=bandt"],
+            "override environment.type=bandt: environment.type: there is no environment 'bandt'; use one of bandit, "
+            "frozen_lake, sokoban, `module:Class`, or the path of a .py file (did you mean bandit?)",
+        ),
+        (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
+        (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
+        (["steps=2.5"], "override steps=2.5: steps is 2.5; it must be a whole number, 1 or more"),
+        (["steps="], "override steps=: steps is null; it must be a whole number, 1 or more"),
+        (
+            ["optimizer.learning_rate=.nan"],
+            "override optimizer.learning_rate=.nan: optimizer.learning_rate is NaN; it must be a number above 0",
+        ),
+        (
+            ["optimizer.betas=[0.9]"],
+            "override optimizer.betas=[0.9]: optimizer.betas is missing; it must be a list of 2 numbers",
+        ),
+        (
+            ["rollout.sampling.top_p=1.5"],
+            "override rollout.sampling.top_p=1.5: rollout.sampling.top_p is 1.5; "
+            "it must be a number above 0 and at most 1",
+        ),
+        (["model.dtype=fp16"], 'override model.dtype=fp16: model.dtype is "fp16"; it must be float32, bfloat16 or auto'),
+        (
+            ["sinks=wandb"],
+            'override sinks=wandb: sinks is "wandb"; it must be a list of tensorboard, wandb or trackio',
+        ),
+        (
+            ["name=3"],
+            "override name=3: name is 3; it must be text of the form ^[A-Za-z0-9][A-Za-z0-9._-]*$, in quotes",
+        ),
+        (
+            ["rollout=3"],
+            "override rollout=3: rollout is 3; it must be a section with keys such as "
+            "groups_per_step, episodes_per_group, sampling, tokens_per_turn",
+        ),
+        (
+            ["rollout.overlong.limit=3"],
+            "override rollout.overlong.limit=3: rollout.overlong.buffer is missing; it must be a whole number, 1 or more",
+        ),
+        (
+            ["loss.normaliser=constant"],
+            "override loss.normaliser=constant: loss: `constant` goes with `normaliser: constant`, and with it alone",
+        ),
+        (
+            ["rollout.episodes_per_group=1", "credit.type=grpo"],
+            "override rollout.episodes_per_group=1: `credit.type: grpo` compares the episodes of a group; set "
+            "`rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce or reinforce_pp",
+        ),
+        (
+            ["learner.updates_per_step=9"],
+            "override learner.updates_per_step=9: `learner.updates_per_step` (9) is more than the groups of a step (8)",
+        ),
+        (
+            ["rollout.tokens_per_episode=8192"],
+            "override rollout.tokens_per_episode=8192: one episode may have `rollout.tokens_per_episode` = 8192 tokens, "
+            "more than `learner.tokens_per_batch` = 4096; raise the latter or lower the former",
+        ),
+        (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `part.key=value`"),
+        (["steps"], "override 'steps' has no value; write `steps=value`"),
+        (["--steps"], "override --steps has no value; write `steps=value`"),
+        (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
+        (
+            ["sinks=[wandb]", "sinks.x=1"],
+            "override sinks.x=1: sinks: one place gives a list and another a section; keep one of them",
+        ),
+    ],
+)
+def test_a_bad_override_is_told_with_its_remedy(overrides, expected):
+    assert complaint(*overrides) == expected
+
+
+def test_every_problem_has_its_own_sentence(recipe_file):
+    file = recipe_file("environment:\n  type: frozen_lake\n  sze: 4\nsteps: 0\nkl: {coefficient: -1}\n")
+    assert complaint(sources=[file]).splitlines() == [
+        "r.yaml line 3: there is no key environment.sze; the nearest is environment.size",
+        "r.yaml line 4: steps is 0; it must be a whole number, 1 or more",
+        "r.yaml line 5: kl.coefficient is -1; it must be a number, 0 or more",
+    ]
+
+
+def test_an_environment_file_that_fails_to_load_is_named(recipe_file):
+    recipe_file("def broken(:\n", "mine.py")
+    assert complaint("environment.type=mine.py").startswith(
+        "override environment.type=mine.py: environment.type: mine.py failed to load with SyntaxError: invalid syntax"
+    )
+
+
+def test_files_and_overrides_merge_left_to_right(recipe_file):
+    first = recipe_file("steps: 1\nkl: {coefficient: 0.1, place: reward}\nmodel: {lora: {rank: 4}}\n", "a.yaml")
+    second = recipe_file("kl: {coefficient: 1e-2}\n", "b.yaml")
+    recipe = load_recipe([first, second], ["steps=3", "--entropy", "0.5", "--seed=7", "model.lora=null"], "rl")
+    assert (recipe.steps, recipe.entropy, recipe.seed, recipe.model.lora) == (3, 0.5, 7, None)
+    assert (recipe.kl.coefficient, recipe.kl.place) == (0.01, "reward")
+
+
+def test_a_part_of_a_default_keeps_the_rest_of_it():
+    recipe = load_recipe([], ["evaluation.seeds.count=5", "evaluation.sampling.top_p=0.9", "loss.clip_high=0.3"], "rl")
+    assert (recipe.evaluation.seeds.start, recipe.evaluation.seeds.count) == (1_000_000, 5)
+    assert recipe.evaluation.sampling.temperature == 0
+    assert (recipe.loss.type, recipe.loss.clip_low, recipe.loss.clip_high) == ("ppo", 0.2, 0.3)
+
+
+def test_a_new_type_drops_the_defaults_of_the_old_one():
+    assert load_recipe([], ["credit.type=reinforce"], "rl").credit.model_dump() == {"type": "reinforce", "discount": 1.0}
+    assert load_recipe([], ["loss.type=gspo"], "rl").loss.clip_low == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [
+        ("rl", []),
+        ("rl", ["environment.type=sokoban", "credit.type=reinforce_pp", "loss.type=cispo", "model.lora.rank=4"]),
+        ("rl", ["loss.correction.type=tis", "optimizer.learning_rate=1e-6", "rollout.overlong={limit: 9, buffer: 2}"]),
+        ("rl", ["model.lora.targets=[q_proj, v_proj]", "model.path='2026-01-01'", "runs='1e5'"]),
+        ("sft", ["environment.type=frozen_lake", "data.expert=random"]),
+        ("evaluate", ["evaluation.sampling.temperature=0.7", "evaluation.episodes_per_seed=3"]),
+    ],
+)
+def test_a_dumped_recipe_loads_as_itself(stage, overrides, recipe_file):
+    recipe = load_recipe([], overrides, stage)
+    again = load_recipe([recipe_file(dump_recipe(recipe))], [], stage)
+    assert again == recipe
+    assert type(again.environment) is type(recipe.environment)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=8) | st.sampled_from(["${a}", "\\${", "1e-6", "no"])),
+    st.floats(min_value=1e-300, max_value=1e300),
+)
+def test_any_text_and_number_survives_dumping_and_merging(texts, number):
+    values = {"rollout": {"stop_strings": texts}, "optimizer": {"learning_rate": number}}
+    assert merge([read_text(dump_values(values), "r.yaml")]).values == values

@@ -1,0 +1,138 @@
+"""Pipelines resolve to typed recipes, and every mistake names its stage."""
+
+import pytest
+
+from posttrain.errors import InputError
+from posttrain.recipe.pipeline import load_pipeline
+
+GOOD = """
+stage: pipeline
+name: demo
+runs: out
+common:
+  seed: 5
+  environment: {type: frozen_lake, size: 5}
+stages:
+- name: warm
+  stage: sft
+  epochs: 2
+- name: learn
+  recipe: rl.yaml
+  from: warm
+  entropy: 0.2
+- name: after
+  stage: evaluate
+  from: learn
+"""
+
+
+@pytest.fixture
+def pipeline(tmp_path, monkeypatch):
+    """A function that writes a pipeline beside rl.yaml and loads it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "rl.yaml").write_text("stage: rl\nsteps: 7\nentropy: 0.1\nname: alone\nseed: 6\n")
+
+    def load(text, *overrides):
+        (tmp_path / "parts" / "p.yaml").write_text(text)
+        return load_pipeline("parts/p.yaml", list(overrides))
+
+    return load
+
+
+def test_stages_inherit_chain_and_override(pipeline):
+    loaded = pipeline(GOOD, "stages.learn.steps=9", "common.environment.size=6")
+    warm, learn, after = loaded.stages
+    assert [stage.recipe.stage for stage in loaded.stages] == ["sft", "rl", "evaluate"]
+    assert {stage.recipe.environment.size for stage in loaded.stages} == {6}
+    assert (warm.recipe.seed, learn.recipe.seed) == (5, 6)
+    assert (learn.recipe.steps, learn.recipe.entropy) == (9, 0.2)
+    assert learn.recipe.model.path == "out/demo/warm/model"
+    assert after.recipe.model.path == "out/demo/learn/model"
+    assert (learn.recipe.runs, learn.recipe.name, learn.upstream) == ("out/demo", "learn", "warm")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (
+            "entropy: 0.2",
+            "entropie: 0.2",
+            "stage learn: parts/p.yaml line 15: there is no key entropie; the nearest is entropy",
+        ),
+        (
+            "epochs: 2",
+            "epochs: 0",
+            "stage warm: parts/p.yaml line 11: epochs is 0; it must be a whole number, 1 or more",
+        ),
+        (
+            "from: warm",
+            "from: worm",
+            "stage learn: parts/p.yaml line 14: there is no stage worm (did you mean warm?); use warm, learn, after",
+        ),
+        (
+            "from: warm",
+            "from: after",
+            "stage learn: parts/p.yaml line 14: from names after, which is not an earlier stage; move it up or correct it",
+        ),
+        (
+            "entropy: 0.2",
+            "model: {path: x}",
+            "stage learn: parts/p.yaml line 15: model.path and from: warm both say which model to start from; keep one",
+        ),
+        (
+            "entropy: 0.2",
+            "runs: x",
+            "stage learn: parts/p.yaml line 15: runs of a stage has no effect; set runs of the pipeline",
+        ),
+        (
+            "recipe: rl.yaml",
+            "recipe: no.yaml",
+            "stage learn: there is no recipe file parts/no.yaml; name a YAML file, or write overrides as `key=value`",
+        ),
+        ("  stage: sft\n", "", "stage warm: parts/p.yaml line 9: stage is missing; say rl, sft, evaluate"),
+        (
+            "stage: sft",
+            "stage: sftt",
+            'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, sft, evaluate',
+        ),
+        ("name: learn", "name: warm", "parts/p.yaml: two stages are called warm; rename one"),
+        ("- name: warm\n  stage: sft", "- stage: sft", "parts/p.yaml line 9: stage 1 of the pipeline has no name; give it one, as text"),
+        (
+            "name: demo",
+            "seed: 3",
+            "parts/p.yaml line 3: there is no key seed in a pipeline (put it under common); "
+            "the keys are stage, name, runs, common, stages",
+        ),
+        (
+            "stage: pipeline",
+            "stage: rl",
+            "parts/p.yaml line 2: the recipe is for stage rl, not pipeline; run it with `posttrain rl`",
+        ),
+        ("name: demo", "name: 3", "parts/p.yaml line 3: name is 3; it must be text, in quotes"),
+    ],
+)
+def test_a_mistake_names_stage_place_and_remedy(pipeline, before, after, expected):
+    assert before in GOOD
+    with pytest.raises(InputError) as caught:
+        pipeline(GOOD.replace(before, after, 1))
+    assert str(caught.value).splitlines()[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("stages.lern.steps=3", "override stages.lern.steps=3: there is no stage lern (did you mean learn?); use warm, learn, after"),
+        ("stages=[]", "override stages=[]: the stages are changed one key at a time; write `stages.NAME.KEY=value`"),
+        ("stages.learn.steps=0", "stage learn: override stages.learn.steps=0: steps is 0; it must be a whole number, 1 or more"),
+    ],
+)
+def test_a_bad_override_of_a_stage(pipeline, override, expected):
+    with pytest.raises(InputError) as caught:
+        pipeline(GOOD, override)
+    assert str(caught.value).startswith(expected)
+
+
+def test_an_evaluation_exports_no_model(pipeline):
+    with pytest.raises(InputError, match="stage more: .* line 21: after only evaluates and exports no model"):
+        pipeline(GOOD + "- name: more\n  stage: rl\n  from: after\n")
