@@ -139,7 +139,10 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
             "override rollout.sampling.top_p=1.5: rollout.sampling.top_p is 1.5; "
             "it must be a number above 0 and at most 1",
         ),
-        (["model.dtype=fp16"], 'override model.dtype=fp16: model.dtype is "fp16"; it must be float32, bfloat16 or auto'),
+        (
+            ["model.dtype=fp16"],
+            'override model.dtype=fp16: model.dtype is "fp16"; it must be float32, bfloat16 or auto',
+        ),
         (
             ["sinks=wandb"],
             'override sinks=wandb: sinks is "wandb"; it must be a list of tensorboard, wandb or trackio',
@@ -221,7 +224,10 @@ def test_a_part_of_a_default_keeps_the_rest_of_it():
 
 
 def test_a_new_type_drops_the_defaults_of_the_old_one():
-    assert load_recipe([], ["credit.type=reinforce"], "rl").credit.model_dump() == {"type": "reinforce", "discount": 1.0}
+    assert load_recipe([], ["credit.type=reinforce"], "rl").credit.model_dump() == {
+        "type": "reinforce",
+        "discount": 1.0,
+    }
     assert load_recipe([], ["loss.type=gspo"], "rl").loss.clip_low == 3e-4
 
 
@@ -245,7 +251,10 @@ def test_a_dumped_recipe_loads_as_itself(stage, overrides, recipe_file):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=8) | st.sampled_from(["${a}", "\\${", "1e-6", "no"])),
+    st.lists(
+        st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=8)
+        | st.sampled_from(["${a}", "\\${", "1e-6", "no"])
+    ),
     st.floats(min_value=1e-300, max_value=1e300),
 )
 def test_any_text_and_number_survives_dumping_and_merging(texts, number):

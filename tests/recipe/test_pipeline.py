@@ -97,7 +97,11 @@ def test_stages_inherit_chain_and_override(pipeline):
             'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, sft, evaluate',
         ),
         ("name: learn", "name: warm", "parts/p.yaml: two stages are called warm; rename one"),
-        ("- name: warm\n  stage: sft", "- stage: sft", "parts/p.yaml line 9: stage 1 of the pipeline has no name; give it one, as text"),
+        (
+            "- name: warm\n  stage: sft",
+            "- stage: sft",
+            "parts/p.yaml line 9: stage 1 of the pipeline has no name; give it one, as text",
+        ),
         (
             "name: demo",
             "seed: 3",
@@ -122,9 +126,15 @@ def test_a_mistake_names_stage_place_and_remedy(pipeline, before, after, expecte
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("stages.lern.steps=3", "override stages.lern.steps=3: there is no stage lern (did you mean learn?); use warm, learn, after"),
+        (
+            "stages.lern.steps=3",
+            "override stages.lern.steps=3: there is no stage lern (did you mean learn?); use warm, learn, after",
+        ),
         ("stages=[]", "override stages=[]: the stages are changed one key at a time; write `stages.NAME.KEY=value`"),
-        ("stages.learn.steps=0", "stage learn: override stages.learn.steps=0: steps is 0; it must be a whole number, 1 or more"),
+        (
+            "stages.learn.steps=0",
+            "stage learn: override stages.learn.steps=0: steps is 0; it must be a whole number, 1 or more",
+        ),
     ],
 )
 def test_a_bad_override_of_a_stage(pipeline, override, expected):
@@ -134,5 +144,5 @@ def test_a_bad_override_of_a_stage(pipeline, override, expected):
 
 
 def test_an_evaluation_exports_no_model(pipeline):
-    with pytest.raises(InputError, match="stage more: .* line 21: after only evaluates and exports no model"):
+    with pytest.raises(InputError, match=r"stage more: .* line 21: after only evaluates and exports no model"):
         pipeline(GOOD + "- name: more\n  stage: rl\n  from: after\n")

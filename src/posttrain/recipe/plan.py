@@ -51,7 +51,11 @@ def _rl(recipe: RlRecipe) -> list[str]:
     per_update = math.ceil(groups / learner.updates_per_step) * size
     passes = math.ceil(per_update * rollout.tokens_per_episode / learner.tokens_per_batch)
     tasks = recipe.steps * groups
-    used = f"{tasks:,} of them are used" if tasks <= recipe.seeds.count else f"each about {tasks / recipe.seeds.count:.1f} times"
+    used = (
+        f"{tasks:,} of them are used"
+        if tasks <= recipe.seeds.count
+        else f"each about {tasks / recipe.seeds.count:.1f} times"
+    )
     return [
         f"{groups} {_plural('group', groups)} x {size} {_plural('episode', size)} = {episodes} episodes per step",
         f"{learner.updates_per_step} {_plural('update', learner.updates_per_step)} per step x {learner.passes} "

@@ -1,0 +1,180 @@
+"""What --dry-run says about batches, memory and keys without effect."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from posttrain.models.sizes import model_sizes
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.memory import ModelSizes, memory_estimate, trained_parameters
+from posttrain.recipe.notes import notes
+from posttrain.recipe.plan import batch_arithmetic, show_plan
+from tests.conftest import save_tiny_model
+
+SIZES = ModelSizes(
+    parameters=1000, layers=2, hidden=8, intermediate=16, heads=4, key_value_heads=2, head_size=2, vocabulary=100
+)
+
+
+def recipe_of(*overrides, stage="rl"):
+    return load_recipe([], list(overrides), stage)
+
+
+def test_batches_in_words():
+    lines = batch_arithmetic(
+        recipe_of(
+            "steps=10",
+            "rollout.groups_per_step=6",
+            "rollout.episodes_per_group=4",
+            "learner.updates_per_step=3",
+            "learner.passes=2",
+            "evaluation.every=4",
+        )
+    )
+    assert lines == [
+        "6 groups x 4 episodes = 24 episodes per step",
+        "3 updates per step x 2 passes over its episodes = 6 optimizer steps per step, each on about 8 episodes",
+        "an optimizer step takes forward passes of at most 4096 tokens, at most 4 of them where every episode is 2048 "
+        "tokens long",
+        "10 steps: 240 episodes and 60 optimizer steps",
+        "training on seeds 0..99999, 60 of them are used",
+        "evaluation, greedy: 64 episodes on the held-out seeds 1000000..1000063, before, 2 times during and after training",
+        "final table, greedy: 256 episodes on the held-out seeds 2000000..2000255, before and after training",
+    ]
+
+
+def test_sft_counts_its_updates():
+    lines = batch_arithmetic(recipe_of("data.seeds.count=50", "episodes_per_update=16", "epochs=3", stage="sft"))
+    assert lines[0] == "50 traces of the optimal player, 3 passes over them, 16 traces per update: 12 updates"
+
+
+def test_memory_counts_what_is_kept():
+    rows = memory_estimate(recipe_of("kl.coefficient=0.1", "engine.slots=3", "rollout.tokens_per_episode=100"), SIZES)
+    sizes = {name: count for name, (count, _) in rows.items()}
+    assert sizes["weights"] == sizes["gradients"] == sizes["reference model"] == 4000
+    assert sizes["AdamW state"] == 8000
+    assert sizes["key/value cache, at most"] == 3 * 100 * 2 * 2 * (2 * 2) * 4
+    assert sizes["logits"] == 3 * 4 * 512 * 100
+    assert "reference model" not in memory_estimate(recipe_of(), SIZES)
+    assert set(memory_estimate(recipe_of(stage="evaluate"), SIZES)) == {"weights", "key/value cache, at most"}
+
+
+def test_adapters_are_what_is_trained():
+    lora = recipe_of("model.lora={rank: 2, targets: [q_proj, down_proj]}", "kl.coefficient=0.1")
+    assert trained_parameters(lora.model, SIZES) == 2 * 2 * ((8 + 8) + (16 + 8))
+    assert memory_estimate(lora, SIZES)["reference model"][0] == 0
+
+
+def test_checkpointing_lowers_activations():
+    whole = memory_estimate(recipe_of(), SIZES)["activations, roughly"][0]
+    assert memory_estimate(recipe_of("model.gradient_checkpointing=true"), SIZES)["activations, roughly"][0] < whole
+
+
+def test_sizes_of_a_directory_are_those_of_its_weights(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model_directory = save_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    sizes = model_sizes(str(model_directory))
+    assert sizes is not None
+    assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (sizes.layers, sizes.hidden) == (model.config.num_hidden_layers, model.config.hidden_size)
+    for file in model_directory.glob("*.safetensors"):
+        file.unlink()
+    counted = model_sizes(str(model_directory))
+    assert counted is not None
+    assert counted.parameters == sizes.parameters
+
+
+def test_an_unknown_hub_id_has_no_sizes_and_does_not_fail():
+    console = Console(file=StringIO(), width=200)
+    recipe = recipe_of("model.path=nobody/no-such-model")
+    show_plan(recipe, model_sizes(recipe.model.path), console)
+    said = console.file.getvalue()
+    assert "the files of nobody/no-such-model are not on this machine, so its sizes and memory are unknown" in said
+    assert "64 episodes per step" in said
+
+
+def test_a_broken_model_directory_is_named(tmp_path):
+    from posttrain.errors import InputError
+
+    with pytest.raises(InputError, match=r"is not a model directory: it has no config.json"):
+        model_sizes(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_bytes(b"\x09\x00")
+    with pytest.raises(InputError, match=r"model.safetensors is not a whole safetensors file; fetch it again"):
+        model_sizes(str(tmp_path))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"x.gguf is not a whole GGUF model"):
+        model_sizes(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "expected"),
+    [
+        ("rl", ["kl.place=reward"], "kl.place has no effect: kl.coefficient is 0"),
+        (
+            "rl",
+            ["kl.coefficient=0.1", "kl.horizon=5"],
+            "kl.horizon has no effect: the coefficient is fixed while kl.target is null",
+        ),
+        ("rl", ["rollout.filter.keep=0.5"], "rollout.filter.keep has no effect: rollout.filter.type is none"),
+        ("rl", ["rollout.failures.reward=1"], "rollout.failures.reward has no effect: rollout.failures.policy is drop"),
+        (
+            "rl",
+            ["loss.clip_high=0.3"],
+            "loss.clip_high has no effect: with one update per step the ratio is 1 and nothing is clipped",
+        ),
+        (
+            "rl",
+            ["optimizer.final_fraction=0"],
+            "optimizer.final_fraction has no effect: optimizer.schedule is constant",
+        ),
+        ("rl", ["evaluation.sampling.top_k=5"], "evaluation.sampling.top_k has no effect: temperature 0 is greedy"),
+        ("rl", ["evaluation.every=101"], "evaluation.every has no effect: the run ends after 100 steps"),
+        ("sft", ["learner.passes=2"], "learner.passes has no effect: the sft stage makes one update a step"),
+        (
+            "sft",
+            ["rollout.groups_per_step=4"],
+            "rollout.groups_per_step has no effect: the sft stage samples evaluation episodes only",
+        ),
+        (
+            "evaluate",
+            ["evaluation.seeds.start=5"],
+            "evaluation.seeds has no effect: the evaluate stage plays evaluation.final_seeds once",
+        ),
+        (
+            "rl",
+            ["loss.type=gspo", "loss.clip_low=0.2", "learner.updates_per_step=2"],
+            "loss.type gspo clips the ratio of whole streams, which lies within about 1e-3 of 1; "
+            "clip_low 0.2 and clip_high 0.0004 never clip",
+        ),
+        (
+            "rl",
+            ["optimizer.warmup_updates=100"],
+            "optimizer.warmup_updates 100 is not below the 100 updates of the run",
+        ),
+        (
+            "rl",
+            ["model.lora.dropout=0.1"],
+            "model.lora.dropout above 0 makes the engine and the learner different policies",
+        ),
+        (
+            "rl",
+            ["rollout.sampling.temperature=0"],
+            "rollout.sampling.temperature 0 makes the episodes of a group alike, so there is nothing to compare",
+        ),
+    ],
+)
+def test_notes(stage, overrides, expected):
+    assert expected in notes(recipe_of(*overrides, stage=stage))
+
+
+@pytest.mark.parametrize("stage", ["rl", "sft", "evaluate"])
+def test_defaults_deserve_no_note(stage, tmp_path):
+    from posttrain.recipe.compose import dump_recipe
+
+    assert notes(recipe_of(stage=stage)) == []
+    (tmp_path / "r.yaml").write_text(dump_recipe(recipe_of(stage=stage)))
+    assert notes(load_recipe([str(tmp_path / "r.yaml")], [], stage)) == []

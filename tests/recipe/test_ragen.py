@@ -1,0 +1,78 @@
+"""Every run of the agent experiments resolves without a network, with the numbers of the original."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.recipe.compose import load_recipe
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes" / "ragen"
+
+
+@pytest.mark.parametrize("name", ["bandit", "sokoban", "frozen_lake"])
+@pytest.mark.parametrize("size", ["0.5B", "1.5B", "3B", "7B"])
+@pytest.mark.parametrize("thinking", ["true", "false"])
+def test_every_size_and_format_resolves(name, size, thinking, capsys):
+    words = [
+        f"model.path=Qwen/Qwen2.5-{size}-Instruct",
+        f"environment.format.thinking={thinking}",
+        f"name={name}-{size}",
+    ]
+    assert main(["rl", str(FOLDER / f"{name}.yaml"), *words, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "= 32 episodes per step" in said
+    assert f"path: Qwen/Qwen2.5-{size}-Instruct" in said
+    assert f"thinking: {thinking}" in said
+
+
+def test_the_original_numbers():
+    bandit, sokoban, lake = (
+        load_recipe([str(FOLDER / f"{name}.yaml")], [], "rl") for name in ("bandit", "sokoban", "frozen_lake")
+    )
+    for recipe in (bandit, sokoban, lake):
+        assert (recipe.credit.type, recipe.kl.coefficient, recipe.kl.estimator, recipe.kl.place) == (
+            "brpo",
+            0.001,
+            "k3",
+            "loss",
+        )
+        assert (recipe.optimizer.learning_rate, recipe.optimizer.betas, recipe.optimizer.weight_decay) == (
+            1e-6,
+            (0.9, 0.999),
+            0.01,
+        )
+        assert (recipe.rollout.sampling.temperature, recipe.rollout.sampling.top_p, recipe.entropy) == (
+            0.7,
+            0.95,
+            0.001,
+        )
+        assert (recipe.rollout.tokens_per_turn, recipe.model.gradient_checkpointing) == (400, True)
+        assert recipe.learner.updates_per_step == recipe.learner.passes == 1
+    assert [recipe.environment.max_turns for recipe in (bandit, sokoban, lake)] == [1, 5, 5]
+    assert [(r.rollout.groups_per_step, r.rollout.episodes_per_group) for r in (bandit, sokoban, lake)] == [
+        (32, 1),
+        (4, 8),
+        (4, 8),
+    ]
+
+
+@pytest.mark.parametrize("name", ["sokoban_sft", "frozen_lake_sft"])
+def test_supervised_recipes_resolve(name, capsys):
+    assert main(["sft", str(FOLDER / f"{name}.yaml"), "--dry-run"]) == 0
+    assert (
+        "2000 traces of the optimal player, 5 passes over them, 40 traces per update: 250 updates"
+        in capsys.readouterr().out
+    )
+
+
+def test_every_command_in_the_document_resolves(capsys):
+    page = (ROOT / "docs" / "ragen.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"posttrain ((?:rl|sft) [^`\n]+)", page)
+    assert len(commands) >= 14
+    for command in commands:
+        words = command.replace("RECIPE", "recipes/ragen/sokoban.yaml").replace("recipes/", f"{ROOT}/recipes/").split()
+        if "..." not in command:
+            assert main([*words, "--dry-run"]) == 0, command
