@@ -77,5 +77,3 @@ def tiny_policy(tiny_model):
     from posttrain.recipe.model import ModelRecipe
 
     return Policy(ModelRecipe(path=str(tiny_model)))
-
-

@@ -15,7 +15,8 @@ def test_offsets_on_four_columns(cell, origin, text):
 
 
 @pytest.mark.parametrize(
-    ("cells", "origin", "text"), [({4, 6, 1, 9}, 5, "left, right, up, down"), ({3}, 4, "none"), ({8, 5}, 4, "right, down")]
+    ("cells", "origin", "text"),
+    [({4, 6, 1, 9}, 5, "left, right, up, down"), ({3}, 4, "none"), ({8, 5}, 4, "right, down")],
 )
 def test_sides_do_not_wrap_around_the_edge(cells, origin, text):
     assert sides(cells, origin, 4) == text

@@ -27,7 +27,9 @@ def test_a_missing_directory_is_named(tmp_path):
 
 
 def test_a_hub_id_out_of_reach_is_named_at_once(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
+    )
     with pytest.raises(InputError, match=r"model.path: nobody/nothing is not in the local cache .*OSError: no network"):
         load_model(ModelRecipe(path="nobody/nothing"))
 
@@ -58,7 +60,9 @@ def test_a_tokenizer_without_chat_template_is_named_and_can_be_given_one(tiny_mo
         load_tokenizer(ModelRecipe(path=str(bare)))
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert load_tokenizer(ModelRecipe(path=str(bare), chat_template=str(template))).chat_template == template.read_text()
+    assert (
+        load_tokenizer(ModelRecipe(path=str(bare), chat_template=str(template))).chat_template == template.read_text()
+    )
 
 
 @pytest.mark.parametrize(

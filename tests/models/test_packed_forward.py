@@ -57,7 +57,8 @@ def test_gradients_of_packed_scores_equal_padded():
     rng = np.random.default_rng(2)
     streams = [torch.from_numpy(rng.integers(0, 100, n)) for n in (6, 11)]
     loss = sum(
-        torch.log_softmax(padded(input_ids=s[None]).logits[0, :-1] / 0.7, -1).gather(1, s[1:, None]).sum() for s in streams
+        torch.log_softmax(padded(input_ids=s[None]).logits[0, :-1] / 0.7, -1).gather(1, s[1:, None]).sum()
+        for s in streams
     )
     loss.backward()
     layout = PackedLayout([(6, []), (11, [])])

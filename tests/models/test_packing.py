@@ -33,7 +33,9 @@ def test_predictors_point_at_the_token_before(seed):
     row = pack_row(streams, sampled)
     expected = np.concatenate([ids[:-1][mask[1:]] for ids, mask in zip(streams, sampled, strict=True)])
     assert (row.ids[row.predictors] == expected).all()
-    distinct = {ids[: int(np.argmax(mask))].tobytes(): int(np.argmax(mask)) for ids, mask in zip(streams, sampled, strict=True)}
+    distinct = {
+        ids[: int(np.argmax(mask))].tobytes(): int(np.argmax(mask)) for ids, mask in zip(streams, sampled, strict=True)
+    }
     continued = sum(len(ids) - int(np.argmax(mask)) for ids, mask in zip(streams, sampled, strict=True))
     assert len(row.ids) == sum(distinct.values()) + continued
 

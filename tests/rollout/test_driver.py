@@ -83,7 +83,12 @@ def play(seeds, engine=None, **rollout):
 
 def test_an_episode_has_its_turns_rewards_and_streams():
     (episode,) = play([1])
-    assert (episode.outcome, episode.success, episode.total_reward, episode.version) == (Outcome.TERMINATED, True, 3.0, 4)
+    assert (episode.outcome, episode.success, episode.total_reward, episode.version) == (
+        Outcome.TERMINATED,
+        True,
+        3.0,
+        4,
+    )
     assert [turn.answer for turn in episode.turns] == ["answer 1", "answer 2", "answer 3"]
     (stream,) = episode.streams
     assert stream.rewards[[turn.stop - 1 for turn in episode.turns]].tolist() == [1.0, 1.0, 1.0]

@@ -19,4 +19,6 @@ class Letters(Environment):
         letters = len({c for c in action if c.isalpha()})
         over = self.turn == self.recipe.max_turns
         reward = 0.1 * letters * (1 + self.seed % 2)
-        return Step([{"role": "user", "content": "More."}], reward, over, False, {"success": letters > 5} if over else {})
+        return Step(
+            [{"role": "user", "content": "More."}], reward, over, False, {"success": letters > 5} if over else {}
+        )

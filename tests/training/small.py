@@ -11,13 +11,13 @@ from typing import Any
 PRELOAD = ["torch", "transformers", "peft", "posttrain.training.rl", "posttrain.training.sft"]
 
 
-def recipe_values(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
+def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
     """Four steps on a toy task with everything that has state: dynamic sampling, adaptive KL, schedule, guards."""
     values = {
         "stage": "rl",
         "name": "small",
         "runs": str(runs),
-        "model": {"path": str(model), "threads": 1},
+        "model": {"path": str(tiny), "threads": 1},
         "environment": {"type": f"{Path(__file__).parent / 'letters.py'}", "max_turns": 3},
         "steps": 4,
         "seeds": {"start": 0, "count": 5},

@@ -20,7 +20,9 @@ def sample(prompt, answer, label="step 1 group 0 episode 0"):
 
 
 SAMPLES = st.lists(
-    st.tuples(st.integers(1, 4), st.integers(1, 30)).map(lambda s: sample([s[0]] * 3 * s[0], range(s[1]))), min_size=1, max_size=30
+    st.tuples(st.integers(1, 4), st.integers(1, 30)).map(lambda s: sample([s[0]] * 3 * s[0], range(s[1]))),
+    min_size=1,
+    max_size=30,
 )
 
 

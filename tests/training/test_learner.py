@@ -123,7 +123,9 @@ def test_bfloat16_learns_in_float32_masters(tiny_model):
 def test_the_reference_is_the_start_with_and_without_adapters(tiny_model):
     for lora in (None, LoraRecipe(rank=4)):
         policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-        subject = Learner(policy, Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 10), LearnerRecipe(), 1.0)
+        subject = Learner(
+            policy, Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 10), LearnerRecipe(), 1.0
+        )
         start = subject.logprobs(samples())
         subject.update(samples(), SupervisedObjective())
         subject.update(samples(), SupervisedObjective())

@@ -49,7 +49,7 @@ def _options(
 
     posttrain rl environment.type=bandit
 
-    posttrain pipeline recipes/demo.yaml
+    posttrain pipeline recipes/demo/pipeline.yaml
 
     posttrain recipe rollout
     """

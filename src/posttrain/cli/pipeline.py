@@ -30,11 +30,11 @@ def pipeline(
 
     Examples:
 
-    posttrain pipeline recipes/demo.yaml
+    posttrain pipeline recipes/demo/pipeline.yaml
 
-    posttrain pipeline recipes/demo.yaml --dry-run
+    posttrain pipeline recipes/demo/pipeline.yaml --dry-run
 
-    posttrain pipeline recipes/demo.yaml --from rl stages.rl.steps=50
+    posttrain pipeline recipes/demo/pipeline.yaml --from rl stages.rl.steps=50
     """
     from rich.console import Console
 

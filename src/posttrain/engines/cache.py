@@ -84,7 +84,13 @@ class CachedLayout:
         return self.singles + self.longer
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         outputs = []
         offset = len(self.singles)
@@ -107,7 +113,13 @@ class CachedLayout:
         return torch.cat(outputs, dim=1)
 
     def _decode(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         batch, kv_heads = len(self.singles), key.shape[0]
         if layer not in self.slab.keys:

@@ -87,6 +87,8 @@ class LocalEngine:
         self._waiting.append(_Sequence(request, future, self._clock, random_stream("tokens", request.seed), prompt))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
+            # An interrupt ends the loop from inside this task; asyncio would report it as never retrieved.
+            self._pump.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await future
 
     @contextmanager

@@ -20,7 +20,13 @@ class Layout(Protocol):
     """What the tokens of one forward pass attend to."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         """Attention outputs of the T tokens of this pass.
 
@@ -82,7 +88,13 @@ class PackedLayout:
         )
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         pieces = zip(*(row.split(self._lengths, dim=1) for row in (query, key, value)), strict=True)
         outputs = []
@@ -109,7 +121,9 @@ def _attention(
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     if layout is None:
-        raise RuntimeError("a model in posttrain attention was called without a layout; use models.forward.hidden_states")
+        raise RuntimeError(
+            "a model in posttrain attention was called without a layout; use models.forward.hidden_states"
+        )
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if extra.get(name) is not None]
     if unsupported or dropout > 0:
         what = f"attention with {', '.join(unsupported)}" if unsupported else "dropout in attention"

@@ -46,7 +46,9 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
-        raise InputError(f"model.path: no tokenizer could be loaded from {recipe.path}: {_first_line(error)}") from error
+        raise InputError(
+            f"model.path: no tokenizer could be loaded from {recipe.path}: {_first_line(error)}"
+        ) from error
     if recipe.chat_template is not None:
         file = Path(recipe.chat_template)
         if not file.is_file():
@@ -69,7 +71,11 @@ def load_model(recipe: ModelRecipe) -> torch.nn.Module:
 
     logging.disable_progress_bar()
     path = resolve_path(recipe.path)
-    base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"] if _is_adapter(path) else path
+    base = (
+        json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
+        if _is_adapter(path)
+        else path
+    )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             base, dtype=resolve_dtype(recipe.dtype), attn_implementation="sdpa", output_loading_info=True

@@ -103,14 +103,19 @@ class Policy:
 
         files = sorted(directory.glob("*.safetensors"))
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        if self.recipe.lora is not None:
-            result: Any = set_peft_model_state_dict(self.model, tensors)
-        else:
-            # Tied weights are saved once; loading one name restores both.
-            result = self.model.load_state_dict(tensors, strict=False)
-        left = result.unexpected_keys
-        if left or not tensors:
-            raise InputError(f"{directory} holds another model than {self.recipe.path}: it has {(left or ['nothing'])[0]}")
+        try:
+            if self.recipe.lora is not None:
+                loaded: Any = set_peft_model_state_dict(self.model, tensors)
+                strange = [] if tensors else ["nothing"]
+            else:
+                loaded = self.model.load_state_dict(tensors, strict=False)
+                # Tied weights are saved and named once.
+                strange = [name for name, _ in self.trainable() if name not in tensors]
+        except RuntimeError as error:
+            raise InputError(f"{directory} holds weights of other shapes than those of {self.recipe.path}") from error
+        strange += loaded.unexpected_keys
+        if strange:
+            raise InputError(f"{directory} holds another model than {self.recipe.path}: they differ in {strange[0]}")
 
     def export(self, directory: Path) -> None:
         """Write the policy so that transformers (or peft, for `lora.export: adapter`) loads it from `directory`."""

@@ -76,7 +76,13 @@ def _class_in(module: Any, class_name: str, where: str) -> Any:
     if class_name:
         found = [getattr(module, class_name, None)]
     else:
-        found = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__ and hasattr(v, "Recipe")]
+        found = [
+            v
+            for v in vars(module).values()
+            if isinstance(v, type) and v.__module__ == module.__name__ and hasattr(v, "Recipe")
+        ]
     if len(found) != 1 or found[0] is None:
-        raise InputError(f"environment.type: {where} should hold exactly one environment class; name it as `file.py:Class`")
+        raise InputError(
+            f"environment.type: {where} should hold exactly one environment class; name it as `file.py:Class`"
+        )
     return found[0]

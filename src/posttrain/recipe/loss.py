@@ -97,7 +97,9 @@ class KlRecipe(Part):
     @model_validator(mode="after")
     def _k1_has_no_gradient(self):
         if self.place == "loss" and self.estimator == "k1" and self.coefficient > 0:
-            raise ValueError("the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, or `place: reward`")
+            raise ValueError(
+                "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, or `place: reward`"
+            )
         if self.target is not None and self.coefficient == 0:
             raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
         return self

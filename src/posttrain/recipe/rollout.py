@@ -104,7 +104,9 @@ class EvaluationRecipe(Part):
     @model_validator(mode="after")
     def _final_seeds_are_apart(self):
         if self.seeds.overlaps(self.final_seeds):
-            raise ValueError("`evaluation.seeds` and `evaluation.final_seeds` overlap; move `evaluation.final_seeds.start`")
+            raise ValueError(
+                "`evaluation.seeds` and `evaluation.final_seeds` overlap; move `evaluation.final_seeds.start`"
+            )
         return self
 
     @model_validator(mode="after")

@@ -18,7 +18,9 @@ def _held_out(key: str, seeds: SeedRange, evaluation: EvaluationRecipe) -> None:
     """Refuse training seeds that are evaluated on."""
     for name, held_out in (("seeds", evaluation.seeds), ("final_seeds", evaluation.final_seeds)):
         if seeds.overlaps(held_out):
-            raise ValueError(f"`{key}` ({seeds}) and the held-out `evaluation.{name}` ({held_out}) overlap; move one `start`")
+            raise ValueError(
+                f"`{key}` ({seeds}) and the held-out `evaluation.{name}` ({held_out}) overlap; move one `start`"
+            )
 
 
 class _Stage(Part):
@@ -29,7 +31,9 @@ class _Stage(Part):
     seed: int = Field(0, ge=0)
     """The run seed; every random number is derived from it by name."""
     model: ModelRecipe = ModelRecipe()
-    environment: SerializeAsAny[EnvironmentRecipe] = Field(default_factory=lambda: environment_recipe({"type": "bandit"}))
+    environment: SerializeAsAny[EnvironmentRecipe] = Field(
+        default_factory=lambda: environment_recipe({"type": "bandit"})
+    )
     """The task; its keys depend on `environment.type`."""
     sinks: list[SinkName] = []
     """Where metrics also go; `metrics.jsonl` is always written."""
@@ -68,20 +72,33 @@ class RlRecipe(_Stage):
     def _parts_fit(self):
         _held_out("seeds", self.seeds, self.evaluation)
         if self.rollout.groups_per_step > self.seeds.count:
-            raise ValueError(f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})")
-        if self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline") and self.rollout.episodes_per_group < 2:
-            raise ValueError(f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce or reinforce_pp")
+            raise ValueError(
+                f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
+            )
+        if (
+            self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline")
+            and self.rollout.episodes_per_group < 2
+        ):
+            raise ValueError(
+                f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce or reinforce_pp"
+            )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
-            raise ValueError(f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step ({self.rollout.groups_per_step})")
+            raise ValueError(
+                f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step ({self.rollout.groups_per_step})"
+            )
         if self.rollout.filter.type != "none" and self.rollout.episodes_per_group < 2:
-            raise ValueError("`rollout.filter` looks at the spread inside a group; set `rollout.episodes_per_group` to 2 or more")
+            raise ValueError(
+                "`rollout.filter` looks at the spread inside a group; set `rollout.episodes_per_group` to 2 or more"
+            )
         if self.learner.tokens_per_batch < self.rollout.tokens_per_episode:
             raise ValueError(
                 f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
                 f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
             )
         if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.passes > 1):
-            raise ValueError("`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more")
+            raise ValueError(
+                "`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more"
+            )
         return self
 
 

@@ -94,7 +94,9 @@ class Episode:
     @property
     def success(self) -> bool:
         """Whether the last turn reported success; a failed episode never does."""
-        return bool(self.turns) and self.outcome is not Outcome.FAILED and bool(self.turns[-1].info.get("success", False))
+        return (
+            bool(self.turns) and self.outcome is not Outcome.FAILED and bool(self.turns[-1].info.get("success", False))
+        )
 
     @property
     def sampled_tokens(self) -> int:

@@ -51,7 +51,7 @@ class MetricsLog:
             raise ValueError(f"metric keys {taken} are set by the log itself")
         nonfinite: list[str] = []
         plain = {key: _plain(value, key, nonfinite) for key, value in values.items()}
-        line: dict[str, Any] = {"step": int(step), "kind": kind, "time/run": round(self._seconds(), 3), **plain}
+        line: dict[str, Any] = {"step": int(step), "kind": kind, "time/run": round(self.seconds, 3), **plain}
         if nonfinite:
             line["nonfinite"] = sorted(set(nonfinite))
         self._append((json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
@@ -65,7 +65,9 @@ class MetricsLog:
         """Drop all lines of later steps and of the end, atomically, and tell the sinks: a resumed run writes them again."""
         with storage_errors(self.run.metrics):
             content = self.run.metrics.read_bytes()
-        kept = [raw for raw, line in _parse(self.run.metrics, content) if line["step"] <= step and line["kind"] != "final"]
+        kept = [
+            raw for raw, line in _parse(self.run.metrics, content) if line["step"] <= step and line["kind"] != "final"
+        ]
         self._file.close()
         write_atomically(self.run.metrics, b"".join(kept))
         self._file = self._open()
@@ -120,7 +122,9 @@ class MetricsLog:
         self._worked = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
         self._started = time.monotonic()
 
-    def _seconds(self) -> float:
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run has worked so far."""
         return self._worked + time.monotonic() - self._started
 
     def _last_step(self) -> int:

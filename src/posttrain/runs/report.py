@@ -63,6 +63,11 @@ def rows_table(rows: Sequence[ReportRow], title: str = "") -> "Table":
     return table
 
 
+def markdown_rows(rows: Sequence[ReportRow]) -> str:
+    """The final table in Markdown."""
+    return _markdown(HEADINGS, [row.cells for row in rows], right=(1, 2, 3, 4))
+
+
 def write_report(
     run: RunDirectory,
     rows: Sequence[ReportRow],
@@ -81,7 +86,7 @@ def write_report(
     parts = [
         f"# {title or run.path.resolve().name}",
         _what_was_run(run, lines),
-        "## Result\n\n" + _markdown(HEADINGS, [row.cells for row in rows], right=(1, 2, 3, 4)),
+        f"## Result\n\n{markdown_rows(rows)}",
         "`n` is the number of environment seeds. Intervals are 95% score intervals over seeds (Wilson); `exact` values "
         "are computed for these seeds, not sampled.",
         _changed(run),

@@ -38,7 +38,9 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
 
-    def save(self, step: int, policy: Policy, optimizer: dict[str, Any], state: dict[str, Any], best: int | None) -> Path:
+    def save(
+        self, step: int, policy: Policy, optimizer: dict[str, Any], state: dict[str, Any], best: int | None
+    ) -> Path:
         """Write the checkpoint of `step`, then delete all but the newest `keep` and the one of step `best`."""
         target, aside = self.path(step), partial_path(self.path(step))
         with storage_errors(target):

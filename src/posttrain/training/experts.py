@@ -22,16 +22,30 @@ def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
     conversation = Conversation(renderer, environment.reset(seed).messages, environment.primer)
     while True:
         try:
-            text = environment.expert() if recipe.data.expert == "optimal" else environment.random_answer(draws.random())
+            text = (
+                environment.expert() if recipe.data.expert == "optimal" else environment.random_answer(draws.random())
+            )
         except NotImplementedError as error:
             raise InputError(f"data.expert: {error}; choose another environment for this stage") from error
         if not text.startswith(environment.primer):
-            raise RunError(f"the expert of {recipe.environment.type} does not start its answer with {environment.primer!r}")
+            raise RunError(
+                f"the expert of {recipe.environment.type} does not start its answer with {environment.primer!r}"
+            )
         ids = renderer.answer(text.removeprefix(environment.primer))
         answer = conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
         step = environment.step(answer)
         conversation.reward(step.reward, dict(step.info))
         if step.terminated or step.truncated:
             outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
-            return Episode(seed, seed - recipe.data.seeds.start, 0, 0, conversation.streams(), conversation.turns, outcome, None, conversation.messages)
+            return Episode(
+                seed,
+                seed - recipe.data.seeds.start,
+                0,
+                0,
+                conversation.streams(),
+                conversation.turns,
+                outcome,
+                None,
+                conversation.messages,
+            )
         conversation.observe(step.messages)

@@ -76,7 +76,10 @@ class Learner:
             self.optimizer.collect()
             metrics |= {
                 "policy/entropy": (float(scores.entropies.detach().sum()), float(len(batch.behaviour))),
-                "policy/mismatch": (float((scores.logprobs.detach() - batch.behaviour).abs().sum()), len(batch.behaviour)),
+                "policy/mismatch": (
+                    float((scores.logprobs.detach() - batch.behaviour).abs().sum()),
+                    len(batch.behaviour),
+                ),
                 "loss/total": (float(loss.detach()), 0.0),
             }
             add_totals(totals, metrics)

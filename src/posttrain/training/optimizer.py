@@ -16,7 +16,9 @@ class Optimizer:
     AdamW: Loshchilov and Hutter 2019, "Decoupled weight decay regularization".
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], recipe: OptimizerRecipe, updates: int) -> None:
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], recipe: OptimizerRecipe, updates: int
+    ) -> None:
         """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule."""
         self.recipe = recipe
         self.total_updates = updates

@@ -15,6 +15,7 @@ from rich.console import Console
 from posttrain.errors import InputError
 from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
 from posttrain.runs.files import write_atomically
+from posttrain.training.pipeline_report import report_pipeline
 from posttrain.training.stage import run_stage
 
 Lineage = dict[str, Any]
@@ -49,6 +50,7 @@ def run_pipeline(
         run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
         finished = lineage | {"outputs": _files(directory / "model", digests=True)}
         write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
+    report_pipeline(pipeline, console)
     return [pipeline.directory / stage.name for stage in chosen]
 
 

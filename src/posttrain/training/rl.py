@@ -36,7 +36,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
         if trainer.evaluated < 0:
             measure_start(trainer)
         trainer.begin()
-        while trainer.step < recipe.steps:
+        while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
             step, counters = trainer.step + 1, StepCounters(trainer)
             with trainer.phase("rollout"):
                 collected = collect(trainer.player(recipe.rollout.sampling), recipe, tasks, step)
@@ -49,7 +49,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
             write_episodes(run.episodes, step, "train", collected.episodes, credit)
             with trainer.interrupts.critical():
                 with trainer.phase("update"):
-                    totals = _updates(trainer, recipe, collected, samples, kl.coefficient, step)
+                    totals = _updates(trainer, recipe, collected, samples, kl.coefficient)
                 metrics = rollout_metrics(collected, recipe) | means(totals) | counters.metrics()
                 metrics |= {"kl/coefficient": kl.coefficient}
                 kl.update(metrics.get("policy/kl"), len(collected.episodes))
@@ -60,6 +60,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
             if fired and recipe.guards.action == "stop":
                 trainer.warn(["stopped by a guard; the best checkpoint is kept"])
                 break
+        trainer.conclude()
         finish(trainer, console)
 
 
@@ -82,18 +83,18 @@ def give_credit(samples: Sequence[Sample], credit: Advantages) -> None:
         sample.advantages = advantages[sample.stream.sampled]
 
 
-def _updates(
-    trainer: Trainer, recipe: RlRecipe, collected: Collected, samples: Sequence[Sample], kl: float, step: int
-) -> Totals:
+def _updates(trainer: Trainer, recipe: RlRecipe, collected: Collected, samples: Sequence[Sample], kl: float) -> Totals:
     """The step's optimizer steps: `passes` times over the episodes, whole groups divided among the updates."""
     objective = PolicyObjective(recipe, kl)
     groups = [e.group for e in collected.episodes for _ in e.streams]
     order = sorted(set(groups))
     count = min(recipe.learner.updates_per_step, len(order))
     totals: Totals = {}
-    for _ in range(recipe.learner.passes):
-        for part in range(count):
-            chosen = set(order[part::count])
-            add_totals(totals, trainer.learner.update([s for s, g in zip(samples, groups, strict=True) if g in chosen], objective))
+    for number in range(recipe.learner.passes * count):
+        chosen = set(order[number % count :: count])
+        update = trainer.learner.update([s for s, g in zip(samples, groups, strict=True) if g in chosen], objective)
+        if number > 0:
+            # Only before the first update are the learner's weights those that sampled.
+            update.pop("policy/mismatch", None)
+        add_totals(totals, update)
     return totals
-

@@ -26,7 +26,9 @@ def samples_of(episodes: Sequence[Episode], step: int) -> list[Sample]:
     ]
 
 
-def score(episodes: Sequence[Episode], samples: Sequence[Sample], recipe: RlRecipe, kl_coefficient: float) -> RewardStreams:
+def score(
+    episodes: Sequence[Episode], samples: Sequence[Sample], recipe: RlRecipe, kl_coefficient: float
+) -> RewardStreams:
     """Reward streams of `episodes`; `samples` are theirs, with `reference` where a reference model is needed."""
     rewards = reward_streams(episodes)
     if recipe.rollout.overlong is not None:

@@ -26,7 +26,9 @@ def measure_start(trainer: Trainer) -> None:
     recipe = trainer.recipe
     for player, values in reference_players(recipe.environment, recipe.evaluation.final_seeds).items():
         trainer.log.write(0, "baseline", {"player": player, **values})
-    trainer.progress.message(f"playing {recipe.evaluation.final_seeds.count} held-out episodes with the policy as it is")
+    trainer.progress.message(
+        f"playing {recipe.evaluation.final_seeds.count} held-out episodes with the policy as it is"
+    )
     result = trainer.evaluate(recipe.evaluation.final_seeds)
     trainer.log.write(0, "baseline", {"player": START, **result.metrics()})
 

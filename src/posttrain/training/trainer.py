@@ -178,8 +178,9 @@ class Trainer:
         """Evaluate for the learning curve if this step asks for it and has not been; says whether it is the best yet."""
         every = self.recipe.evaluation.every
         due = self.step in (0, self.total_steps) or (every > 0 and self.step % every == 0)
-        if not due or self.evaluated == self.step:
-            return False
+        return due and self.evaluated != self.step and self._evaluate_curve()
+
+    def _evaluate_curve(self) -> bool:
         result = self.evaluate()
         value = result.success.value if self.recipe.evaluation.metric == "success" else result.mean_return.value
         improved = self.best is None or value > self.best.value
@@ -208,6 +209,19 @@ class Trainer:
             "best": asdict(self.best) if self.best else None,
             **{name: part.state_dict() for name, part in self.stateful.items()},
         }
+
+    def conclude(self) -> None:
+        """Evaluate and save a last step that came before its time, by a guard or by the clock."""
+        if self.evaluated != self.step:
+            self._evaluate_curve()
+            self.save()
+
+    def out_of_time(self, minutes: float | None) -> bool:
+        """Whether the run has worked for `minutes`, interruptions left out; says so once it has."""
+        if minutes is None or self.log.seconds < 60 * minutes:
+            return False
+        self.progress.message(f"max_minutes = {minutes:g} are over after step {self.step}")
+        return True
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

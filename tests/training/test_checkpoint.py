@@ -1,0 +1,95 @@
+"""Checkpoints: verified when read, rotated, and never left in pieces."""
+
+import errno
+import json
+import shutil
+
+import pytest
+
+from posttrain.errors import InputError, RunError
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import ModelRecipe
+from posttrain.training.checkpoint import Checkpoints
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """Checkpoints of steps 1..4 of run `mine`, of which 3 and 4 are the newest and 1 the best."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", "mine", keep=2)
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, policy, {"updates": step}, {"step": step}, best=1)
+    return checkpoints
+
+
+def test_the_newest_and_the_best_are_kept(saved):
+    assert saved.steps() == [1, 3, 4]
+    directory, tensors, state = saved.load(4)
+    assert (tensors, state) == ({"updates": 4}, {"step": 4})
+    assert (directory / "model.safetensors").is_file()
+    assert not [path for path in saved.directory.iterdir() if not path.name.startswith("step_")]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "state.json", "policy/model.safetensors"])
+def test_a_changed_byte_is_found(saved, name):
+    file = saved.path(4) / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        InputError, match=rf"{name} is not as it was written: .*delete .*step_000004 to resume from step 3"
+    ):
+        saved.load(4)
+
+
+def test_a_missing_file_is_found(saved):
+    (saved.path(4) / "optimizer.pt").unlink()
+    with pytest.raises(InputError, match=r"optimizer.pt is not as it was written"):
+        saved.load(4)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {}}'])
+def test_a_damaged_manifest_is_found(saved, content):
+    (saved.path(4) / "manifest.json").write_text(content)
+    with pytest.raises(InputError, match=r"manifest.json is missing or damaged"):
+        saved.load(4)
+
+
+def test_a_checkpoint_of_another_run_is_refused(saved, tmp_path):
+    other = Checkpoints(saved.directory, "other", keep=2)
+    with pytest.raises(InputError, match=r"is a checkpoint of another run \(mine, this one is other\)"):
+        other.load(4)
+
+
+def test_weights_of_another_model_are_refused(saved, tiny_model, tmp_path):
+    manifest = json.loads((saved.path(4) / "manifest.json").read_text())
+    assert set(manifest["files"]) >= {"optimizer.pt", "state.json", "policy/model.safetensors", "policy/config.json"}
+    from ..conftest import save_tiny_model
+
+    other = save_tiny_model(tmp_path / "qwen", "qwen2")
+    with pytest.raises(InputError, match=r"holds another model than"):
+        Policy(ModelRecipe(path=str(other))).restore(saved.path(4) / "policy")
+
+
+def test_a_full_disk_leaves_what_was_saved(saved, tiny_model, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    with monkeypatch.context() as patch:
+        patch.setattr("posttrain.training.checkpoint.os.fsync", full)
+        with pytest.raises(
+            RunError, match=r"step_000005: the disk is full; free some space, then go on with `--resume`"
+        ):
+            saved.save(5, policy, {}, {}, best=1)
+    assert saved.steps() == [1, 3, 4]
+    assert sorted(path.name for path in saved.directory.iterdir()) == ["step_000001", "step_000003", "step_000004"]
+    saved.load(4)
+
+
+def test_saving_a_step_again_replaces_it(saved, tiny_model):
+    saved.save(4, Policy(ModelRecipe(path=str(tiny_model))), {"updates": 44}, {"step": 4}, best=4)
+    assert saved.load(4)[1] == {"updates": 44}
+    assert saved.steps() == [3, 4]
+    shutil.rmtree(saved.path(3))
+    assert saved.steps() == [4]

@@ -1,0 +1,220 @@
+"""Whole RL runs on the tiny model: every algorithm runs, and whatever goes wrong is told and loses nothing."""
+
+import io
+import json
+
+import pytest
+from pydantic import TypeAdapter
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from posttrain.errors import InputError, RunError
+from posttrain.recipe.stages import Recipe
+from posttrain.rollout.store import read_episodes
+from posttrain.runs.metrics import read_metrics
+from posttrain.training.stage import run_stage
+
+from . import letters, small
+
+
+def train(tiny, runs, resume=False, **changes):
+    """Run the small recipe in this process; returns the run and what it printed."""
+    recipe = TypeAdapter(Recipe).validate_python(small.recipe_values(tiny, runs, **changes))
+    console = Console(file=io.StringIO(), width=200)
+    run = run_stage(recipe, resume=resume, overwrite=not resume, console=console)
+    return run, console.file.getvalue()
+
+
+def lines(run, kind):
+    return [line for line in read_metrics(run.metrics) if line["kind"] == kind]
+
+
+def test_a_run_leaves_everything_it_promises(tiny_model, tmp_path):
+    run, printed = train(tiny_model, tmp_path)
+    for name in ("recipe.yaml", "environment.json", "metrics.jsonl", "report.md", "results.json", "plots", "episodes"):
+        assert (run.path / name).exists(), name
+    assert "trained model" in printed
+    assert AutoModelForCausalLM.from_pretrained(run.path / "model").config.model_type == "llama"
+    train_lines = lines(run, "train")
+    assert [line["step"] for line in train_lines] == [1, 2, 3, 4]
+    assert all(line["policy/mismatch"] < 1e-4 for line in train_lines)
+    assert {"policy/kl", "policy/entropy", "optimizer/gradient_norm", "tokens/reused"} <= set(train_lines[-1])
+    stored, credit = read_episodes(run.episodes / "step_000004.train.jsonl.zst")
+    assert len(stored) == 6
+    assert credit is not None
+    evaluation = lines(run, "evaluation")
+    assert [line["step"] for line in evaluation] == [0, 2, 4]
+    assert all(line["n"] == 3 and line["success_low"] <= line["success"] <= line["success_high"] for line in evaluation)
+
+
+def test_training_raises_the_return(tiny_model, tmp_path):
+    """The whole loop learns: more different letters after thirty steps than before, on held-out tasks."""
+    run, _ = train(
+        tiny_model,
+        tmp_path,
+        steps=30,
+        kl={"coefficient": 0.0},
+        entropy=0.0,
+        seeds={"start": 0, "count": 100},
+        rollout={"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 8, "tokens_per_episode": 700},
+        learner={"tokens_per_batch": 8000},
+        optimizer={"learning_rate": 3e-3},
+        evaluation={
+            "every": 0,
+            "seeds": {"start": 1000, "count": 30},
+            "final_seeds": {"start": 2000, "count": 30},
+            "sampling": {"temperature": 1.0},
+            "metric": "return",
+        },
+    )
+    before, after = lines(run, "evaluation")[0], lines(run, "evaluation")[-1]
+    assert after["return_low"] > before["return_high"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"credit": {"type": kind}}
+        for kind in ("grpo", "dr_grpo", "opo", "reinforce_pp_baseline", "remax", "brpo", "arpo", "reinforce_pp")
+    ]
+    + [
+        {"loss": {"type": "gspo"}},
+        {"loss": {"type": "gspo_token"}},
+        {"loss": {"type": "cispo"}},
+        {"loss": {"type": "ppo", "clip_high": 0.28, "dual_clip": 3.0, "normaliser": "sequence"}},
+        {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
+        {"loss": {"type": "gspo", "correction": {"type": "mis", "level": "sequence"}}},
+        {"loss": {"type": "reinforce", "normaliser": "constant", "constant": 100}, "learner": {"updates_per_step": 1}},
+        {"kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward"}},
+        {"kl": {"coefficient": 0.1, "estimator": "k2"}},
+        {"model": {"lora": {"rank": 2}}},
+        {"model": {"dtype": "bfloat16"}},
+        {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
+        {"rollout": {"overlong": {"limit": 18, "buffer": 6}}},
+    ],
+    ids=str,
+)
+def test_every_algorithm_takes_steps(changes, tiny_model, tmp_path):
+    base = small.recipe_values(tiny_model, tmp_path)
+    merged = {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
+    run, _ = train(tiny_model, tmp_path, **merged | {"steps": 2})
+    for line in lines(run, "train"):
+        assert line["optimizer/skipped"] == 0
+        assert line["optimizer/gradient_norm"] > 0
+
+
+def test_a_run_can_be_made_longer(tiny_model, tmp_path):
+    train(tiny_model, tmp_path, steps=2, optimizer={"learning_rate": 1e-3})
+    longer, _ = train(tiny_model, tmp_path, resume=True, steps=4, optimizer={"learning_rate": 1e-3})
+    assert [line["step"] for line in lines(longer, "train")] == [1, 2, 3, 4]
+    assert len(lines(longer, "final")) == 1
+
+
+def test_an_environment_that_always_fails_stops_the_run(tiny_model, tmp_path, monkeypatch, module):
+    monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
+    with pytest.raises(
+        RunError,
+        match=r"6 of 6 episodes failed, the first in group 0 \(environment seed \d\): .*ZeroDivisionError: .*rollout.failures.max_share = 0.5",
+    ):
+        train(tiny_model, tmp_path)
+
+
+def test_a_failing_episode_is_counted_and_the_run_goes_on(tiny_model, tmp_path, monkeypatch, module):
+    original, calls = module.Letters.step, [0]
+
+    def sometimes(self, action):
+        calls[0] += 1
+        if calls[0] % 40 == 0:
+            raise OSError("the pipe broke")
+        return original(self, action)
+
+    monkeypatch.setattr(module.Letters, "step", sometimes)
+    run, _ = train(tiny_model, tmp_path)
+    assert sum(line["rollout/failed"] for line in lines(run, "train")) > 0
+    assert any("raised OSError: the pipe broke" in line["message"] for line in lines(run, "warning"))
+    assert "failed" in run.report.read_text()
+
+
+def test_a_reward_of_nan_never_becomes_zero(tiny_model, tmp_path, monkeypatch, module):
+    original = module.Letters.step
+
+    def broken(self, action):
+        step = original(self, action)
+        return letters.Step(step.messages, float("nan"), step.terminated, step.truncated, step.info)
+
+    monkeypatch.setattr(module.Letters, "step", broken)
+    with pytest.raises(RunError, match="gave the reward nan for seed"):
+        train(tiny_model, tmp_path)
+
+
+def test_failed_episodes_can_be_scored(tiny_model, tmp_path, monkeypatch, module):
+    original = module.Letters.step
+
+    def fails_late(self, action):
+        if self.turn == 2 and self.seed == 3:
+            raise ValueError("late")
+        return original(self, action)
+
+    monkeypatch.setattr(module.Letters, "step", fails_late)
+    rollout = small.recipe_values(tiny_model, tmp_path)["rollout"] | {
+        "filter": {"type": "none"},
+        "failures": {"policy": "score", "reward": -7.0, "max_share": 1.0},
+    }
+    run, _ = train(tiny_model, tmp_path, rollout=rollout, steps=3)
+    stored = [e for step in (1, 2, 3) for e in read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst")[0]]
+    failed = [e for e in stored if e.failure]
+    assert failed
+    assert {round(e.total_reward, 5) for e in failed} == {-7.0}
+
+
+def test_a_guard_stops_the_run_and_keeps_the_best_checkpoint(tiny_model, tmp_path):
+    run, _ = train(tiny_model, tmp_path, guards={"action": "stop", "patience": 2, "min_entropy": 50.0})
+    assert [line["step"] for line in lines(run, "train")] == [1, 2]
+    assert any("stopped by a guard" in line["message"] for line in lines(run, "warning"))
+    assert (run.path / "model" / "model.safetensors").is_file()
+    assert [line["step"] for line in lines(run, "evaluation")] == [0, 2]
+
+
+def test_the_clock_ends_a_run_as_its_last_step_would(tiny_model, tmp_path):
+    run, _ = train(tiny_model, tmp_path, max_minutes=1e-6)
+    assert lines(run, "train") == []
+    assert (run.path / "model" / "model.safetensors").is_file()
+
+
+def test_a_used_name_is_refused(tiny_model, tmp_path):
+    train(tiny_model, tmp_path, steps=1)
+    recipe = TypeAdapter(Recipe).validate_python(small.recipe_values(tiny_model, tmp_path))
+    with pytest.raises(InputError, match=r"exists; go on with `--resume .*small`, replace it with `--overwrite`"):
+        run_stage(recipe)
+
+
+def test_a_corrupt_checkpoint_is_named_when_resuming(tiny_model, tmp_path):
+    run, _ = train(tiny_model, tmp_path)
+    state = run.checkpoints / "step_000004" / "state.json"
+    state.write_text(state.read_text().replace('"step": 4', '"step": 3'))
+    with pytest.raises(InputError, match=r"state.json is not as it was written: .* to resume from step 3"):
+        train(tiny_model, tmp_path, resume=True)
+
+
+def test_episodes_and_credit_can_be_read_back_with_the_groups_of_the_step(tiny_model, tmp_path):
+    run, _ = train(tiny_model, tmp_path)
+    stored, credit = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
+    totals = {}
+    for episode, streams in zip(stored, credit.values, strict=True):
+        (stream,) = episode.streams
+        assert set(streams[0][~stream.sampled].tolist()) == {0.0}
+        totals.setdefault(episode.group, []).append(float(streams[0][stream.sampled][0]))
+    for advantages in totals.values():
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
+    assert json.loads((run.path / "results.json").read_text())[-1]["player"] == "trained model"
+
+
+@pytest.fixture
+def module(tiny_model, tmp_path):
+    """The module in which recipes find the toy task, which is not the one that tests import."""
+    import sys
+
+    from posttrain.recipe.components import environment_class
+
+    environment_class(small.recipe_values(tiny_model, tmp_path)["environment"]["type"])
+    return sys.modules["posttrain_user_letters"]
