@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from posttrain.environments.answers import FormatRecipe
 from posttrain.environments.game import Game, GameRecipe, play, require, require_sound
 from posttrain.environments.protocol import Baseline
 from posttrain.recipe.base import Part
@@ -55,6 +56,8 @@ class BanditRecipe(GameRecipe):
 
     type: Literal["bandit"] = "bandit"
     """The two-armed bandit."""
+    format: FormatRecipe = FormatRecipe(prime=True)
+    """How answers are written; begun for the policy by default, so that a model without a warm-up can learn."""
     max_turns: int = Field(1, ge=1)
     """Turns until an arm must have been pulled; more than one allows another try after a rejected answer."""
     low_risk: LowRiskArm = LowRiskArm()

@@ -1,0 +1,65 @@
+"""The commands that the README shows are commands that work."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    for line in block.splitlines()
+]
+LONG = ("rl", "sft", "evaluate", "pipeline")
+
+
+@pytest.fixture(autouse=True)
+def in_a_copy(tmp_path, monkeypatch, finished_run):
+    """Run where nothing of the checkout can be changed, with the runs the README speaks of."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("demo/rl", "first"):
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name).symlink_to(finished_run)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_model, tmp_path_factory):
+    """A whole small run, standing for the demo's."""
+    from tests.training import small
+
+    runs = tmp_path_factory.mktemp("readme")
+    assert small.run(small.recipe_values(tiny_model, runs, steps=24)) == 0, (runs / "log.txt").read_text()
+    return runs / "small"
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("posttrain")])
+def test_a_command_of_the_readme_runs(command, monkeypatch, capsys):
+    words = shlex.split(command)[1:]
+    if words[0] in LONG and "--dry-run" not in words:
+        words.append("--dry-run")
+    if words[:2] == ["env", "play"]:
+        answers = iter(["right", "down", "left", "up", "right", "down"])
+        monkeypatch.setattr("builtins.input", lambda *_: next(answers))
+    assert main(words) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
+def test_a_target_of_the_readme_exists(command):
+    listed = subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+
+
+def test_every_command_is_one_of_these():
+    assert all(command.startswith(("posttrain", "make")) for command in COMMANDS)
+    assert len(COMMANDS) > 10
+
+
+def test_the_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
