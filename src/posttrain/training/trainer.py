@@ -15,7 +15,7 @@ from posttrain.engines.local import LocalEngine
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.evaluation.summary import Evaluation
 from posttrain.models.policy import Policy
-from posttrain.recipe.components import environment_class
+from posttrain.recipe.notes import notes
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.rollout.driver import Player
@@ -99,6 +99,7 @@ class Trainer:
         """Signals, display and log around the loop. A stop that was asked for ends with a checkpoint."""
         with self.interrupts, self.log, Progress(self.total_steps, title, self.step) as self.progress:
             try:
+                self.warn([] if self.evaluated >= 0 else [*notes(self.recipe), *self._about_the_template()])
                 yield
             except KeyboardInterrupt as stop:
                 with self.interrupts.critical():
@@ -106,6 +107,13 @@ class Trainer:
                 command = f"posttrain {self.recipe.stage} --resume {self.run.path}"
                 self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
                 raise
+
+    def _about_the_template(self) -> list[str]:
+        if self.renderer.rewrites_answers:
+            return ["the chat template rewrites earlier answers, so every turn becomes a stream of its own"]
+        if self.renderer.rewrites_thoughts:
+            return ["the chat template drops earlier thinking, so the turn after a thinking answer starts a new stream"]
+        return []
 
     # -- playing ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +241,3 @@ class Trainer:
             directory, _, _ = self.checkpoints.load(step)
             self.policy.restore(directory)
         return step
-
-    def environment(self) -> Any:
-        """The environment's class."""
-        return environment_class(self.recipe.environment.type)
