@@ -16,31 +16,24 @@ class GuessNumber(Environment):
     def reset(self, seed: int) -> Observation:
         self.low, self.high, self.turns_left = 1, self.recipe.highest, self.recipe.max_turns
         self.number = int(random_stream("guess_number", seed).integers(1, self.high + 1))
-        return Observation(
-            [{"role": "user", "content": f"Guess my number from 1 to {self.high}. Answer with digits only."}]
-        )
+        task = f"Guess my number from 1 to {self.high}. Answer with digits only."
+        return Observation([{"role": "user", "content": task}])
 
     def step(self, action: str) -> Step:
         if self.turns_left == 0:
             raise RuntimeError("the episode is over; call reset")
-        self.turns_left -= 1
-        if not action.strip().isdecimal():
-            return self._told("Digits only.", -0.1, won=False)
-        guess = int(action)
-        if guess < self.number:
-            self.low = max(self.low, guess + 1)
-            return self._told("Too low.", 0.0, won=False)
-        if guess > self.number:
-            self.high = min(self.high, guess - 1)
-            return self._told("Too high.", 0.0, won=False)
-        return self._told("Right!", 1.0, won=True)
-
-    def _told(self, hint: str, reward: float, won: bool) -> Step:
-        self.turns_left = 0 if won else self.turns_left
-        truncated = self.turns_left == 0 and not won
-        return Step(
-            [{"role": "user", "content": hint}], reward, won, truncated, {"success": won} if won or truncated else {}
-        )
+        guess = int(action) if action.strip().isdecimal() else None
+        won = guess == self.number
+        self.turns_left = 0 if won else self.turns_left - 1
+        if guess is None:
+            hint = "Digits only."
+        elif guess < self.number:
+            hint, self.low = "Too low.", max(self.low, guess + 1)
+        else:
+            hint, self.high = "Right!" if won else "Too high.", min(self.high, guess if won else guess - 1)
+        reward = 1.0 if won else -0.1 if guess is None else 0.0
+        lost = self.turns_left == 0 and not won
+        return Step([{"role": "user", "content": hint}], reward, won, lost, {"success": won} if won or lost else {})
 
     def expert(self) -> str:
         return str((self.low + self.high) // 2)
