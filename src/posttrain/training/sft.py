@@ -38,6 +38,7 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
                 before = trainer.learner.trained_tokens
                 with trainer.phase("update"):
                     totals = trainer.learner.update(batch, SupervisedObjective())
+                totals.pop("policy/mismatch", None)  # nobody sampled the traces
                 metrics = means(totals) | {"optimizer/learning_rate": trainer.optimizer.learning_rate}
                 metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
