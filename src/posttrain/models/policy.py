@@ -32,7 +32,10 @@ class Policy:
             torch.manual_seed(derive_seed(seed, "adapters"))
             self.model = add_adapters(self.model, recipe.lora)
         if recipe.gradient_checkpointing:
-            causal_lm(self.model).gradient_checkpointing_enable({"use_reentrant": False})
+            inner = causal_lm(self.model)
+            # The name changed within the versions of transformers that are supported.
+            enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
             causal_lm(self.model).enable_input_require_grads()
 
     @property
