@@ -51,7 +51,8 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
                 with trainer.phase("update"):
                     totals = _updates(trainer, recipe, collected, samples, kl.coefficient)
                 metrics = rollout_metrics(collected, recipe) | means(totals) | counters.metrics()
-                metrics |= {"kl/coefficient": kl.coefficient}
+                if recipe.kl.coefficient > 0:
+                    metrics["kl/coefficient"] = kl.coefficient
                 kl.update(metrics.get("policy/kl"), len(collected.episodes))
                 fired = guards.check(metrics)
                 trainer.finish_step(metrics)
