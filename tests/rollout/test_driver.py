@@ -27,6 +27,7 @@ class EchoEngine:
 
     def __init__(self):
         self.counters = EngineCounters()
+        self.capacity = 2
         self.requests = []
 
     async def generate(self, request):

@@ -71,6 +71,7 @@ class LocalEngine:
         self.policy = policy
         self.recipe = recipe
         self.counters = EngineCounters()
+        self.capacity = recipe.slots
         self._slab = KeyValueSlab(recipe.slots)
         self._slots = [_Slot() for _ in range(recipe.slots)]
         self._waiting: list[_Sequence] = []

@@ -55,6 +55,8 @@ class Engine(Protocol):
     """Turns token prompts into sampled tokens."""
 
     counters: EngineCounters
+    capacity: int
+    """Episodes to keep in flight at a time: as many as keep what was computed for their earlier turns."""
 
     async def generate(self, request: Request) -> Completion:
         """Sample one answer. Many calls are in flight at once; the engine batches them."""

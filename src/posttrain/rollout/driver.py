@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Engine, Request
@@ -125,9 +126,22 @@ class EnvironmentFailure(Exception):
 
 
 def play_all(player: Player, places: Sequence[Place]) -> list[Episode]:
-    """Play all episodes at once on the engine; returns them in the order of `places`."""
+    """Play all episodes, as many at a time as the engine keeps in its cache; returns them in the order of `places`.
 
-    async def run() -> list[Any]:
-        return await asyncio.gather(*(player.play(place) for place in places))
+    More at a time would push each other's earlier turns out of the cache, and every turn would compute its whole
+    context again. A player that ends an episode begins the next one in the same breath, so that what is in flight
+    does not depend on timing.
+    """
+    remaining = deque(enumerate(places))
+    episodes: dict[int, Episode] = {}
 
-    return asyncio.run(run())
+    async def play_on() -> None:
+        while remaining:
+            number, place = remaining.popleft()
+            episodes[number] = await player.play(place)
+
+    async def run() -> None:
+        await asyncio.gather(*(play_on() for _ in range(min(len(places), player.engine.capacity))))
+
+    asyncio.run(run())
+    return [episodes[number] for number in range(len(places))]
