@@ -218,3 +218,22 @@ def module(tiny_model, tmp_path):
 
     environment_class(small.recipe_values(tiny_model, tmp_path)["environment"]["type"])
     return sys.modules["posttrain_user_letters"]
+
+
+def test_remax_leaves_out_a_group_whose_greedy_episode_failed(tiny_model, tmp_path, monkeypatch, module):
+    original, resets = module.Letters.step, [0]
+
+    def fails_when_greedy(self, action):
+        # The greedy episodes of a step are played after the two groups of three.
+        resets[0] += self.turn == 0
+        if resets[0] == 7 + 4 + 3:
+            raise ValueError("the greedy one")
+        return original(self, action)
+
+    monkeypatch.setattr(module.Letters, "step", fails_when_greedy)
+    rollout = small.recipe_values(tiny_model, tmp_path)["rollout"] | {"filter": {"type": "none"}}
+    run, _ = train(tiny_model, tmp_path, credit={"type": "remax"}, rollout=rollout, steps=1)
+    (message,) = [line["message"] for line in lines(run, "warning") if "remax" in line["message"]]
+    assert message[:8] == "groups ["
+    assert message.endswith("] are left out: the greedy episode that remax compares with failed")
+    assert lines(run, "train")[0]["rollout/kept"] == 3

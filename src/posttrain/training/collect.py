@@ -87,12 +87,16 @@ def _play_groups(
     ]
     episodes = play_all(player, places)
     collected.sampled += episodes
+    usable = _apply_failure_policy(episodes, recipe, collected)
     if recipe.credit.type == "remax":
         greedy = replace(player, sampling=SamplingRecipe(temperature=0.0))
         probes = [Place(s, g, size, (recipe.seed, "greedy", step, g)) for g, s in zip(ids, seeds, strict=True)]
         baselines = play_all(greedy, probes)
-        collected.greedy_returns |= {e.group: e.total_reward for e in baselines}
-    usable = _apply_failure_policy(episodes, recipe, collected)
+        collected.greedy_returns |= {e.group: e.total_reward for e in baselines if e.outcome is not Outcome.FAILED}
+        without = sorted(set(ids) - set(collected.greedy_returns))
+        if without:
+            collected.messages.append(f"groups {without} are left out: the greedy episode that remax compares with failed")
+            usable = [e for e in usable if e.group not in without]
     return [[e for e in usable if e.group == group] for group in ids]
 
 
