@@ -94,6 +94,11 @@ def test_the_shortest_command_runs_the_default_recipe(stage):
             "posttrain: the disk is full while writing runs/run/metrics.jsonl; free some space, then go on with --resume\n",
         ),
         (
+            ValueError("I/O error: No space left on device (os error 28)"),
+            1,
+            "posttrain: a file could not be written: the disk is full; free some space, then go on with --resume\n",
+        ),
+        (
             ValueError("two\nlines"),
             1,
             "posttrain: unexpected ValueError: two lines; run again with --debug for the traceback\n",

@@ -1,8 +1,11 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.runs import files
 from posttrain.runs.directory import RunDirectory, recipe_hash
-from posttrain.runs.files import partial_path, storage_errors, write_atomically
+from posttrain.runs.files import partial_path, refusal, storage_errors, write_atomically
 
 
 def test_a_run_holds_its_recipe_and_what_it_ran_on(recipe: RlRecipe, run: RunDirectory) -> None:
@@ -39,6 +42,23 @@ def test_a_used_name_is_refused_with_both_remedies(recipe: RlRecipe, run: RunDir
     with pytest.raises(InputError, match=r"--resume .*tossing.*--overwrite"):
         RunDirectory.create(recipe)
     assert run.metrics.read_text() == "kept"
+
+
+@pytest.mark.parametrize("begun", ["metrics.jsonl", "episodes/step_000000.train.jsonl.zst", "checkpoints/step_000000"])
+def test_a_run_that_recorded_nothing_gives_its_name_back(recipe: RlRecipe, run: RunDirectory, begun: str) -> None:
+    run.metrics.touch()
+    corrected = recipe.model_copy(update={"seed": 1})
+    assert RunDirectory.create(corrected).load_recipe() == corrected
+    (run.path / begun).write_text("precious")
+    with pytest.raises(InputError, match=r"--resume .*tossing.*--overwrite"):
+        RunDirectory.create(recipe)
+    assert (run.path / begun).read_text() == "precious"
+
+
+def test_a_run_that_is_starting_keeps_its_name(recipe: RlRecipe, run: RunDirectory) -> None:
+    with run.lock(), pytest.raises(InputError, match="is training in"):
+        RunDirectory.create(recipe)
+    assert run.load_recipe() == recipe
 
 
 def test_overwrite_starts_afresh(recipe: RlRecipe, run: RunDirectory) -> None:
@@ -173,6 +193,42 @@ def test_permission_is_told_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="file/inside"):
         write_atomically(tmp_path / "file" / "inside", "x")
+
+
+@contextmanager
+def no_file_over(size: int) -> Iterator[None]:
+    """Let the kernel refuse every write past `size` bytes of a file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(("writer", "reason"), [("safetensors", "File too large"), ("torch", "free some space")])
+def test_what_the_disk_refuses_the_libraries_that_write_weights_is_told(
+    tmp_path: Path, writer: str, reason: str
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    file = tmp_path / "weights"
+    save = save_file if writer == "safetensors" else torch.save
+    with pytest.raises(RunError, match=f"cannot write .*weights: .*{reason}.*--resume"):  # noqa: SIM117
+        with storage_errors(file), no_file_over(20_000):
+            save({"weight": torch.zeros(10_000)}, file)
+
+
+def test_a_full_disk_is_known_by_what_safetensors_says() -> None:
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+    assert refusal(ValueError(said)) == "the disk is full; free some space"
+    assert refusal(ValueError("a bug of ours")) is None
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(ZeroDivisionError), storage_errors(Path("file")):
+        raise ZeroDivisionError
 
 
 def test_environment_file_is_json(run: RunDirectory) -> None:

@@ -19,6 +19,7 @@ from posttrain.cli.rl import rl
 from posttrain.cli.sft import sft
 from posttrain.cli.stages import OPEN
 from posttrain.errors import PosttrainError
+from posttrain.runs.files import refusal
 
 _INTERRUPTED = 130
 """The exit code of a command that Ctrl-C or SIGTERM ended."""
@@ -88,6 +89,8 @@ def _told(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}; free some space, then go on with --resume", 1
+    if not isinstance(error, OSError) and (reason := refusal(error)):
+        return f"a file could not be written: {reason}, then go on with --resume", 1
     said = " ".join(str(error).split())
     name = type(error).__name__
     return f"unexpected {name}{': ' if said else ''}{said}; run again with --debug for the traceback", 1

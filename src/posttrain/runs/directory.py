@@ -71,8 +71,9 @@ class RunDirectory:
     def create(cls, recipe: "Recipe", overwrite: bool = False) -> "RunDirectory":
         """Make `<recipe.runs>/<recipe.name>` with its recipe and environment files, whole or not at all.
 
-        A used name is an `InputError`. With `overwrite`, a run of that name is deleted first, unless a process is
-        training in it; anything that is not a run is never deleted. Raises `RunError` when the disk refuses.
+        A used name is an `InputError`, unless its run ended before it recorded anything, as with a wrong model. With
+        `overwrite`, a run of that name is deleted first. A run that a process is training in, and anything that is
+        not a run, is never deleted. Raises `RunError` when the disk refuses.
         """
         path = Path(recipe.runs) / recipe.name
         if _used(path):
@@ -196,13 +197,22 @@ def _is_run(path: Path) -> bool:
     return isinstance(marker, dict) and "posttrain_run" in marker and (path / "recipe.yaml").is_file()
 
 
+def _has_begun(path: Path) -> bool:
+    """Whether the run at `path` holds anything but what `create` made."""
+    run = RunDirectory(path)
+    recorded = run.metrics.is_file() and run.metrics.stat().st_size > 0
+    return recorded or any(
+        any(directory.iterdir()) for directory in (run.episodes, run.checkpoints) if directory.exists()
+    )
+
+
 def _refuse_or_delete(path: Path, overwrite: bool) -> None:
     is_run = not path.is_symlink() and _is_run(path)
     if not is_run:
         raise InputError(
             f"{path} exists and is not a posttrain run, so it is left alone; choose another `name` or `runs`"
         )
-    if not overwrite:
+    if not overwrite and _has_begun(path):
         raise InputError(
             f"the run {path} exists; go on with `--resume {path}`, replace it with `--overwrite`, or choose another `name`"
         )

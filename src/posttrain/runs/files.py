@@ -12,6 +12,9 @@ from posttrain.errors import RunError
 PARTIAL = re.compile(r"^\..+\.(\d+)\.partial$")
 """Name of a file (or directory) being written, with the id of the process that writes it."""
 
+_HIDDEN = re.compile(r"\(os error (\d+)\)")
+"""How safetensors tells the errno of a refused write."""
+
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the disk quota is used up; free some space",
@@ -29,12 +32,30 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Raise `RunError` naming `path` and the remedy for every `OSError` inside the block."""
+    """Raise `RunError` naming `path` and the remedy for everything inside the block that the disk refuses."""
     try:
         yield
-    except OSError as error:
-        reason = _REMEDIES.get(error.errno or 0, f"{error.strerror or error}; check the path and the disk")
+    except Exception as error:
+        reason = refusal(error)
+        if reason is None:
+            raise
         raise RunError(f"cannot write {path}: {reason}, then go on with `--resume`") from error
+
+
+def refusal(error: BaseException) -> str | None:
+    """Why the disk refused a write and what to do; None for errors that are not the disk's.
+
+    Weights are written by libraries that raise errors of their own: safetensors hides the errno in its text, and
+    torch's archive writer tells nothing but that fewer bytes arrived than it wrote.
+    """
+    if isinstance(error, OSError):
+        return _REMEDIES.get(error.errno or 0, f"{error.strerror or error}; check the path and the disk")
+    if hidden := _HIDDEN.search(str(error)):
+        number = int(hidden[1])
+        return _REMEDIES.get(number, f"{os.strerror(number)}; check the path and the disk")
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):
+        return "the file did not take all bytes, as on a full disk; free some space"
+    return None
 
 
 def sync_directory(path: Path) -> None:

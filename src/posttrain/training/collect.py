@@ -95,7 +95,9 @@ def _play_groups(
         collected.greedy_returns |= {e.group: e.total_reward for e in baselines if e.outcome is not Outcome.FAILED}
         without = sorted(set(ids) - set(collected.greedy_returns))
         if without:
-            collected.messages.append(f"groups {without} are left out: the greedy episode that remax compares with failed")
+            collected.messages.append(
+                f"groups {without} are left out: the greedy episode that remax compares with failed"
+            )
             usable = [e for e in usable if e.group not in without]
     return [[e for e in usable if e.group == group] for group in ids]
 
