@@ -1,0 +1,148 @@
+"""Losses of preference optimisation: one value per pair, or per answer, to be divided once by the learner.
+
+Notation: y is an answer of |y| tokens to a prompt, log pi(y) its summed log-probability in nats, and
+h(y) = log pi(y) - log pi_ref(y) its log-ratio to the reference; c is the chosen answer and r the rejected one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from posttrain.recipe.preference import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, PairLossRecipe, SimpoLoss
+
+CERTAIN = -1e-6
+"""Largest mean log-probability whose odds are computed, so that they are finite; beyond it they are constant."""
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """What P pairs of answers add up to. Answers only: no token of a prompt counts."""
+
+    chosen: torch.Tensor
+    """[P] float, differentiable: log pi(c), summed over tokens, in nats."""
+    rejected: torch.Tensor
+    """[P] float, differentiable: log pi(r)."""
+    chosen_length: torch.Tensor
+    """[P] int64: tokens of the chosen answer; 0 counts as 1."""
+    rejected_length: torch.Tensor
+    """[P] int64: tokens of the rejected answer; 0 counts as 1."""
+    reference_chosen: torch.Tensor | None = None
+    """[P] float: log pi_ref(c); None for losses without a reference."""
+    reference_rejected: torch.Tensor | None = None
+    """[P] float: log pi_ref(r)."""
+
+    def log_ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """h(c) and h(r), each [P]; ValueError without the reference's log-probabilities."""
+        if self.reference_chosen is None or self.reference_rejected is None:
+            raise ValueError("this loss needs the reference model's log-probabilities of both answers")
+        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+
+    def per_token(self, chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums over the answers' tokens as means over them, each [P]."""
+        return chosen / self.chosen_length.clamp(min=1), rejected / self.rejected_length.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class PairLosses:
+    """Losses and implicit rewards of P pairs."""
+
+    losses: torch.Tensor
+    """[P] float, differentiable, not reduced."""
+    chosen_rewards: torch.Tensor
+    """[P] float, detached: implicit reward of the chosen answer; its order against the other is the accuracy."""
+    rejected_rewards: torch.Tensor
+    """[P] float, detached: implicit reward of the rejected answer."""
+
+
+def preference_losses(recipe: PairLossRecipe, sums: PairSums) -> PairLosses:
+    """The loss of each pair; ValueError where the recipe needs a reference and `sums` has none."""
+    if isinstance(recipe, DpoLoss | CdpoLoss):
+        return dpo(recipe, sums)
+    if isinstance(recipe, IpoLoss):
+        return ipo(recipe, sums)
+    if isinstance(recipe, SimpoLoss):
+        return simpo(recipe, sums)
+    return orpo(recipe, sums)
+
+
+def dpo(recipe: DpoLoss | CdpoLoss, sums: PairSums) -> PairLosses:
+    """L = -(1 - s) log sigmoid(z) - s log sigmoid(-z), z = beta (h(c) - h(r)), s = label_smoothing; reward beta h(y).
+
+    Sources: Rafailov et al. 2023, "Direct preference optimization", arXiv 2305.18290, equation 7 (s = 0); with s > 0,
+    the conservative loss of Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO". For s > 0 it
+    is least at z = log((1 - s) / s) instead of at infinity.
+    """
+    chosen, rejected = sums.log_ratios()
+    z = recipe.beta * (chosen - rejected)
+    smoothing = recipe.label_smoothing
+    losses = -(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
+    return _with_rewards(losses, recipe.beta, chosen, rejected)
+
+
+def ipo(recipe: IpoLoss, sums: PairSums) -> PairLosses:
+    """L = (h(c) / |c| - h(r) / |r| - 1 / (2 beta))^2; reward beta h(y) / |y|.
+
+    Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences", arXiv
+    2310.12036, equation 17, with beta for its tau. The paper writes log-ratios without saying how they count tokens;
+    here they are *averaged* over the answer, not summed, as in its authors' own runs and in TRL: summed, one target
+    would ask less of each token the longer the answers are.
+    """
+    chosen, rejected = sums.per_token(*sums.log_ratios())
+    return _with_rewards((chosen - rejected - 1 / (2 * recipe.beta)) ** 2, recipe.beta, chosen, rejected)
+
+
+def simpo(recipe: SimpoLoss, sums: PairSums) -> PairLosses:
+    """L = -log sigmoid(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma); reward beta log pi(y) / |y|.
+
+    Source: Meng et al. 2024, "SimPO", arXiv 2405.14734, equations 4 and 6. Gamma is subtracted after beta; where the
+    authors quote a ratio gamma / beta, multiply it by beta.
+    """
+    chosen, rejected = sums.per_token(sums.chosen, sums.rejected)
+    losses = -F.logsigmoid(recipe.beta * (chosen - rejected) - recipe.gamma)
+    return _with_rewards(losses, recipe.beta, chosen, rejected)
+
+
+def orpo(recipe: OrpoLoss, sums: PairSums) -> PairLosses:
+    """L = -m(c) - beta log sigmoid(log odds(c) - log odds(r)), m(y) = log pi(y) / |y|, odds(y) = p / (1 - p), p = e^m(y).
+
+    The first term is the negative log-likelihood of chosen, a mean over the answer's tokens. Reward beta m(y), which
+    orders two answers as their odds do. Source: Hong et al. 2024, "ORPO", arXiv 2403.07691, equations 3, 4, 6 and 7,
+    with beta for its lambda. Odds are those of m clamped to at most -1e-6.
+    """
+    chosen, rejected = sums.per_token(sums.chosen, sums.rejected)
+    losses = -chosen - recipe.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    return _with_rewards(losses, recipe.beta, chosen, rejected)
+
+
+def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, good: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+    """L = w_D (1 - sigmoid(beta (h - kl))) of a good answer, w_U (1 - sigmoid(beta (kl - h))) of a bad one: [N].
+
+    `logratio` [N] float, differentiable: h of each answer, in nats; `good` [N] bool; `kl`: a scalar from `kto_kl`.
+    w_D and w_U are the recipe's desirable and undesirable weights; beta h is the implicit reward. Source: Ethayarajh
+    et al. 2024, "KTO: Model alignment as prospect theoretic optimization", arXiv 2402.01306, section 4.1.
+    """
+    lead = recipe.beta * (logratio - kl)
+    # 1 - sigmoid(x) = sigmoid(-x), without the cancellation.
+    return torch.where(
+        good, recipe.desirable_weight * torch.sigmoid(-lead), recipe.undesirable_weight * torch.sigmoid(lead)
+    )
+
+
+def kto_kl(mismatched_logratios: torch.Tensor) -> torch.Tensor:
+    """max(0, mean of h) over answers paired with other answers' prompts: KTO's reference point, a detached scalar.
+
+    `mismatched_logratios` [N] float, N > 0, in nats. A biased estimate of KL(pi, pi_ref) of a batch that needs no
+    sampling. Source: as for `kto_losses`.
+    """
+    return mismatched_logratios.detach().mean().clamp(min=0)
+
+
+def _log_odds(mean: torch.Tensor) -> torch.Tensor:
+    """log(p / (1 - p)) of p = exp(mean), [P]."""
+    bounded = mean.clamp(max=CERTAIN)
+    return bounded - torch.log(-torch.expm1(bounded))
+
+
+def _with_rewards(losses: torch.Tensor, beta: float, chosen: torch.Tensor, rejected: torch.Tensor) -> PairLosses:
+    return PairLosses(losses, beta * chosen.detach(), beta * rejected.detach())
