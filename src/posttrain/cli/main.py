@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 from posttrain import __version__
+from posttrain.cli.data import app as data
+from posttrain.cli.dpo import dpo
 from posttrain.cli.env import app as env
 from posttrain.cli.episodes import episodes
 from posttrain.cli.evaluate import evaluate
 from posttrain.cli.pipeline import pipeline
 from posttrain.cli.plot import plot
 from posttrain.cli.recipe import recipe
+from posttrain.cli.reward import reward
 from posttrain.cli.rl import rl
 from posttrain.cli.sft import sft
 from posttrain.cli.stages import OPEN
@@ -30,12 +33,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (rl, sft, evaluate, pipeline)
+_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, evaluate, pipeline)
 _PLAIN: tuple[Callable[..., None], ...] = (plot, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:
     app.command()(verb)
+app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 
 
@@ -49,6 +53,8 @@ def _options(
     Examples:
 
     posttrain rl environment.type=bandit
+
+    posttrain sft data.train=conversations.jsonl
 
     posttrain pipeline recipes/demo/pipeline.yaml
 

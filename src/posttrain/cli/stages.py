@@ -1,7 +1,9 @@
-"""What `rl`, `sft` and `evaluate` share: words into files and overrides, resuming, and the plan."""
+"""What the stages' verbs share: their options, words into files and overrides, resuming, and the plan."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -11,6 +13,10 @@ WORDS_HELP = (
     "Recipe files, merged left to right, then overrides of any of their keys: `key=value`, `--key value` or "
     "`--key=value`, with the key dotted as in `rollout.groups_per_step=4`. `posttrain recipe` lists the keys."
 )
+Words = Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run and the memory it takes.")]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of the same name first.")]
 OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Context settings of verbs that take `--key value` for every key of a recipe."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 _ANSWER = "POSTTRAIN-ANSWER"
 _THOUGHT = "<think>\nfirst thought\n</think>\n\n"
@@ -29,20 +29,20 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], primer: str = "") -> list[int]:
         """Tokens of a conversation up to where the policy answers; `primer` is text put in its mouth."""
-        return self._encode(self._text(messages) + primer)
+        return self.encode(self.text(messages) + primer)
 
     def continuation(self, messages: Sequence[Message], ended: bool, primer: str = "") -> list[int]:
         """Tokens between an answer and the next one: the end of the answer, `messages`, and the start of the next.
 
         `ended`: the answer's last token was an end token, which then is not repeated.
         """
-        text = self._text([{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}, *messages])
-        ids = self._encode(text.partition(_ANSWER)[2] + primer)
+        text = self.text([{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}, *messages])
+        ids = self.encode(text.partition(_ANSWER)[2] + primer)
         return ids[1:] if ended and ids and ids[0] in self.end_tokens else ids
 
     def answer(self, text: str) -> list[int]:
         """Tokens of a written answer, with the end token that a policy would sample."""
-        return [*self._encode(text), self.tokenizer.eos_token_id]
+        return [*self.encode(text), self.tokenizer.eos_token_id]
 
     def answer_text(self, ids: Sequence[int]) -> str:
         """A sampled answer as text, without its end token."""
@@ -56,11 +56,14 @@ class Renderer:
     def _keeps_history(self, answer: str) -> bool:
         first = [{"role": "user", "content": "first"}]
         later = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "second"}]
-        return self._text(later).startswith(self._text(first) + answer)
+        return self.text(later).startswith(self.text(first) + answer)
 
-    def _text(self, messages: Sequence[Message]) -> str:
+    def text(self, messages: Sequence[Message], tools: list[Any] | None = None, answering: bool = True) -> str:
+        """What the chat template makes of `messages`; `answering`: up to where the policy's next answer begins."""
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answering
+            )
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise InputError(
@@ -68,5 +71,6 @@ class Renderer:
                 f"({type(error).__name__}: {error}); name another template in model.chat_template"
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text that already holds what the template puts around it."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -94,6 +94,23 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0, draws: int = 10_000) 
     return Estimate(float(sample.mean()), low, high, len(sample))
 
 
+def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
+    """sum(sums) / sum(counts) over rows, such as nats per token, with a percentile bootstrap interval over rows."""
+    above, below = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    n = len(above)
+    if n < 1 or len(below) != n or below.sum() <= 0:
+        raise ValueError(f"{n} sums and {len(below)} counts make no ratio")
+    if n == 1:
+        return Estimate(float(above[0] / below[0]), math.nan, math.nan, 1)
+    generator = random_stream("bootstrap ratio", seed)
+    ratios = []
+    for _ in range(draws):
+        chosen = generator.integers(n, size=n)
+        ratios.append(float(above[chosen].sum() / below[chosen].sum()))
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return Estimate(float(above.sum() / below.sum()), float(low), float(high), n)
+
+
 def difference_interval(a: Estimate, b: Estimate) -> Difference:
     """`a - b` of two rates from different seeds, by Newcombe's hybrid score method (Newcombe 1998, method 10).
 

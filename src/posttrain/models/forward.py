@@ -9,14 +9,14 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.models.attention import Layout
 
 
-def causal_lm(model: torch.nn.Module) -> Any:
+def transformer(model: torch.nn.Module) -> Any:
     """The transformers model inside `model`, with adapters in place if it has any."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Last hidden states [T, hidden] of a row of tokens: `ids` and `positions` are [T] int64."""
-    inner = causal_lm(model)
+    inner = transformer(model)
     decoder = getattr(inner, inner.base_model_prefix)
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
     return output.last_hidden_state[0]
@@ -24,7 +24,7 @@ def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Te
 
 def logits_of(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [N, vocabulary] in float32 of hidden states [N, hidden], with the model's own scale and soft cap."""
-    inner = causal_lm(model)
+    inner = transformer(model)
     logits = inner.get_output_embeddings()(hidden).float()
     config = inner.config
     if getattr(config, "logit_scale", None):  # Cohere

@@ -1,6 +1,7 @@
 """From `model.path` to a model and a tokenizer, with one clear sentence for everything that can be wrong."""
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -61,44 +62,93 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
     return tokenizer
 
 
+def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer of the model at `path`, without loading it: as `TrainedModel.end_tokens`."""
+    from transformers import GenerationConfig
+
+    try:
+        configured = GenerationConfig.from_pretrained(resolve_path(path)).eos_token_id
+    except OSError:
+        configured = None
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in [tokenizer.eos_token_id, *listed] if token is not None)
+
+
 def load_model(recipe: ModelRecipe) -> torch.nn.Module:
     """The causal language model of the recipe, without adapters, in evaluation mode, attending through layouts.
 
     A missing, damaged or incomplete model is an `InputError`; weights are never filled in at random.
     """
     from transformers import AutoModelForCausalLM
+
+    model, missing = _load(recipe, AutoModelForCausalLM)
+    if missing:
+        raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
+    return model
+
+
+def load_reward_model(recipe: ModelRecipe, head_seed: int | None) -> torch.nn.Module:
+    """The model of the recipe with a scalar head `score`, as `load_model` loads.
+
+    Where it has none, as a language model, the head is drawn from N(0, 1 / (hidden + 1)) with `head_seed` (the scale
+    of Stiennon et al. 2020, arXiv 2009.01325); `InputError` when that is None.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model, missing = _load(recipe, AutoModelForSequenceClassification, num_labels=1)
+    head = getattr(model, "score", None)
+    others = [name for name in missing if name != "score.weight"]
+    if others or not isinstance(head, torch.nn.Linear):
+        lacking = f"lacks {len(others)} weights, the first of them {others[0]}" if others else "gets no head `score`"
+        raise InputError(f"model.path: {recipe.path} {lacking}; start the reward model from a decoder-only model")
+    if missing and head_seed is None:
+        raise InputError(
+            f"{recipe.path} is not a reward model: it has no head `score`; train one with `posttrain reward`"
+        )
+    if missing and head_seed is not None:
+        generator = torch.Generator().manual_seed(head_seed)
+        weights = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
+        with torch.no_grad():
+            head.weight.copy_(weights)
+    return model
+
+
+def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, list[str]]:
+    """The model that `auto_class` makes of the recipe's files, adapters folded in, and the weights they lack."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     path = resolve_path(recipe.path)
-    base = (
-        json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
-        if _is_adapter(path)
-        else path
-    )
+    adapter = json.loads((Path(path) / "adapter_config.json").read_text()) if _is_adapter(path) else None
+    base = adapter["base_model_name_or_path"] if adapter is not None else path
+    verbosity = logging.get_verbosity()
+    # What is missing is judged by the caller, in its own words.
+    logging.set_verbosity_error()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            base, dtype=resolve_dtype(recipe.dtype), attn_implementation="sdpa", output_loading_info=True
+        loaded: Any = auto_class.from_pretrained(
+            base, dtype=resolve_dtype(recipe.dtype), attn_implementation="sdpa", output_loading_info=True, **keywords
         )
     except Exception as error:
         raise InputError(
             f"model.path: {recipe.path} could not be loaded ({_first_line(error)}); "
             "check that the files are whole, or that the hub id is right and in reach"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
     model, info = loaded
     missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
-    if base != path:
+    if adapter is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, path).merge_and_unload()
+        if adapter.get("modules_to_save"):
+            missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
     use_packed_attention(model)
-    return model.eval()
+    return model.eval(), missing
 
 
-def add_adapters(model: torch.nn.Module, lora: LoraRecipe) -> torch.nn.Module:
-    """`model` with fresh low-rank adapters; only they are trainable."""
+def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.nn.Module:
+    """`model` with fresh low-rank adapters; only they (and, for `task` SEQ_CLS, the head) are trainable."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -106,7 +156,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe) -> torch.nn.Module:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
     try:
         with warnings.catch_warnings():

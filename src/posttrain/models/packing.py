@@ -19,6 +19,8 @@ class PackedRow:
     """[n] int64: row index of the token whose output predicts each sampled token, stream by stream as given."""
     targets: np.ndarray
     """[n] int64: the sampled tokens."""
+    last: np.ndarray
+    """[S] int64: row index of the last token of each stream."""
 
 
 def prompt_length(sampled: np.ndarray) -> int:
@@ -34,6 +36,7 @@ def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> Pa
     pieces: list[np.ndarray] = []
     bundles = []
     predictors: dict[int, np.ndarray] = {}
+    last: dict[int, int] = {}
     offset = 0
     for indices in members.values():
         prompt = prompt_length(sampled[indices[0]])
@@ -45,10 +48,12 @@ def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> Pa
             places = np.flatnonzero(sampled[index]) - prompt
             predictors[index] = np.where(places == 0, prompt_end, offset + places - 1)
             offset += len(pieces[-1])
+            last[index] = offset - 1
         bundles.append((prompt, [len(streams[index]) - prompt for index in indices]))
     return PackedRow(
         ids=np.concatenate(pieces),
         layout=PackedLayout(bundles),
         predictors=np.concatenate([predictors[index] for index in range(len(streams))]),
         targets=np.concatenate([ids[mask] for ids, mask in zip(streams, sampled, strict=True)]),
+        last=np.array([last[index] for index in range(len(streams))], dtype=np.int64),
     )

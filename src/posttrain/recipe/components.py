@@ -19,6 +19,7 @@ ENVIRONMENTS = {
     "bandit": "posttrain.environments.bandit:Bandit",
     "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
     "sokoban": "posttrain.environments.sokoban:Sokoban",
+    "text_task": "posttrain.environments.text_task:TextTask",
 }
 
 

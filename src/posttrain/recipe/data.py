@@ -1,6 +1,6 @@
 """Which rows a stage reads, what their columns are called, and what becomes of rows that do not fit."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -71,7 +71,7 @@ class DataRecipe(Part):
     """Training rows read; null reads all."""
     max_tokens: int = Field(2048, ge=8)
     """Most tokens of a row, prompt included."""
-    overlong: str = Field("drop", pattern="^(drop|cut)$")
+    overlong: Literal["drop", "cut"] = "drop"
     """A longer row is dropped, or cut at its end (without its end token, which is learned only where an answer ends). Counted either way."""
     strict: bool = False
     """Whether a row that cannot be used is an error; otherwise such rows are left out, counted and named."""

@@ -6,7 +6,7 @@ Not covered: what torch and the operating system take besides (about 0.5 GiB), a
 from dataclasses import dataclass
 
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.stages import EvaluateRecipe, Recipe, RlRecipe
+from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes) -> dict[str, tuple[int, s
     rows = {"weights": (width * sizes.parameters, f"{sizes.parameters:,} parameters of {width} bytes")}
     if not isinstance(recipe, EvaluateRecipe):
         rows |= _training(recipe, sizes, width)
+    if isinstance(recipe, DpoRecipe | RewardRecipe) or getattr(recipe, "environment", None) is None:
+        return rows
     slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
     cache = 2 * sizes.layers * sizes.key_value_heads * sizes.head_size * width
     rows["key/value cache, at most"] = (
@@ -65,9 +67,10 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if width == 2:
         rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
     rows["AdamW state"] = (8 * trained, "two float32 numbers for each trained parameter")
-    if isinstance(recipe, RlRecipe) and recipe.kl.coefficient > 0:
+    needed = isinstance(recipe, DpoRecipe) and recipe.loss.needs_reference
+    if needed or (isinstance(recipe, RlRecipe) and recipe.kl.coefficient > 0):
         if recipe.model.lora is None:
-            rows["reference model"] = (width * sizes.parameters, "a second copy, for kl.coefficient is above 0")
+            rows["reference model"] = (width * sizes.parameters, "a second copy of the model as it starts")
         else:
             rows["reference model"] = (0, "the policy with its adapters off")
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
@@ -77,6 +80,8 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     else:
         per_token, how = width * sizes.layers * _layer_activations(sizes), "every layer"
     rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
+    if isinstance(recipe, RewardRecipe):
+        return rows
     rows["logits"] = (
         3 * 4 * chunk * sizes.vocabulary,
         f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x 12 bytes",

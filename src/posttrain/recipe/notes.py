@@ -3,27 +3,53 @@
 from posttrain.recipe.base import Part
 from posttrain.recipe.loss import GspoLoss, PpoLoss
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.recipe.stages import EvaluateRecipe, Recipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 
 
 def notes(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each value to look at twice."""
-    found = [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_limits(recipe)]
+    found: list[str] = []
+    trained = not isinstance(recipe, EvaluateRecipe)
+    if trained and recipe.optimizer.schedule == "constant" and _given(recipe.optimizer, "final_fraction"):
+        found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
+    if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
+        found += _rows(recipe)
+    if isinstance(recipe, DpoRecipe | RewardRecipe):
+        return found
+    if recipe.environment is None:
+        parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
+        return [*found, *(_without_effect(key, "there is no environment to play in") for key in parts)]
+    found += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_limits(recipe)]
     if isinstance(recipe, RlRecipe):
         found += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
     else:
         found += _rollout_unused(recipe.rollout, recipe.stage)
-    if isinstance(recipe, SftRecipe):
-        unused = [("learner", key) for key in ("updates_per_step", "passes") if _given(recipe.learner, key)]
-        found += [_without_effect(f"{part}.{key}", "the sft stage makes one update a step") for part, key in unused]
     if isinstance(recipe, EvaluateRecipe):
         found += [
             _without_effect(f"evaluation.{key}", "the evaluate stage plays evaluation.final_seeds once")
             for key in ("every", "seeds", "metric")
             if _given(recipe.evaluation, key)
         ]
-    elif recipe.optimizer.schedule == "constant" and _given(recipe.optimizer, "final_fraction"):
-        found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
+    return found
+
+
+def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
+    """What has no effect where an update is made on rows."""
+    unused = [key for key in ("updates_per_step", "passes") if _given(recipe.learner, key)]
+    found = [_without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update a step") for key in unused]
+    data = recipe.data
+    if recipe.steps is not None and recipe.epochs != 1:
+        found.append(_without_effect("epochs", "steps says when the run ends"))
+    if data is None:
+        return found
+    if not data.streaming and _given(data, "shuffle_rows"):
+        found.append(_without_effect("data.shuffle_rows", "data.streaming is false"))
+    if data.streaming and any(source.weight != 1 for source in data.train):
+        found.append(_without_effect("data.train weight", "streamed rows are read once, in their order"))
+    if not (data.validation or data.held_out) and not (isinstance(recipe, SftRecipe) and recipe.environment):
+        found.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
+    if isinstance(recipe, SftRecipe) and recipe.experts != type(recipe.experts)():
+        found.append(_without_effect("experts", "the rows of data are what is trained on"))
     return found
 
 
@@ -46,8 +72,10 @@ def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
     ]
 
 
-def _limits(recipe: Recipe) -> list[str]:
-    rollout, turns, found = recipe.rollout, recipe.environment.max_turns, []
+def _limits(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
+    assert recipe.environment is not None
+    rollout, turns = recipe.rollout, recipe.environment.max_turns
+    found: list[str] = []
     if turns * rollout.tokens_per_turn > rollout.tokens_per_episode:
         found.append(
             f"{turns} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
@@ -59,7 +87,7 @@ def _limits(recipe: Recipe) -> list[str]:
 
 
 def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
-    keys = ("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong")
+    keys = ("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong", "missing_end_penalty")
     reason = f"the {stage} stage samples evaluation episodes only"
     return [_without_effect(f"rollout.{key}", reason) for key in keys if _given(rollout, key)]
 

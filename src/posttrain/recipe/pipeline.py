@@ -13,6 +13,7 @@ from posttrain.recipe.compose import typed_recipe
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 
+_STAGE = "stage:"
 _KEYS = ("stage", "name", "runs", "common", "stages")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -24,6 +25,8 @@ class PipelineStage(Part):
     """Name of the stage: its run is `<runs>/<pipeline>/<name>`."""
     upstream: str | None = None
     """The earlier stage whose exported model this one starts from (`from:` in the file)."""
+    inputs: list[str] = []
+    """Earlier stages whose exported models it uses, `upstream` among them (`stage:NAME` anywhere in its keys)."""
     recipe: Recipe
     """What the stage does, with its own name, directory and model filled in."""
 
@@ -50,7 +53,7 @@ def load_pipeline(source: str, overrides: list[str]) -> PipelineRecipe:
     """The pipeline in the YAML file `source`, every stage resolved.
 
     The file has `name`, `runs`, `common` (keys beneath every stage) and `stages`, a list of `name`, `from` (an
-    earlier stage whose exported model becomes `model.path`), `recipe` (a file relative to this one) and the stage's
+    earlier stage whose exported model becomes `model.path`; any other key may name one as `stage:NAME`), `recipe` (a file relative to this one) and the stage's
     own keys, which win over the file's. Overrides are `name=`, `runs=`, `common.KEY=` and `stages.NAME.KEY=`.
     Raises `InputError` with one sentence per problem; each names the stage.
     """
@@ -95,9 +98,11 @@ def _resolved(
         if isinstance(values.get("model"), dict) and "path" in values["model"]:
             where = entry.origin(("model", "path"))
             raise InputError(f"{where}: model.path and from: {upstream} both say which model to start from; keep one")
-        place["model"] = {"path": str(directory / _upstream(upstream, entry, earlier, names) / "model")}
+        place["model"] = {"path": f"{_STAGE}{upstream}"}
     layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, entry.origins)]
     given = merge([*layers, Layer(place)])
+    inputs: list[str] = []
+    given = Layer(_with_models(given.values, (), given, directory, earlier, names, inputs), given.origins)
     stage = given.values.get("stage")
     if stage is None:
         raise InputError(f"{entry.origin(('name',))}: stage is missing; say {', '.join(STAGES)}")
@@ -105,21 +110,45 @@ def _resolved(
         hint = nearest_type(str(stage), list(STAGES))
         where = given.origin(("stage",))
         raise InputError(f"{where}: stage is {json.dumps(stage)}{hint}; it must be {', '.join(STAGES)}")
-    return PipelineStage(name=name, upstream=upstream, recipe=typed_recipe(given, stage))
+    return PipelineStage(name=name, upstream=upstream, inputs=inputs, recipe=typed_recipe(given, stage))
 
 
-def _upstream(upstream: str, entry: Layer, earlier: list[PipelineStage], names: list[str]) -> str:
-    where = entry.origin(("from",))
+def _with_models(
+    value: Any,
+    path: tuple[str, ...],
+    given: Layer,
+    directory: Path,
+    earlier: list[PipelineStage],
+    names: list[str],
+    inputs: list[str],
+) -> Any:
+    """`value` with every `stage:NAME` as the directory of that stage's model; the names go to `inputs`."""
+    if isinstance(value, dict):
+        return {
+            key: _with_models(inner, (*path, key), given, directory, earlier, names, inputs)
+            for key, inner in value.items()
+        }
+    if not isinstance(value, str) or not value.startswith(_STAGE):
+        return value
+    name = value.removeprefix(_STAGE)
+    where = given.origin(path) or "from"
+    _require_exported(name, where, earlier, names)
+    if name not in inputs:
+        inputs.append(name)
+    return str(directory / name / "model")
+
+
+def _require_exported(upstream: str, where: str, earlier: list[PipelineStage], names: list[str]) -> None:
+    """`InputError` unless `upstream` is an earlier stage that exports a model."""
     found = next((stage for stage in earlier if stage.name == upstream), None)
     if found is None and upstream in names:
-        raise InputError(f"{where}: from names {upstream}, which is not an earlier stage; move it up or correct it")
+        raise InputError(f"{where}: it names {upstream}, which is not an earlier stage; move it up or correct it")
     if found is None:
         raise InputError(
             f"{where}: there is no stage {upstream}{nearest_type(upstream, names)}; use {', '.join(names)}"
         )
     if found.recipe.stage == "evaluate":
         raise InputError(f"{where}: {upstream} only evaluates and exports no model; name a stage that trains")
-    return upstream
 
 
 def _check_file(given: Layer, source: str) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.memory import ModelSizes, memory_estimate
 from posttrain.recipe.notes import notes
-from posttrain.recipe.stages import EvaluateRecipe, Recipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 
 
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> None:
@@ -32,16 +32,39 @@ def batch_arithmetic(recipe: Recipe) -> list[str]:
     """How the batches of the recipe work out, one line of words for each stretch of it."""
     if isinstance(recipe, RlRecipe):
         return [*_rl(recipe), *_evaluation(recipe, recipe.steps)]
-    if isinstance(recipe, SftRecipe):
-        updates = recipe.epochs * math.ceil(recipe.data.seeds.count / recipe.episodes_per_update)
-        lines = [
-            f"{recipe.data.seeds.count} traces of the {recipe.data.expert} player, {recipe.epochs} "
-            f"{_plural('pass', recipe.epochs)} over them, {recipe.episodes_per_update} traces per update: {updates} updates",
-            f"forward passes of at most {recipe.learner.tokens_per_batch} tokens",
-            f"traces on seeds {recipe.data.seeds}",
-        ]
-        return [*lines, *_evaluation(recipe, updates)]
+    if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
+        return _rows(recipe)
     return _evaluation(recipe, 0)
+
+
+def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
+    learner, each = recipe.learner, recipe.rows_per_update
+    what = {"sft": "rows", "reward": "pairs", "dpo": "pairs"}[recipe.stage]
+    if recipe.data is None:
+        assert isinstance(recipe, SftRecipe)
+        count = recipe.experts.seeds.count
+        updates = recipe.steps or recipe.epochs * math.ceil(count / each)
+        lines = [
+            f"{count} traces of the {recipe.experts.expert} player, {recipe.epochs} "
+            f"{_plural('pass', recipe.epochs)} over them, {each} traces per update: {updates} updates",
+            f"traces on seeds {recipe.experts.seeds}",
+        ]
+    else:
+        paths = ", ".join(source.path for source in recipe.data.train)
+        end = (
+            f"{recipe.steps} updates" if recipe.steps else f"{recipe.epochs} {_plural('pass', recipe.epochs)} over them"
+        )
+        lines = [f"{what} from {paths}, {each} per update, {end}", f"rows of at most {recipe.data.max_tokens} tokens"]
+        held = recipe.data.held_out
+        for name in ("validation", "test"):
+            paths = ", ".join(source.path for source in getattr(recipe.data, name))
+            lines += [f"{name} on {paths}"] if paths else []
+        lines += [f"validation on {held} rows held out of them"] if held else []
+        updates = recipe.steps or 0
+    lines.append(f"forward passes of at most {learner.tokens_per_batch} tokens, without padding")
+    if isinstance(recipe, SftRecipe) and recipe.environment is not None:
+        lines += _evaluation(recipe, updates)
+    return lines
 
 
 def _rl(recipe: RlRecipe) -> list[str]:
@@ -68,7 +91,7 @@ def _rl(recipe: RlRecipe) -> list[str]:
     ]
 
 
-def _evaluation(recipe: Recipe, steps: int) -> list[str]:
+def _evaluation(recipe: RlRecipe | SftRecipe | EvaluateRecipe, steps: int) -> list[str]:
     evaluation = recipe.evaluation
     each = evaluation.seeds.count * evaluation.episodes_per_seed
     final = evaluation.final_seeds.count * evaluation.episodes_per_seed

@@ -64,6 +64,8 @@ class RolloutRecipe(Part):
     failures: FailureRecipe = FailureRecipe()
     filter: FilterRecipe = FilterRecipe()
     overlong: OverlongRecipe | None = None
+    missing_end_penalty: float = Field(0.0, ge=0)
+    """Subtracted in training from the reward of an episode whose last answer was cut off before its end, after the reward is normalised."""
 
 
 class SeedRange(Part):

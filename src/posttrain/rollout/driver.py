@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Engine, Request
@@ -33,6 +33,14 @@ class Place:
     """Name of the sampling stream, for example (run seed, "train", step, group, index)."""
 
 
+class Scorer(Protocol):
+    """Pays played episodes besides what their environment paid."""
+
+    def __call__(self, episodes: Sequence[Episode]) -> None:
+        """Add a reward to the last turn of each episode that did not fail, and to the stream that holds it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Player:
     """Everything an episode needs besides its place."""
@@ -43,6 +51,7 @@ class Player:
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int
+    scorer: Scorer | None = None
 
     async def play(self, place: Place) -> Episode:
         """One episode. A failing environment fails this episode alone, after the retries the recipe allows."""
@@ -144,4 +153,7 @@ def play_all(player: Player, places: Sequence[Place]) -> list[Episode]:
         await asyncio.gather(*(play_on() for _ in range(min(len(places), player.engine.capacity))))
 
     asyncio.run(run())
-    return [episodes[number] for number in range(len(places))]
+    played = [episodes[number] for number in range(len(places))]
+    if player.scorer is not None:
+        player.scorer(played)
+    return played

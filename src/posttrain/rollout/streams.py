@@ -20,6 +20,10 @@ class StopReason(StrEnum):
     """The episode reached the most tokens of its context."""
 
 
+CUT_OFF = (StopReason.TURN_BUDGET, StopReason.EPISODE_BUDGET)
+"""The policy was not done: its answer has no end."""
+
+
 class Outcome(StrEnum):
     """How an episode ended."""
 

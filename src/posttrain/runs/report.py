@@ -3,8 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,64 +12,15 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
+from posttrain.runs.tables import Table, markdown_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from posttrain.recipe.stages import Recipe
-
-HEADINGS = ("player", "success", "95% interval", "mean return", "n", "note")
-
-
-@dataclass(frozen=True)
-class ReportRow:
-    """One player of the final table. Rates are in [0, 1]; `n` is the number of seeds; None is unknown."""
-
-    player: str
-    success: float | None
-    interval: tuple[float, float] | None
-    """95% interval of the success; None where the success is exact for these seeds."""
-    mean_return: float | None
-    n: int
-    note: str = ""
-
-    @classmethod
-    def from_values(cls, player: str, values: Mapping[str, Any], note: str = "") -> "ReportRow":
-        """From the values of an evaluation or baseline line: `success`, `success_low`, `success_high`, `return`, `n`."""
-        low, high = values.get("success_low"), values.get("success_high")
-        interval = None if low is None or high is None else (low, high)
-        return cls(player, values.get("success"), interval, values.get("return"), int(values["n"]), note)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The row as text, in the order of HEADINGS; rates as percentages with one decimal."""
-        success = "–" if self.success is None else f"{100 * self.success:.1f}%"
-        interval = "exact" if self.interval is None else f"[{100 * self.interval[0]:.1f}, {100 * self.interval[1]:.1f}]"
-        paid = "–" if self.mean_return is None else f"{self.mean_return:.3f}"
-        return self.player, success, "–" if self.success is None else interval, paid, str(self.n), self.note
-
-
-def rows_table(rows: Sequence[ReportRow], title: str = "") -> "Table":
-    """The final table for a rich console."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title or None, title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("player", "note") else "right")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row.cells))
-    return table
-
-
-def markdown_rows(rows: Sequence[ReportRow]) -> str:
-    """The final table in Markdown."""
-    return _markdown(HEADINGS, [row.cells for row in rows], right=(1, 2, 3, 4))
 
 
 def write_report(
     run: RunDirectory,
-    rows: Sequence[ReportRow],
+    tables: Sequence[Table],
     *,
     title: str | None = None,
     model_directory: Path | None = None,
@@ -78,7 +28,7 @@ def write_report(
 ) -> Path:
     """Write `report.md` of the run and return its path.
 
-    `rows` is the final table in its order; `model_directory` the exported model that transformers loads; `warnings`
+    `tables` are the final ones; `model_directory` the exported model that transformers loads; `warnings`
     what the caller has to say besides what the metrics tell. Plots are those in `run.plots`. Raises `RunError` when
     the disk refuses.
     """
@@ -86,12 +36,11 @@ def write_report(
     parts = [
         f"# {title or run.path.resolve().name}",
         _what_was_run(run, lines),
-        f"## Result\n\n{markdown_rows(rows)}",
-        "`n` is the number of environment seeds. Intervals are 95% score intervals over seeds (Wilson); `exact` values "
-        "are computed for these seeds, not sampled.",
+        "## Result",
+        *(f"{table.markdown()}\n\n{table.note}" for table in tables),
         _changed(run),
         _plots(run),
-        _checkpoint(model_directory),
+        _checkpoint(model_directory, run.load_recipe().stage),
         _episodes(run),
         _trouble(lines, warnings),
     ]
@@ -128,10 +77,9 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
     rows = [
         ("stage", recipe.stage),
         ("model", f"`{recipe.model.path}`, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")),
-        ("environment", f"`{recipe.environment.type}`"),
-        *_seeds(recipe),
+        *_data(recipe),
         ("run seed", str(recipe.seed)),
-        ("steps", f"{done} of {recipe.steps}" if recipe.stage == "rl" else str(done)),
+        ("steps", _of(done, getattr(recipe, "steps", None))),
         ("wall time", f"{duration(seconds)} (pauses between sessions left out)"),
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
         ("software", f"Python {machine['python']}, {packages}" + _commit(machine["git"])),
@@ -139,18 +87,33 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
         ("command", f"`{machine['command']}`"),
         ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
     ]
-    return _markdown(("what", "value"), rows)
+    return markdown_table(("what", "value"), rows)
 
 
-def _seeds(recipe: "Recipe") -> list[tuple[str, str]]:
+def _of(done: int, steps: int | None) -> str:
+    return str(done) if steps is None else f"{done} of {steps}"
+
+
+def _data(recipe: "Recipe") -> list[tuple[str, str]]:
+    found = []
+    data = getattr(recipe, "data", None)
+    if data is not None:
+        for name in ("train", "validation", "test"):
+            paths = ", ".join(f"`{source.path}`" for source in getattr(data, name))
+            found += [(f"{name} rows", paths)] if paths else []
+        if data.held_out:
+            found.append(("validation rows", f"{data.held_out} held out of the training rows"))
+    if recipe.stage == "reward" or recipe.stage == "dpo" or recipe.environment is None:
+        return found
     ranges = {"held-out seeds of the table": recipe.evaluation.final_seeds}
     if recipe.stage != "evaluate":
-        ranges["held-out seeds of the curve, which choose the best checkpoint"] = recipe.evaluation.seeds
+        ranges["held-out seeds of the curve"] = recipe.evaluation.seeds
     if recipe.stage == "rl":
         ranges["training seeds"] = recipe.seeds
-    if recipe.stage == "sft":
-        ranges["training seeds"] = recipe.data.seeds
-    return [(name, f"{seeds.start} to {seeds.stop - 1}") for name, seeds in ranges.items()]
+    if recipe.stage == "sft" and data is None:
+        ranges["training seeds"] = recipe.experts.seeds
+    seeds = [(name, f"{seeds.start} to {seeds.stop - 1}") for name, seeds in ranges.items()]
+    return [*found, ("environment", f"`{recipe.environment.type}`"), *seeds]
 
 
 def _commit(git: dict[str, Any] | None) -> str:
@@ -160,7 +123,9 @@ def _commit(git: dict[str, Any] | None) -> str:
 def _changed(run: RunDirectory) -> str:
     changed = changed_keys(run.load_recipe())
     rows = [(f"`{key}`", f"`{value}`") for key, value in changed.items() if key not in ("name", "runs", "stage")]
-    return "## Recipe keys that differ from the defaults\n\n" + (_markdown(("key", "value"), rows) if rows else "None.")
+    return "## Recipe keys that differ from the defaults\n\n" + (
+        markdown_table(("key", "value"), rows) if rows else "None."
+    )
 
 
 def _plots(run: RunDirectory) -> str:
@@ -172,7 +137,7 @@ def _plots(run: RunDirectory) -> str:
     return "## Curves\n\n" + "\n\n".join(images) if images else ""
 
 
-def _checkpoint(directory: Path | None) -> str:
+def _checkpoint(directory: Path | None, stage: str) -> str:
     if directory is None:
         return ""
     adapter = (directory / "adapter_config.json").is_file()
@@ -180,14 +145,15 @@ def _checkpoint(directory: Path | None) -> str:
         "\n\nIt is a LoRA adapter: transformers loads it onto its base model if peft is installed." if adapter else ""
     )
     path = json.dumps(str(directory))
+    loader = "AutoModelForSequenceClassification" if stage == "reward" else "AutoModelForCausalLM"
     return f"""## The trained model
 
 `{directory}`{note}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loader}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained({path})
+model = {loader}.from_pretrained({path})
 tokenizer = AutoTokenizer.from_pretrained({path})
 ```"""
 
@@ -216,9 +182,3 @@ def _trouble(lines: list[dict[str, Any]], warnings: Sequence[str]) -> str:
     grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *told])]
     items += [text if count == 1 else f"{text} ({count} times)" for text, count in grouped]
     return "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in items)
-
-
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    rules = ["---:" if column in right else "---" for column in range(len(headings))]
-    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(headings), rules, *body])

@@ -10,6 +10,17 @@ from posttrain.models.packing import prompt_length
 from posttrain.rollout.streams import Stream
 
 
+@dataclass(frozen=True)
+class Side:
+    """Which answer of which row of preference data a stream is."""
+
+    row: int
+    """Unique within an update; the two answers of a pair share it and stay in one forward pass."""
+    good: bool
+    margin: float = 0.0
+    """How much better the good answer of a pair is, in units of reward."""
+
+
 @dataclass
 class Sample:
     """One stream as the learner sees it, with n sampled tokens among its T."""
@@ -24,37 +35,31 @@ class Sample:
     old: np.ndarray | None = None
     """[n] float32: the learner's own log-probabilities before the step's updates; None takes the engine's."""
 
+    side: Side | None = None
+    """For preference data."""
+
     @property
     def sampled_tokens(self) -> int:
         return int(self.stream.sampled.sum())
 
 
-def pack(samples: Sequence[Sample], budget: int) -> list[list[int]]:
+def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
     """Indices of samples, in groups that each take at most `budget` tokens in a row.
 
     Samples with the same prompt stand together, since the prompt is computed once for all of them; as many of them as
-    the budget allows. Such bundles are then packed first-fit decreasing: the longest first, each into the first group
-    with room, which needs at most 11/9 of the fewest groups, plus one (Johnson 1973). A stream that is longer than
-    the budget raises RunError with its name.
+    the budget allows. The two answers of a preference pair are never divided. Such bundles are then packed first-fit
+    decreasing: the longest first, each into the first group with room, which needs at most 11/9 of the fewest groups,
+    plus one (Johnson 1973). What is longer than the budget raises RunError with its name and that of the budget's
+    `key`.
     """
-    bundles: list[tuple[int, list[int]]] = []
-    for indices in _by_prompt(samples).values():
-        prompt = prompt_length(samples[indices[0]].stream.sampled)
-        longest_first = sorted(indices, key=lambda i: (-len(samples[i].stream), i))
-        for index in longest_first:
-            length = len(samples[index].stream)
-            if length > budget:
-                raise RunError(
-                    f"{samples[index].label} has {length} tokens, more than learner.tokens_per_batch = {budget}; raise "
-                    "it, or lower rollout.tokens_per_episode"
-                )
-            if index != longest_first[0] and bundles[-1][0] + length - prompt <= budget:
-                bundles[-1] = (bundles[-1][0] + length - prompt, [*bundles[-1][1], index])
-            else:
-                bundles.append((length, [index]))
     groups: list[list[int]] = []
     room: list[int] = []
-    for size, indices in sorted(bundles, key=lambda bundle: (-bundle[0], bundle[1])):
+    for size, indices in sorted(_bundles(samples, budget), key=lambda bundle: (-bundle[0], bundle[1])):
+        if size > budget:
+            raise RunError(
+                f"{samples[indices[0]].label} has {size} tokens, more than {key} = {budget}; raise "
+                "it, or lower the most tokens that an episode or row may have"
+            )
         place = next((g for g, free in enumerate(room) if free >= size), None)
         if place is None:
             groups.append([])
@@ -65,9 +70,43 @@ def pack(samples: Sequence[Sample], budget: int) -> list[list[int]]:
     return groups
 
 
-def _by_prompt(samples: Sequence[Sample]) -> dict[bytes, list[int]]:
+def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int]]]:
+    """(tokens, indices) of samples that belong together."""
+    bundles: list[tuple[int, list[int]]] = []
+    for indices in _by_row([i for i, sample in enumerate(samples) if sample.side is not None], samples).values():
+        prompts = {_prompt(samples[i]): len(_prompt(samples[i])) // _ID_BYTES for i in indices}
+        answers = sum(len(samples[i].stream) - prompts[_prompt(samples[i])] for i in indices)
+        bundles.append((sum(prompts.values()) + answers, indices))
+    for indices in _by_prompt([i for i, sample in enumerate(samples) if sample.side is None], samples).values():
+        prompt = prompt_length(samples[indices[0]].stream.sampled)
+        longest_first = sorted(indices, key=lambda i: (-len(samples[i].stream), i))
+        for index in longest_first:
+            length = len(samples[index].stream)
+            if index != longest_first[0] and bundles[-1][0] + length - prompt <= budget:
+                bundles[-1] = (bundles[-1][0] + length - prompt, [*bundles[-1][1], index])
+            else:
+                bundles.append((length, [index]))
+    return bundles
+
+
+_ID_BYTES = np.dtype(np.int64).itemsize
+
+
+def _prompt(sample: Sample) -> bytes:
+    return sample.stream.ids[: prompt_length(sample.stream.sampled)].tobytes()
+
+
+def _by_prompt(indices: Sequence[int], samples: Sequence[Sample]) -> dict[bytes, list[int]]:
     found: dict[bytes, list[int]] = {}
-    for index, sample in enumerate(samples):
-        prompt = sample.stream.ids[: prompt_length(sample.stream.sampled)]
-        found.setdefault(prompt.tobytes(), []).append(index)
+    for index in indices:
+        found.setdefault(_prompt(samples[index]), []).append(index)
+    return found
+
+
+def _by_row(indices: Sequence[int], samples: Sequence[Sample]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for index in indices:
+        side = samples[index].side
+        assert side is not None
+        found.setdefault(side.row, []).append(index)
     return found

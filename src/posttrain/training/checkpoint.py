@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.errors import InputError
-from posttrain.models.policy import Policy
+from posttrain.models.base import TrainedModel
 from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically
 
 MANIFEST = "manifest.json"
@@ -39,7 +39,7 @@ class Checkpoints:
         return self.directory / f"step_{step:06d}"
 
     def save(
-        self, step: int, policy: Policy, optimizer: dict[str, Any], state: dict[str, Any], best: int | None
+        self, step: int, model: TrainedModel, optimizer: dict[str, Any], state: dict[str, Any], best: int | None
     ) -> Path:
         """Write the checkpoint of `step`, then delete all but the newest `keep` and the one of step `best`."""
         target, aside = self.path(step), partial_path(self.path(step))
@@ -47,7 +47,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             try:
-                policy.save(aside / "policy")
+                model.save(aside / "policy")
                 torch.save(optimizer, aside / "optimizer.pt")
                 (aside / "state.json").write_text(json.dumps(state, indent=1))
                 self._seal(aside, step)

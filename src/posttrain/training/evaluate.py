@@ -2,39 +2,27 @@
 
 from rich.console import Console
 
-from posttrain.data.rendering import Renderer
-from posttrain.engines.local import LocalEngine
-from posttrain.evaluation.evaluate import evaluate
 from posttrain.models.policy import Policy
 from posttrain.recipe.stages import EvaluateRecipe
-from posttrain.rollout.driver import Player
-from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
-from posttrain.runs.report import rows_table, write_report
-from posttrain.training.table import EVALUATED, final_rows, reference_players, write_results
+from posttrain.runs.report import write_report
+from posttrain.training.measure import EVALUATED
+from posttrain.training.playing import Playing
+from posttrain.training.reward_scorer import open_scorer
+from posttrain.training.table import write_tables
 
 
 def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> None:
     """Play `evaluation.final_seeds`, write episodes, metrics and report, and print the table."""
     policy = Policy(recipe.model, recipe.seed)
-    player = Player(
-        engine=LocalEngine(policy, recipe.engine),
-        renderer=Renderer(policy.tokenizer, policy.end_tokens),
-        environment=recipe.environment,
-        rollout=recipe.rollout,
-        sampling=recipe.evaluation.sampling,
-        version=0,
-    )
-    seeds = recipe.evaluation.final_seeds
+    playing = Playing(recipe, policy, directory, open_scorer(recipe.reward, policy))
     with MetricsLog(directory, recipe.sinks) as log:
-        for name, values in reference_players(recipe.environment, seeds).items():
+        for name, values in playing.references().items():
             log.write(0, "baseline", {"player": name, **values})
-        result, episodes = evaluate(player, recipe.evaluation.model_copy(update={"seeds": seeds}), recipe.seed)
-        write_episodes(directory.episodes, 0, "final", episodes, None)
-        log.write(0, "final", {"player": EVALUATED, **result.metrics()})
-    rows = final_rows(directory)
-    write_results(directory, rows)
-    write_report(directory, rows)
-    console.print(rows_table(rows, title=f"{recipe.name}: {recipe.environment.type}, held-out seeds"))
+        log.write(0, "final", {"player": EVALUATED, **playing.final(0)})
+    tables = write_tables(directory, [playing])
+    write_report(directory, tables)
+    for table in tables:
+        console.print(table.rich())
     console.print(f"report: {directory.report}", highlight=False)

@@ -11,22 +11,25 @@ from posttrain.seeds import random_stream
 
 
 def expert_episodes(recipe: SftRecipe, renderer: Renderer) -> list[Episode]:
-    """One episode per seed of `data.seeds`; its answers count as sampled, with log-probability 0."""
-    seeds = recipe.data.seeds
+    """One episode per seed of `experts.seeds`; its answers count as sampled, with log-probability 0."""
+    seeds = recipe.experts.seeds
     return [_play(recipe, renderer, seed) for seed in range(seeds.start, seeds.stop)]
 
 
 def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
+    assert recipe.environment is not None
     environment: Environment = environment_class(recipe.environment.type)(recipe.environment)
     draws = random_stream(recipe.seed, "expert", seed)
     conversation = Conversation(renderer, environment.reset(seed).messages, environment.primer)
     while True:
         try:
             text = (
-                environment.expert() if recipe.data.expert == "optimal" else environment.random_answer(draws.random())
+                environment.expert()
+                if recipe.experts.expert == "optimal"
+                else environment.random_answer(draws.random())
             )
         except NotImplementedError as error:
-            raise InputError(f"data.expert: {error}; choose another environment for this stage") from error
+            raise InputError(f"experts.expert: {error}; choose another environment for this stage") from error
         if not text.startswith(environment.primer):
             raise RunError(
                 f"the expert of {recipe.environment.type} does not start its answer with {environment.primer!r}"
@@ -39,7 +42,7 @@ def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
             outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
             return Episode(
                 seed,
-                seed - recipe.data.seeds.start,
+                seed - recipe.experts.seeds.start,
                 0,
                 0,
                 conversation.streams(),

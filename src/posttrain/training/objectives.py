@@ -1,15 +1,18 @@
-"""What the stages minimise: sums of small losses, each over the sampled tokens of a batch."""
+"""What policies minimise: sums of small losses, each over the sampled tokens of a batch."""
 
-from typing import Literal
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from posttrain.losses.batch import TokenBatch
 from posttrain.losses.kl import kl_loss
+from posttrain.losses.normalisation import token_weights
 from posttrain.losses.policy import policy_loss
 from posttrain.losses.supervised import nll
 from posttrain.models.forward import TokenScores
 from posttrain.recipe.stages import RlRecipe
+from posttrain.training.batches import Sample
+from posttrain.training.forward import token_batch
 from posttrain.training.learner import Totals
 
 
@@ -21,32 +24,50 @@ class PolicyObjective:
         self.kl = recipe.kl
         self.kl_coefficient = kl_coefficient if recipe.kl.place == "loss" else 0.0
         self.entropy_coefficient = recipe.entropy
-        self.normaliser: Literal["token", "sequence", "constant"] = recipe.loss.normaliser
-        self.constant = recipe.loss.constant
-        self.needs_advantages = self.kl_coefficient == 0 and self.entropy_coefficient == 0
 
-    def __call__(self, scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, Totals]:
-        loss, metrics = policy_loss(self.loss, scores.logprobs, batch)
-        weighted = float(batch.weights.sum())
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        return token_weights(self.loss.normaliser, [s.sampled_tokens for s in samples], self.loss.constant)
+
+    def has_signal(self, sample: Sample) -> bool:
+        """Tokens without credit add nothing, unless KL or entropy pull at them."""
+        return self.kl_coefficient > 0 or self.entropy_coefficient > 0 or bool(np.any(sample.advantages != 0))
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        batch = token_batch(samples, weights, output.logprobs.device)
+        loss, metrics = policy_loss(self.loss, output.logprobs, batch)
+        weighted, count = float(batch.weights.sum()), float(len(batch.behaviour))
         metrics["loss/policy"] = (float(loss.detach()), weighted)
+        metrics["policy/entropy"] = (float(output.entropies.detach().sum()), count)
+        metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.behaviour).abs().sum()), count)
         if self.kl_coefficient > 0:
             assert batch.reference is not None
-            penalty, more = kl_loss(self.kl.estimator, scores.logprobs, batch)
+            penalty, more = kl_loss(self.kl.estimator, output.logprobs, batch)
             loss = loss + self.kl_coefficient * penalty
             metrics |= more
             metrics["loss/kl"] = (float(penalty.detach()), weighted)
         if self.entropy_coefficient > 0:
-            loss = loss - self.entropy_coefficient * (batch.weights * scores.entropies).sum()
+            loss = loss - self.entropy_coefficient * (batch.weights * output.entropies).sum()
         return loss, metrics
 
 
 class SupervisedObjective:
-    """Negative log-likelihood of the sampled tokens, a mean over the tokens of the optimizer step."""
+    """Negative log-likelihood of the trained tokens, a mean over the tokens of the optimizer step."""
 
-    normaliser: Literal["token"] = "token"
-    constant = None
-    needs_advantages = False
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        return token_weights("token", [s.sampled_tokens for s in samples])
 
-    def __call__(self, scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, Totals]:
-        loss = nll(scores.logprobs, batch)
-        return loss, {"loss/nll": (float(loss.detach()), float(len(batch.behaviour)))}
+    def has_signal(self, sample: Sample) -> bool:
+        return True
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        batch = token_batch(samples, weights, output.logprobs.device)
+        loss = nll(output.logprobs, batch)
+        count = float(len(batch.behaviour))
+        return loss, {
+            "loss/nll": (float(loss.detach()), count),
+            "policy/entropy": (float(output.entropies.detach().sum()), count),
+        }

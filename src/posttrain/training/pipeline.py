@@ -95,21 +95,38 @@ def _lineage(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
     """Digests of the stage's recipe and of everything it reads; where the runs are kept does not count."""
     recipe = stage.recipe.model_dump(mode="json", exclude={"runs", "sinks"})
     inputs: dict[str, str] = {}
-    if stage.upstream is not None:
-        upstream = _read(pipeline.directory / stage.upstream / "lineage.json")
+    for name in stage.inputs:
+        upstream = _read(pipeline.directory / name / "lineage.json")
         if not upstream:
             raise InputError(
-                f"stage {stage.name} starts from {stage.upstream}, which has not finished; "
-                f"run `posttrain pipeline` without --only or --from, or with `--from {stage.upstream}`"
+                f"stage {stage.name} uses the model of {name}, which has not finished; "
+                f"run `posttrain pipeline` without --only or --from, or with `--from {name}`"
             )
-        inputs[f"stage {stage.upstream}"] = _digest(upstream["outputs"])
-        recipe["model"]["path"] = f"from {stage.upstream}"
-    elif Path(stage.recipe.model.path).exists():
+        inputs[f"stage {name}"] = _digest(upstream["outputs"])
+        recipe = _renamed(recipe, str(pipeline.directory / name / "model"), f"the model of {name}")
+    if stage.upstream is None and Path(stage.recipe.model.path).exists():
         inputs[f"the model {stage.recipe.model.path}"] = _digest(_files(Path(stage.recipe.model.path), digests=False))
-    for path in (stage.recipe.model.chat_template, stage.recipe.environment.type.split(":")[0]):
-        if path is not None and Path(path).is_file():
-            inputs[f"the file {path}"] = _digest(Path(path).read_text(encoding="utf-8", errors="replace"))
+    for path in _texts(recipe):
+        if path.split(":")[0] != path and not Path(path).exists():
+            path = path.split(":")[0]
+        if Path(path).is_file():
+            inputs[f"the file {path}"] = _digest(_files(Path(path), digests=True))
+        elif Path(path).is_dir() and path not in (".", "..") and "/" in path:
+            inputs[f"the directory {path}"] = _digest(_files(Path(path), digests=False))
     return {"recipe": _digest(recipe), "inputs": inputs}
+
+
+def _renamed(value: Any, path: str, name: str) -> Any:
+    """`value` with every text `path` in it as `name`: where the runs are kept does not count."""
+    if isinstance(value, dict):
+        return {key: _renamed(inner, path, name) for key, inner in value.items()}
+    return name if value == path else value
+
+
+def _texts(value: Any) -> list[str]:
+    """Every text in the recipe, among them the files that it reads."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value] if isinstance(value, str) and value else [text for item in inner for text in _texts(item)]
 
 
 def _record_start(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineage) -> None:

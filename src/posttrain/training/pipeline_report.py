@@ -5,33 +5,35 @@ from pathlib import Path
 
 from rich.console import Console
 
-from posttrain.recipe.pipeline import PipelineRecipe
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
+from posttrain.recipe.rollout import SeedRange
 from posttrain.runs.files import write_atomically
-from posttrain.runs.report import ReportRow, markdown_rows, rows_table
-from posttrain.training.table import read_results
+from posttrain.runs.tables import PlayRow, play_table
+from posttrain.training.measure import START
+from posttrain.training.table import read_players, read_tables
 
 UNTRAINED = "untrained model"
 
 
-def combined_rows(pipeline: PipelineRecipe) -> list[ReportRow]:
+def combined_rows(pipeline: PipelineRecipe) -> list[PlayRow]:
     """Random policy, the model before any stage, the model after each finished stage, optimal policy.
 
     Only stages that play the same environment on the same final seeds as the last one share a table with it.
     """
-    finished = [stage for stage in pipeline.stages if (pipeline.directory / stage.name / "results.json").is_file()]
+    finished = [stage for stage in _finished(pipeline) if _played(stage) is not None]
     if not finished:
         return []
-    last = finished[-1].recipe
-    rows: list[ReportRow] = []
-    references: dict[str, ReportRow] = {}
+    last = _played(finished[-1])
+    rows: list[PlayRow] = []
+    references: dict[str, PlayRow] = {}
     for stage in finished:
-        recipe = stage.recipe
-        if (recipe.environment, recipe.evaluation.final_seeds) != (last.environment, last.evaluation.final_seeds):
+        if _played(stage) != last:
             continue
-        for row in read_results(pipeline.directory / stage.name):
+        for row in read_players(pipeline.directory / stage.name):
             if row.player in ("random policy", "optimal policy"):
                 references[row.player] = row
-            elif row.player != "start of this run":
+            elif row.player != START:
                 rows.append(replace(row, player=f"after {stage.name}"))
             elif stage.upstream is None and not rows:
                 rows.append(replace(row, player=UNTRAINED))
@@ -40,18 +42,42 @@ def combined_rows(pipeline: PipelineRecipe) -> list[ReportRow]:
 
 
 def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
-    """Print the combined table and write it to `<pipeline>/report.md`, with links to the stages' own reports."""
+    """Print what the stages measured and write it to `<pipeline>/report.md`, with links to the stages' own reports.
+
+    Stages that played one environment share one table; every other stage shows its own.
+    """
     rows = combined_rows(pipeline)
-    if not rows:
+    tables = []
+    if rows:
+        last = next(stage for stage in reversed(_finished(pipeline)) if _played(stage) is not None)
+        environment = _played(last)
+        assert environment is not None
+        tables.append(play_table(rows, f"{pipeline.name}: {environment[0].type}, held-out seeds"))
+    for stage in _finished(pipeline):
+        own = read_tables(pipeline.directory / stage.name)
+        tables += [
+            replace(table, title=f"{stage.name}: {table.title}") for table in own if "success" not in table.headings
+        ]
+    if not tables:
         return None
-    environment = pipeline.stages[-1].recipe.environment.type
     links = [f"- [{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]
-    text = (
-        f"# {pipeline.name}: {environment}\n\n{markdown_rows(rows)}\n\n`n` held-out environment seeds, the same for "
-        "every player; 95% intervals over seeds.\n\n## Stages\n\n" + "\n".join(links) + "\n"
-    )
+    parts = [f"# {pipeline.name}"]
+    parts += [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
     report = pipeline.directory / "report.md"
-    write_atomically(report, text)
-    console.print(rows_table(rows, title=f"{pipeline.name}: {environment}, held-out seeds"))
+    write_atomically(report, "\n\n".join([*parts, "## Stages", "\n".join(links)]) + "\n")
+    for table in tables:
+        console.print(table.rich())
     console.print(f"report: {report}", highlight=False)
     return report
+
+
+def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
+    return [stage for stage in pipeline.stages if (pipeline.directory / stage.name / "results.json").is_file()]
+
+
+def _played(stage: PipelineStage) -> tuple[EnvironmentRecipe, SeedRange] | None:
+    """The environment and the final seeds that the stage plays; None for a stage without an environment."""
+    environment = getattr(stage.recipe, "environment", None)
+    if environment is None:
+        return None
+    return environment, stage.recipe.evaluation.final_seeds  # type: ignore[union-attr]

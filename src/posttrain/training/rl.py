@@ -4,20 +4,26 @@ The whole algorithm is `train`; every name in it is a word of the design.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from rich.console import Console
 
 from posttrain.credit.assign import assign
 from posttrain.credit.types import Advantages
 from posttrain.losses.kl import KlController
+from posttrain.models.forward import TokenScores
+from posttrain.models.policy import Policy
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.collect import Collected, TaskOrder, collect
+from posttrain.training.forward import logprobs, token_forward
 from posttrain.training.guards import Guards
-from posttrain.training.learner import Totals, add_totals, means
+from posttrain.training.learner import Learner, Totals, add_totals, means
 from posttrain.training.objectives import PolicyObjective
+from posttrain.training.playing import Playing
+from posttrain.training.reward_scorer import RunningStatistics, open_scorer
 from posttrain.training.scoring import samples_of, score
 from posttrain.training.statistics import StepCounters, rollout_metrics
 from posttrain.training.table import finish, measure_start
@@ -27,9 +33,16 @@ from posttrain.training.trainer import Trainer
 def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
     """Train a policy in an environment; everything it produces is in `run`."""
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
-    trainer = Trainer(recipe, run, total_steps=recipe.steps, total_updates=updates)
+    policy = Policy(recipe.model, recipe.seed)
+    forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+    trainer = Trainer(recipe, run, policy, forward, total_steps=recipe.steps, total_updates=updates)
+    scorer = open_scorer(recipe.reward, policy)
+    playing = Playing(recipe, policy, run, scorer)
+    trainer.measures, trainer.messages = [playing], playing.about_the_template()
+    trainer.choice = itemgetter(recipe.evaluation.metric)
     tasks, kl, guards = TaskOrder(recipe.seeds, recipe.seed), KlController(recipe.kl), Guards(recipe.guards)
-    trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards}
+    running = RunningStatistics(recipe.reward)
+    trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards, "reward": running}
     if resume:
         trainer.resume()
     with trainer.working(f"rl {recipe.name}"):
@@ -37,13 +50,14 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
             measure_start(trainer)
         trainer.begin()
         while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
-            step, counters = trainer.step + 1, StepCounters(trainer)
+            step, counters = trainer.step + 1, StepCounters(trainer, playing.engine)
             with trainer.phase("rollout"):
-                collected = collect(trainer.player(recipe.rollout.sampling), recipe, tasks, step)
+                collected = collect(playing.player(recipe.rollout.sampling), recipe, tasks, step)
             with trainer.phase("credit"):
                 samples = samples_of(collected.episodes, step)
-                _reference_and_old(trainer, recipe, samples)
-                rewards = score(collected.episodes, samples, recipe, kl.coefficient)
+                _reference_and_old(trainer.learner, policy, recipe, samples)
+                running.include(collected.episodes)
+                rewards = score(collected.episodes, samples, recipe, kl.coefficient, running)
                 credit = assign(collected.episodes, recipe.credit, rewards, collected.greedy_returns)
                 give_credit(samples, credit)
             write_episodes(run.episodes, step, "train", collected.episodes, credit)
@@ -65,15 +79,17 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
         finish(trainer, console)
 
 
-def _reference_and_old(trainer: Trainer, recipe: RlRecipe, samples: Sequence[Sample]) -> None:
+def _reference_and_old(
+    learner: Learner[TokenScores], policy: Policy, recipe: RlRecipe, samples: Sequence[Sample]
+) -> None:
     """Log-probabilities that the losses compare with, where the recipe needs them."""
     if recipe.kl.coefficient > 0:
-        with trainer.policy.as_reference():
-            references = trainer.learner.logprobs(samples)
+        with policy.as_reference():
+            references = logprobs(learner, samples)
         for sample, reference in zip(samples, references, strict=True):
             sample.reference = reference
     if recipe.loss.correction is not None:
-        for sample, old in zip(samples, trainer.learner.logprobs(samples), strict=True):
+        for sample, old in zip(samples, logprobs(learner, samples), strict=True):
             sample.old = old
 
 

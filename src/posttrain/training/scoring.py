@@ -9,8 +9,9 @@ from posttrain.credit.types import PerToken, RewardStreams
 from posttrain.losses.kl import estimate_kl, penalise
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.filters import overlong_penalty
-from posttrain.rollout.streams import Episode
+from posttrain.rollout.streams import CUT_OFF, Episode
 from posttrain.training.batches import Sample
+from posttrain.training.reward_scorer import RunningStatistics
 
 
 def samples_of(episodes: Sequence[Episode], step: int) -> list[Sample]:
@@ -27,10 +28,19 @@ def samples_of(episodes: Sequence[Episode], step: int) -> list[Sample]:
 
 
 def score(
-    episodes: Sequence[Episode], samples: Sequence[Sample], recipe: RlRecipe, kl_coefficient: float
+    episodes: Sequence[Episode],
+    samples: Sequence[Sample],
+    recipe: RlRecipe,
+    kl_coefficient: float,
+    running: RunningStatistics,
 ) -> RewardStreams:
     """Reward streams of `episodes`; `samples` are theirs, with `reference` where a reference model is needed."""
     rewards = reward_streams(episodes)
+    for episode, streams in zip(episodes, rewards.values, strict=True):
+        last = episode.turns[-1]
+        streams[last.stream][last.stop - 1] += running.correction(last.info)
+        if last.stop_reason in CUT_OFF:
+            streams[last.stream][last.stop - 1] -= recipe.rollout.missing_end_penalty
     if recipe.rollout.overlong is not None:
         for episode, streams in zip(episodes, rewards.values, strict=True):
             last = episode.turns[-1]

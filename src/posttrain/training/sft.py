@@ -1,55 +1,67 @@
-"""Supervised fine-tuning on expert traces: the warm-up that gives reinforcement learning something to learn from."""
-
-import math
-from collections.abc import Sequence
+"""Supervised fine-tuning, on rows of text or on the traces of an environment's expert."""
 
 from rich.console import Console
 
+from posttrain.data.rendering import Renderer
+from posttrain.models.forward import TokenScores
+from posttrain.models.policy import Policy
 from posttrain.recipe.stages import SftRecipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
 from posttrain.training.experts import expert_episodes
-from posttrain.training.learner import means
+from posttrain.training.forward import token_forward
+from posttrain.training.loss_measure import LossMeasure
 from posttrain.training.objectives import SupervisedObjective
+from posttrain.training.playing import Playing
+from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.scoring import samples_of
-from posttrain.training.table import finish, measure_start
+from posttrain.training.supervised import Batches, SampleBatches, train_on
 from posttrain.training.trainer import Trainer
 
 
 def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
-    """Fit the policy to the traces; one step is one update on `episodes_per_update` of them."""
-    per_epoch = math.ceil(recipe.data.seeds.count / recipe.episodes_per_update)
-    total = recipe.epochs * per_epoch
-    trainer = Trainer(recipe, run, total_steps=total, total_updates=total)
-    if resume:
-        trainer.resume()
-    with trainer.working(f"sft {recipe.name}"):
-        episodes = expert_episodes(recipe, trainer.renderer)
+    """Fit the policy; one step is one update on `rows_per_update` rows or traces."""
+    policy = Policy(recipe.model, recipe.seed)
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+    if recipe.data is None:
+        batches: SampleBatches = _Traces(recipe, renderer, run)
+        data = None
+    else:
+        data = load_data("conversation", recipe.data, renderer, recipe.loss_on, recipe.rows_per_update, recipe.seed)
+        batches = Batches(data, lambda number, row: samples_of_row(row))
+    total = recipe.steps or recipe.epochs * batches.updates_per_epoch
+    trainer: Trainer[TokenScores] = Trainer(recipe, run, policy, token_forward(policy, recipe.learner), total, total)
+    if data is not None:
+        trainer.messages = data.problems.summary()
+        if data.validation or data.test:
+            trainer.measures.append(LossMeasure(trainer.learner, recipe, data))
+    if recipe.environment is not None:
+        playing = Playing(recipe, policy, run)
+        trainer.measures.append(playing)
+        trainer.messages += playing.about_the_template()
+    metric = recipe.metric
+    if metric == "loss":
+        trainer.choice = lambda values: -values["validation/loss"]
+    elif metric is not None:
+        trainer.choice = lambda values: values[metric]
+    objective = SupervisedObjective()
+    train_on(trainer, batches, lambda samples: objective, resume, console)
+
+
+class _Traces:
+    """Expert traces in batches; each epoch goes through all of them once, in an order of its own."""
+
+    def __init__(self, recipe: SftRecipe, renderer: Renderer, run: RunDirectory) -> None:
+        episodes = expert_episodes(recipe, renderer)
         write_episodes(run.episodes, 0, "train", episodes, None)
-        samples = [samples_of([episode], 0) for episode in episodes]
-        if trainer.evaluated < 0:
-            measure_start(trainer)
-        trainer.begin()
-        while trainer.step < total:
-            batch = _batch(recipe, samples, *divmod(trainer.step, per_epoch))
-            with trainer.interrupts.critical():
-                before = trainer.learner.trained_tokens
-                with trainer.phase("update"):
-                    totals = trainer.learner.update(batch, SupervisedObjective())
-                totals.pop("policy/mismatch", None)  # nobody sampled the traces
-                metrics = means(totals) | {"optimizer/learning_rate": trainer.optimizer.learning_rate}
-                metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
-                metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
-                trainer.finish_step(metrics)
-                trainer.warn(trainer.learner.take_messages())
-            trainer.evaluate_and_save()
-        finish(trainer, console)
+        self.recipe = recipe
+        self.samples = [samples_of([episode], 0) for episode in episodes]
+        self.updates_per_epoch = -(-len(episodes) // recipe.rows_per_update)
 
-
-def _batch(recipe: SftRecipe, samples: Sequence[Sequence[Sample]], epoch: int, part: int) -> list[Sample]:
-    """The traces of one update: each epoch goes through all of them once, in an order of its own."""
-    order = random_stream(recipe.seed, "traces", epoch).permutation(len(samples))
-    chosen = order[part * recipe.episodes_per_update : (part + 1) * recipe.episodes_per_update]
-    return [sample for i in chosen for sample in samples[i]]
+    def batch(self, step: int) -> list[Sample]:
+        epoch, part = divmod(step, self.updates_per_epoch)
+        order = random_stream(self.recipe.seed, "traces", epoch).permutation(len(self.samples))
+        chosen = order[part * self.recipe.rows_per_update : (part + 1) * self.recipe.rows_per_update]
+        return [sample for i in chosen for sample in self.samples[i]]

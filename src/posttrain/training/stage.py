@@ -2,12 +2,12 @@
 
 from rich.console import Console
 
-from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.runs.directory import RunDirectory
 
 
 def run_stage(
-    recipe: RlRecipe | SftRecipe | EvaluateRecipe,
+    recipe: Recipe,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -18,7 +18,7 @@ def run_stage(
     With `resume` the run exists and goes on from its newest checkpoint. The exported model is in `<run>/model`.
     Raises InputError for wrong input, RunError for a run that could not go on, KeyboardInterrupt when stopped.
     """
-    from posttrain.training import evaluate, rl, sft
+    from posttrain.training import dpo, evaluate, reward, rl, sft
 
     console = console or Console()
     run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
@@ -27,6 +27,11 @@ def run_stage(
             rl.train(recipe, run, resume, console)
         elif isinstance(recipe, SftRecipe):
             sft.train(recipe, run, resume, console)
+        elif isinstance(recipe, DpoRecipe):
+            dpo.train(recipe, run, resume, console)
+        elif isinstance(recipe, RewardRecipe):
+            reward.train(recipe, run, resume, console)
         else:
+            assert isinstance(recipe, EvaluateRecipe)
             evaluate.run(recipe, run, console)
     return run

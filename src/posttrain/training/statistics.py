@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from posttrain.engines.protocol import Engine
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.streams import Outcome
 from posttrain.training.collect import Collected
@@ -42,14 +43,15 @@ def rollout_metrics(collected: Collected, recipe: RlRecipe) -> dict[str, float]:
 class StepCounters:
     """What the engine and the learner do from here on, in tokens, and how fast."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, engine: Engine) -> None:
         self.trainer = trainer
-        self._engine = replace(trainer.engine.counters)
+        self.engine = engine
+        self._engine = replace(engine.counters)
         self._trained = trainer.learner.trained_tokens
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start; the speed is sampled tokens per second of rollout."""
-        now, before = self.trainer.engine.counters, self._engine
+        now, before = self.engine.counters, self._engine
         seconds = self.trainer.seconds["rollout"]
         sampled = now.sampled - before.sampled
         return {

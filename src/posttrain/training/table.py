@@ -1,92 +1,91 @@
-"""The final table: reference players, the policy at its start, and the policy at its best, on the final seeds."""
+"""The beginning and the end of a training run: what it is compared with, and the tables that say what came of it."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.rollout import SeedRange
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.plots import draw_plots
-from posttrain.runs.report import ReportRow, rows_table, write_report
+from posttrain.runs.report import write_report
+from posttrain.runs.tables import PlayRow, Table
+from posttrain.training.measure import START, TRAINED, Measure
+from posttrain.training.playing import Playing
 from posttrain.training.trainer import Trainer
-
-START = "start of this run"
-TRAINED = "trained"
-EVALUATED = "evaluated"
 
 
 def measure_start(trainer: Trainer) -> None:
-    """Log what the run is compared with: reference players and the policy as it starts, on the final seeds."""
-    recipe = trainer.recipe
-    for player, values in reference_players(recipe.environment, recipe.evaluation.final_seeds).items():
-        trainer.log.write(0, "baseline", {"player": player, **values})
-    trainer.progress.message(
-        f"playing {recipe.evaluation.final_seeds.count} held-out episodes with the policy as it is"
-    )
-    result = trainer.evaluate(recipe.evaluation.final_seeds)
-    trainer.log.write(0, "baseline", {"player": START, **result.metrics()})
-
-
-def reference_players(environment: EnvironmentRecipe, seeds: SeedRange) -> dict[str, dict[str, Any]]:
-    """Values of the random and the optimal player on these seeds, as far as the environment can compute them."""
-    found = environment_class(environment.type).baselines(environment, range(seeds.start, seeds.stop))
-    return {
-        player: {
-            "success": baseline.success,
-            "success_low": baseline.interval[0] if baseline.interval else None,
-            "success_high": baseline.interval[1] if baseline.interval else None,
-            "return": baseline.mean_return,
-            "n": baseline.n,
-        }
-        for player, baseline in found.items()
-    }
+    """Log what the run is compared with: reference players, and the model as it starts, on the final data."""
+    values: dict[str, Any] = {}
+    for measure in trainer.measures:
+        for player, reference in measure.references().items():
+            trainer.log.write(0, "baseline", {"player": player, **reference})
+        trainer.progress.message(f"{measure.cost()} with the model as it is")
+        values |= measure.final(0)
+    if values:
+        trainer.log.write(0, "baseline", {"player": START, **values})
 
 
 def finish(trainer: Trainer, console: Console) -> None:
-    """Evaluate the best checkpoint on the final seeds, export it, and write table, plots and report."""
+    """Measure the best checkpoint on the final data, export it, and write tables, plots and report."""
     step = trainer.restore_best()
-    trainer.progress.message(
-        f"playing {trainer.recipe.evaluation.final_seeds.count} held-out episodes with the best checkpoint, step {step}"
-    )
-    result = trainer.evaluate(trainer.recipe.evaluation.final_seeds)
-    trainer.log.write(trainer.step, "final", {"player": TRAINED, "best_step": step, **result.metrics()})
+    values: dict[str, Any] = {}
+    which = "best" if trainer.choice is not None else "last"
+    for measure in trainer.measures:
+        trainer.progress.message(f"{measure.cost()} with the {which} checkpoint, step {step}")
+        values |= measure.final(trainer.step)
+    if values:
+        chosen = "best on the curve's data" if trainer.choice is not None else "the last one"
+        line = {"player": TRAINED, "best_step": step, "chosen": chosen, **values}
+        trainer.log.write(trainer.step, "final", line)
     directory = trainer.run.path / "model"
-    trainer.policy.export(directory)
-    rows = final_rows(trainer.run)
-    write_results(trainer.run, rows)
+    trainer.model.export(directory)
+    tables = write_tables(trainer.run, trainer.measures)
     draw_plots(trainer.run)
-    write_report(trainer.run, rows, model_directory=directory)
-    console.print(rows_table(rows, title=f"{trainer.recipe.name}: {trainer.recipe.environment.type}, held-out seeds"))
+    write_report(trainer.run, tables, model_directory=directory)
+    for table in tables:
+        console.print(table.rich())
+    for measure in trainer.measures:
+        for text in measure.artefacts():
+            console.print(text, highlight=False, markup=False)
     console.print(f"report: {trainer.run.report}\nmodel: {directory}", highlight=False)
 
 
-def final_rows(run: RunDirectory) -> list[ReportRow]:
-    """Rows of the final table from the metrics: random, start, trained, optimal."""
-    lines = {line["player"]: line for line in read_metrics(run.metrics) if line["kind"] in ("baseline", "final")}
-    rows = []
-    for player in ("random", START, TRAINED, EVALUATED, "optimal"):
-        if player in lines:
-            line = lines[player]
-            note = f"step {line['best_step']}, best on the curve's seeds" if player == TRAINED else ""
-            rows.append(ReportRow.from_values(_TITLES.get(player, player), line, note))
-    return rows
+def write_tables(run: RunDirectory, measures: Sequence[Measure]) -> list[Table]:
+    """The final tables, from the metrics; `results.json` holds them for programs."""
+    lines: dict[str, dict[str, Any]] = {}
+    for line in read_metrics(run.metrics):
+        if line["kind"] in ("baseline", "final"):
+            lines[line["player"]] = line
+    tables = [measure.table(lines) for measure in measures]
+    players = [asdict(row) for measure in measures if isinstance(measure, Playing) for row in measure.rows(lines)]
+    content = {"tables": [table.values() for table in tables], "players": players}
+    write_atomically(run.path / "results.json", json.dumps(content, indent=1) + "\n")
+    return tables
 
 
-_TITLES = {"random": "random policy", "optimal": "optimal policy", TRAINED: "trained model", EVALUATED: "model"}
+def read_players(path: Path) -> list[PlayRow]:
+    """The players of the environment of the run at `path`, as `write_tables` wrote them; empty where it played none."""
+    return [_play_row(row) for row in _results(path)["players"]]
 
 
-def write_results(run: RunDirectory, rows: list[ReportRow]) -> None:
-    """`results.json`: the final table for programs."""
-    write_atomically(run.path / "results.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+def read_tables(path: Path) -> list[Table]:
+    """The final tables of the run at `path`."""
+    return [
+        Table(**{**table, "headings": tuple(table["headings"]), "rows": [tuple(row) for row in table["rows"]]})
+        for table in _results(path)["tables"]
+    ]
 
 
-def read_results(path: Path) -> list[ReportRow]:
-    """The rows that `write_results` wrote."""
-    rows = json.loads((path / "results.json").read_text(encoding="utf-8"))
-    return [ReportRow(**{**row, "interval": tuple(row["interval"]) if row["interval"] else None}) for row in rows]
+def _results(path: Path) -> dict[str, Any]:
+    return json.loads((path / "results.json").read_text(encoding="utf-8"))
+
+
+def _play_row(values: Mapping[str, Any]) -> PlayRow:
+    limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
+    return PlayRow(**{**values, **limits})

@@ -1,32 +1,31 @@
-"""What every training stage shares: the policy and its engine, evaluation, the metrics, checkpoints, and the end."""
+"""What every training stage shares: the learner, the measurements, the metrics, checkpoints, and the end."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from posttrain.data.rendering import Renderer
-from posttrain.engines.local import LocalEngine
-from posttrain.evaluation.evaluate import evaluate
-from posttrain.evaluation.summary import Evaluation
-from posttrain.models.policy import Policy
+from posttrain.models.base import TrainedModel
 from posttrain.recipe.notes import notes
-from posttrain.recipe.rollout import SamplingRecipe, SeedRange
-from posttrain.recipe.stages import RlRecipe, SftRecipe
-from posttrain.rollout.driver import Player
-from posttrain.rollout.store import remove_episodes_after, write_episodes
+from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.progress import Progress
+from posttrain.training.batches import Sample
 from posttrain.training.checkpoint import Checkpoints
 from posttrain.training.interrupt import Interrupts
 from posttrain.training.learner import Learner
+from posttrain.training.measure import Measure
 from posttrain.training.optimizer import Optimizer
+
+TrainingRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
+Output = TypeVar("Output")
 
 
 class Stateful(Protocol):
@@ -45,19 +44,31 @@ class Best:
     value: float
 
 
-class Trainer:
+class Trainer(Generic[Output]):
     """The workshop of one training run. `step` is the number of finished steps."""
 
-    def __init__(self, recipe: RlRecipe | SftRecipe, run: RunDirectory, total_steps: int, total_updates: int) -> None:
+    def __init__(
+        self,
+        recipe: TrainingRecipe,
+        run: RunDirectory,
+        model: TrainedModel,
+        forward: Callable[[Sequence[Sample]], Output],
+        total_steps: int,
+        total_updates: int,
+    ) -> None:
+        """`forward` is what the model computes for the learner; `total_updates` are those of the whole run."""
         self.recipe = recipe
         self.run = run
         self.total_steps = total_steps
-        self.policy = Policy(recipe.model, recipe.seed)
-        self.renderer = Renderer(self.policy.tokenizer, self.policy.end_tokens)
-        self.engine = LocalEngine(self.policy, recipe.engine)
-        self.optimizer = Optimizer(self.policy.trainable(), recipe.optimizer, total_updates)
-        temperature = recipe.rollout.sampling.temperature if isinstance(recipe, RlRecipe) else 1.0
-        self.learner = Learner(self.policy, self.optimizer, recipe.learner, temperature)
+        self.model = model
+        self.optimizer = Optimizer(model.trainable(), recipe.optimizer, total_updates)
+        self.learner = Learner(model, self.optimizer, recipe.learner, forward)
+        self.measures: list[Measure] = []
+        """What is measured on held-out data, for the learning curve and for the final table."""
+        self.choice: Callable[[dict[str, Any]], float] | None = None
+        """From an evaluation's values, what chooses the best checkpoint (larger is better); None keeps the last."""
+        self.messages: list[str] = []
+        """What the user should know before the first step."""
         self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint.keep)
         self.interrupts = Interrupts()
         self.log = MetricsLog(run, recipe.sinks)
@@ -81,11 +92,11 @@ class Trainer:
             remove_episodes_after(self.run.episodes, -1)
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
-        self.policy.restore(directory)
+        self.model.restore(directory)
         self.optimizer.load_state_dict(tensors["optimizer"])
         torch.set_rng_state(tensors["random"])
         self.step, self.evaluated = state["step"], state["evaluated"]
-        self.policy.version = state["version"]
+        self.model.version = state["version"]
         self.learner.skipped_in_a_row = state["skipped_in_a_row"]
         self.best = Best(**state["best"]) if state["best"] else None
         for name, part in self.stateful.items():
@@ -99,7 +110,7 @@ class Trainer:
         """Signals, display and log around the loop. A stop that was asked for ends with a checkpoint."""
         with self.interrupts, self.log, Progress(self.total_steps, title, self.step) as self.progress:
             try:
-                self.warn([] if self.evaluated >= 0 else [*notes(self.recipe), *self._about_the_template()])
+                self.warn([] if self.evaluated >= 0 else [*notes(self.recipe), *self.messages])
                 yield
             except KeyboardInterrupt as stop:
                 with self.interrupts.critical():
@@ -107,39 +118,6 @@ class Trainer:
                 command = f"posttrain {self.recipe.stage} --resume {self.run.path}"
                 self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
                 raise
-
-    def _about_the_template(self) -> list[str]:
-        if self.renderer.rewrites_answers:
-            return ["the chat template rewrites earlier answers, so every turn becomes a stream of its own"]
-        if self.renderer.rewrites_thoughts:
-            return ["the chat template drops earlier thinking, so the turn after a thinking answer starts a new stream"]
-        return []
-
-    # -- playing ------------------------------------------------------------------------------------------------------
-
-    def player(self, sampling: SamplingRecipe) -> Player:
-        """A player with the current policy. The engine starts without memories: what a step samples must not depend
-        on whether an evaluation, or a resume, came before it.
-        """
-        self.engine.load_weights(None, self.policy.version)
-        return Player(
-            engine=self.engine,
-            renderer=self.renderer,
-            environment=self.recipe.environment,
-            rollout=self.recipe.rollout,
-            sampling=sampling,
-            version=self.policy.version,
-        )
-
-    def evaluate(self, seeds: SeedRange | None = None) -> Evaluation:
-        """Play the held-out seeds, by default those of the learning curve."""
-        recipe = self.recipe.evaluation
-        if seeds is not None:
-            recipe = recipe.model_copy(update={"seeds": seeds})
-        with self.phase("evaluation"):
-            result, episodes = evaluate(self.player(recipe.sampling), recipe, self.recipe.seed)
-        write_episodes(self.run.episodes, self.step, "evaluation" if seeds is None else "final", episodes, None)
-        return result
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -189,12 +167,16 @@ class Trainer:
         return due and self.evaluated != self.step and self._evaluate_curve()
 
     def _evaluate_curve(self) -> bool:
-        result = self.evaluate()
-        value = result.success.value if self.recipe.evaluation.metric == "success" else result.mean_return.value
-        improved = self.best is None or value > self.best.value
+        values: dict[str, Any] = {}
+        with self.phase("evaluation"):
+            for measure in self.measures:
+                values |= measure.curve(self.step)
+        value = self.choice(values) if self.choice is not None else 0.0
+        improved = self.choice is not None and (self.best is None or value > self.best.value)
         with self.interrupts.critical():
-            self.log.write(self.step, "evaluation", result.metrics())
-            self.progress.update(self.step, result.metrics())
+            if values:
+                self.log.write(self.step, "evaluation", values)
+                self.progress.update(self.step, values)
             self.evaluated = self.step
             if improved:
                 self.best = Best(self.step, value)
@@ -205,14 +187,14 @@ class Trainer:
         """Write a checkpoint of the last finished step."""
         tensors = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
         best = self.best.step if self.best else None
-        return self.checkpoints.save(self.step, self.policy, tensors, self._state, best)
+        return self.checkpoints.save(self.step, self.model, tensors, self._state, best)
 
     def _remember(self) -> None:
         """Freeze the state between two steps: a rollout that is given up must leave no trace in a checkpoint."""
         self._state = {
             "step": self.step,
             "evaluated": self.evaluated,
-            "version": self.policy.version,
+            "version": self.model.version,
             "skipped_in_a_row": self.learner.skipped_in_a_row,
             "best": asdict(self.best) if self.best else None,
             **{name: part.state_dict() for name, part in self.stateful.items()},
@@ -239,5 +221,5 @@ class Trainer:
         step = self.best.step if self.best else self.step
         if step != self.step:
             directory, _, _ = self.checkpoints.load(step)
-            self.policy.restore(directory)
+            self.model.restore(directory)
         return step

@@ -1,0 +1,134 @@
+"""`posttrain data`: look at rows, convert them, and make them."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.data_convert import convert
+from posttrain.cli.data_rationales import rationales
+
+app = typer.Typer(no_args_is_help=True, help="Look at rows of data, convert them, and make them.")
+app.command()(convert)
+app.command()(rationales)
+
+
+class Kind(StrEnum):
+    """What the rows are."""
+
+    CONVERSATION = "conversation"
+    PAIR = "pair"
+    VERDICT = "verdict"
+
+
+class LossOn(StrEnum):
+    """Which tokens of a conversation are trained."""
+
+    ASSISTANT = "assistant"
+    LAST_ASSISTANT = "last_assistant"
+    ALL = "all"
+
+
+class History(StrEnum):
+    """How a game becomes rows."""
+
+    EPISODE = "episode"
+    TURN = "turn"
+
+
+class Expert(StrEnum):
+    """Who plays."""
+
+    OPTIMAL = "optimal"
+    RANDOM = "random"
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, a directory, or a hub id.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]", help="Keys of `data`, such as columns.prompt=question or max_tokens=512."
+        ),
+    ] = None,
+    kind: Annotated[Kind | None, typer.Option(help="What the rows are; without it, told from the columns.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Whose tokenizer and chat template render them.")
+    ] = "packaged:smollm2-135m",
+    loss_on: Annotated[LossOn, typer.Option(help="Which tokens are trained.")] = LossOn.ASSISTANT,
+    rows: Annotated[int, typer.Option(help="Rows to show whole.", min=0)] = 3,
+    limit: Annotated[int, typer.Option(help="Rows to read.", min=1)] = 1000,
+) -> None:
+    """Show rows as text with the trained tokens coloured, how long they are, and which cannot be used.
+
+    Examples:
+
+    posttrain data inspect pairs_train.jsonl
+
+    posttrain data inspect train.jsonl columns.prompt=question columns.completion=answer --rows 1
+    """
+    from rich.console import Console
+
+    from posttrain.data.inspect import inspect_rows
+    from posttrain.data.rendering import Renderer
+    from posttrain.models.load import load_end_tokens, load_tokenizer
+    from posttrain.recipe.compose import load_recipe
+    from posttrain.recipe.supervised import SftRecipe
+
+    # As part of a whole recipe, so that keys are read and complained about as everywhere else.
+    keys = [f"data.{word.removeprefix('--')}" for word in words or []]
+    recipe = load_recipe(
+        [],
+        [
+            f"data.train={json.dumps(path)}",
+            *keys,
+            f"model.path={json.dumps(model)}",
+            "learner.tokens_per_batch=1000000000",
+        ],
+        "sft",
+    )
+    assert isinstance(recipe, SftRecipe)
+    assert recipe.data is not None
+    tokenizer = load_tokenizer(recipe.model)
+    renderer = Renderer(tokenizer, load_end_tokens(model, tokenizer))
+    chosen = Kind(kind).value if kind else None
+    inspect_rows(recipe.data, chosen, renderer, loss_on.value, rows, limit, Console(highlight=False))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def experts(
+    environment: Annotated[str, typer.Argument(metavar="ENV", help="A built-in name, module:Class, or a .py file.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]", help="Keys of the environment, such as slippery=false or format.thinking=true."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")] = Path("experts.jsonl"),
+    count: Annotated[int, typer.Option(help="Games to play.", min=1)] = 1000,
+    start: Annotated[int, typer.Option(help="The first environment seed.", min=0)] = 200_000,
+    expert: Annotated[Expert, typer.Option(help="The optimal player, or uniformly random actions.")] = Expert.OPTIMAL,
+    history: Annotated[
+        History, typer.Option(help="A row per game with all its turns, or a row per turn with the turns before it.")
+    ] = History.EPISODE,
+) -> None:
+    """Write what an environment's expert answers, in the prompts that RL uses, as rows for `posttrain sft`.
+
+    Examples:
+
+    posttrain data experts frozen_lake --count 1000 --out lake.jsonl
+
+    posttrain data experts sokoban format.thinking=true --history turn --out sokoban.jsonl
+    """
+    from posttrain.cli.env import environment_of
+    from posttrain.data.files import write_rows
+    from posttrain.recipe.rollout import SeedRange
+    from posttrain.training.expert_rows import expert_rows
+
+    recipe = environment_of(environment, words or [])
+    rows = expert_rows(recipe, SeedRange(start=start, count=count), expert.value, history.value, 0)
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows of {count} games, seeds {start} to {start + count - 1}")

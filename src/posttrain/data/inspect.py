@@ -1,0 +1,95 @@
+"""Rows as a person reads them: text with the trained tokens coloured, lengths, and what cannot be used."""
+
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.data.chat import LossOn, TokenStream
+from posttrain.data.examples import read_examples
+from posttrain.data.problems import Problems
+from posttrain.data.readers import read_rows
+from posttrain.data.rendering import Renderer
+from posttrain.data.tokens import Kind, TokenRow, tokenise
+from posttrain.errors import InputError
+from posttrain.recipe.data import DataRecipe
+
+TRAINED = "bold green"
+
+
+def inspect_rows(
+    recipe: DataRecipe,
+    kind: Kind | None,
+    renderer: Renderer,
+    loss_on: LossOn,
+    shown: int,
+    limit: int,
+    console: Console,
+) -> None:
+    """Print `shown` rows whole, then lengths and problems of the first `limit`. `kind` None is told from the columns."""
+    columns = recipe.columns
+    if kind is None:
+        kind = _kind(recipe)
+    problems = Problems()
+    examples = islice(read_examples(kind, recipe.train, columns, problems), limit)
+    rows = list(tokenise(examples, recipe, renderer, loss_on, problems))
+    for row in rows[:shown]:
+        _show(row, renderer, console)
+    if not rows:
+        problems.require_any(", ".join(source.path for source in recipe.train))
+    console.print(_lengths(rows, kind))
+    problems_found = problems.summary()
+    for line in problems_found or ["no row has a problem"]:
+        console.print(line, markup=False)
+
+
+def _kind(recipe: DataRecipe) -> Kind:
+    """Told from the columns of the first row that can be read."""
+    names, columns = set(), recipe.columns
+    for _, row in read_rows(recipe.train[0]):
+        if isinstance(row, dict):
+            names = set(row)
+            break
+    if {columns.chosen, columns.rejected} <= names:
+        return "pair"
+    if columns.messages not in names and {columns.completion, columns.label} <= names:
+        return "verdict"
+    if columns.messages in names or columns.completion in names:
+        return "conversation"
+    raise InputError(
+        f"{recipe.train[0].path}: the columns {', '.join(sorted(names)) or '(none)'} are not those of conversations, pairs or "
+        "verdicts; name them, for example `columns.prompt=question columns.completion=answer`"
+    )
+
+
+def _show(row: TokenRow, renderer: Renderer, console: Console) -> None:
+    names = [""] if len(row.streams) == 1 else [f"stream {place + 1} " for place in range(len(row.streams))]
+    for name, stream in zip(names, row.streams, strict=True):
+        about = f"{row.origin} {name}({len(stream.ids)} tokens, {int(stream.trained.sum())} trained)"
+        console.rule(about, align="left")
+        console.print(_coloured(stream, renderer))
+
+
+def _coloured(stream: TokenStream, renderer: Renderer) -> Text:
+    """Runs of tokens that are alike, decoded together, so that characters of several tokens come out whole."""
+    text = Text()
+    edges = [0, *(np.flatnonzero(np.diff(stream.trained)) + 1), len(stream.ids)]
+    for start, stop in pairwise(edges):
+        style = TRAINED if stream.trained[start] else "dim"
+        text.append(renderer.tokenizer.decode(stream.ids[start:stop], skip_special_tokens=False), style)
+    return text
+
+
+def _lengths(rows: list[TokenRow], kind: str) -> Table:
+    lengths = np.array([row.tokens for row in rows])
+    trained = np.array([sum(int(stream.trained.sum()) for stream in row.streams) for row in rows])
+    table = Table(
+        "", "mean", "median", "95%", "longest", "sum", title=f"{len(rows)} usable rows ({kind})", title_justify="left"
+    )
+    for name, values in (("tokens of a row", lengths), ("trained tokens", trained)):
+        cells: list[Any] = [values.mean(), np.median(values), np.quantile(values, 0.95), values.max(), values.sum()]
+        table.add_row(name, *(f"{cell:,.0f}" for cell in cells))
+    return table

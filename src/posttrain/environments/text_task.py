@@ -1,0 +1,291 @@
+"""One prompt, one answer, one score: from a rule, a verifier or a judge; a reward model scores outside of here."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from threading import Lock
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.data.examples import read_examples
+from posttrain.data.problems import Problems
+from posttrain.data.rows import Prompt
+from posttrain.environments.game import play, require
+from posttrain.environments.judge import judge_client, judge_score
+from posttrain.environments.protocol import Environment, Message, Observation, Step
+from posttrain.environments.rules import load_rule
+from posttrain.errors import InputError
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.data import ColumnsRecipe, Sources
+from posttrain.recipe.text_task import JudgeRecipe, ReasoningGymRecipe
+
+_WRONG = "?"
+"""What `validate` gives as a wrong answer."""
+
+
+class TextTaskRecipe(EnvironmentRecipe):
+    """Keys of `text_task`."""
+
+    type: Literal["text_task"] = "text_task"
+    """One prompt, one answer, one score."""
+    max_turns: Literal[1] = 1
+    """One answer ends the episode."""
+    prompts: Sources = []
+    """Rows to answer: a path, or a list of paths and sections. The environment seed is the row, counted from 0 over all sources."""
+    columns: ColumnsRecipe = ColumnsRecipe()
+    """What the columns of `prompts` are called."""
+    reasoning_gym: ReasoningGymRecipe | None = None
+    """Tasks of reasoning-gym instead of `prompts`; its own verifier scores unless `rule` or `judge` is given."""
+    system: str | None = None
+    """System message put before every prompt; it takes the place of one that the row has."""
+    rule: str | None = Field(None, pattern=r"^.+:\w+$")
+    """A function `(answer, row) -> float` that scores: `module:function` or `path/to/file.py:function`."""
+    judge: JudgeRecipe | None = None
+    """A language model that scores."""
+    success_reward: float | None = 1.0
+    """An answer succeeds where its score is at least this; null reports no success, and so does a missing score."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> "TextTaskRecipe":
+        if bool(self.prompts) == (self.reasoning_gym is not None):
+            raise ValueError("give exactly one of `prompts` (files with rows) and `reasoning_gym` (made-up tasks)")
+        if self.rule is not None and self.judge is not None:
+            raise ValueError("`rule` and `judge` both score the answer; keep one")
+        if any(source.weight != 1 for source in self.prompts):
+            raise ValueError("`prompts.weight` means nothing here, for the seed chooses the row; remove it")
+        return self
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """The rows of `prompts` that can be used, in order, and what is wrong with the others."""
+
+    rows: list[Prompt]
+    problems: Problems
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One task, from a row or from reasoning-gym."""
+
+    messages: list[Message]
+    row: dict[str, Any]
+    reference: str | None
+    origin: str
+    verifier: Callable[[str], float] | None = None
+
+
+class TextTask(Environment):
+    """One prompt of a data set is answered once and scored. Success is a score of at least `success_reward`."""
+
+    Recipe = TextTaskRecipe
+
+    def __init__(self, recipe: EnvironmentRecipe) -> None:
+        """InputError where the data, the rule, the data set of reasoning-gym or the judge's key is missing."""
+        super().__init__(recipe)
+        self._rule = load_rule(self.recipe.rule) if self.recipe.rule is not None else None
+        if self.recipe.judge is not None:
+            judge_client(self.recipe.judge)
+        self.task_count(recipe)
+        self._task: _Task | None = None
+
+    @classmethod
+    def task_count(cls, recipe: EnvironmentRecipe) -> int | None:
+        """Number of tasks: seeds 0 to one less are valid; None where every seed is. Reads the rows, once."""
+        assert isinstance(recipe, TextTaskRecipe)
+        if recipe.reasoning_gym is None:
+            return len(prompt_table(recipe).rows)
+        _require_gym(recipe.reasoning_gym.model_dump_json())
+        return None
+
+    def reset(self, seed: int) -> Observation:
+        """Show the prompt of row `seed`; InputError for a seed beyond the last row."""
+        gym = self.recipe.reasoning_gym
+        self._task = self._of_row(seed) if gym is None else _gym_task(gym, seed)
+        messages = self._task.messages
+        if self.recipe.system is not None:
+            system = {"role": "system", "content": self.recipe.system}
+            messages = [system, *(message for message in messages if message["role"] != "system")]
+        self._shown = messages
+        return Observation(list(messages))
+
+    def step(self, action: str) -> Step:
+        """Score the answer; 0 where only a reward model scores. Raises RuleFailure or JudgeFailure instead of a guess."""
+        task = self._current()
+        score = self._score(action, task)
+        self._task = None
+        wanted = self.recipe.success_reward
+        info = {} if score is None or wanted is None else {"success": score >= wanted}
+        return Step([], score or 0.0, terminated=True, truncated=False, info=info)
+
+    def expert(self) -> str:
+        """The reference answer; NotImplementedError where the row has no text `completion` or `label`."""
+        task = self._current()
+        if task.reference is None:
+            raise NotImplementedError(f"{task.origin} has no reference answer, neither `completion` nor `label`")
+        return task.reference
+
+    @classmethod
+    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+        """A seed repeats its task, and no step follows the end. With a rule or verifier and a reference answer, that
+        answer earns full reward (`success_reward`, or 1) and a wrong one does not. A judge is not asked.
+
+        Seeds beyond the last row are left out; InputError where that leaves none.
+        """
+        assert isinstance(recipe, TextTaskRecipe)
+        environment = cls(recipe)
+        count = cls.task_count(recipe)
+        full = 1.0 if recipe.success_reward is None else recipe.success_reward
+        for seed in [seed for seed in seeds if count is None or seed < count] or seeds[:1]:
+            require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
+            if recipe.judge is not None:
+                continue
+            reward = environment._reward_in_validation(seed, _WRONG)
+            if environment._scores():
+                require(reward < full, seed, f"the wrong answer {_WRONG!r} earned {reward:g}")
+            environment.reset(seed)
+            reference = environment._current().reference
+            if environment._scores() and reference is not None:
+                reward = environment._reward_in_validation(seed, reference)
+                require(reward >= full, seed, f"the reference answer {reference[:80]!r} earned {reward:g}")
+
+    def _reward_in_validation(self, seed: int, answer: str) -> float:
+        try:
+            step = play(self, seed, [answer])[-1]
+        except RuleFailure as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        require(step.terminated, seed, "one answer did not end the episode")
+        try:
+            self.step(answer)
+        except RuntimeError:
+            return step.reward
+        raise AssertionError(f"seed {seed}: a step was taken after the end")
+
+    def _current(self) -> _Task:
+        if self._task is None:
+            raise RuntimeError("the episode is over; call reset")
+        return self._task
+
+    def _scores(self) -> bool:
+        """Whether something other than a reward model scores."""
+        return any(part is not None for part in (self._rule, self.recipe.judge, self.recipe.reasoning_gym))
+
+    def _score(self, answer: str, task: _Task) -> float | None:
+        """The score of a rule, a judge or a verifier; None where there is none of them."""
+        if self.recipe.judge is not None:
+            return judge_score(self.recipe.judge, self._shown, answer)
+        if self._rule is not None:
+            # A copy, so that a rule that changes its row changes no later episode.
+            scoring, name = partial(self._rule, answer, copy.deepcopy(task.row)), f"rule {self.recipe.rule}"
+        elif task.verifier is not None:
+            # Policies end answers in line breaks, and no reference of reasoning-gym begins or ends in white space.
+            scoring, name = partial(task.verifier, answer.strip()), "the verifier"
+        else:
+            return None
+        try:
+            score = scoring()
+        except Exception as error:
+            raise RuleFailure(f"{name} raised {type(error).__name__} on {task.origin}: {error}") from error
+        try:
+            number = float(score)
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(score, str) or not math.isfinite(number):
+            raise RuleFailure(f"{name} returned {score!r} on {task.origin}; it must return a finite number")
+        return number
+
+    def _of_row(self, seed: int) -> _Task:
+        rows = prompt_table(self.recipe).rows
+        if not 0 <= seed < len(rows):
+            raise InputError(
+                f"environment seed {seed} is no row of environment.prompts, which has {len(rows)} usable rows "
+                f"(0 to {len(rows) - 1}); change `seeds` or `evaluation.seeds`"
+            )
+        prompt = rows[seed]
+        row = dict(prompt.row)
+        for name in ("completion", "label"):
+            given = prompt.row.get(getattr(self.recipe.columns, name))
+            if row.get(name) is None and given is not None:
+                row[name] = given
+        messages = [{k: v for k, v in message.items() if k != "train"} for message in prompt.messages]
+        return _Task(messages, row, _reference(row), prompt.origin)
+
+
+class RuleFailure(Exception):
+    """A rule or verifier gave no finite score."""
+
+
+_reading = Lock()
+
+
+def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
+    """The rows of `recipe.prompts`, read once per process. InputError where no row can be used."""
+    # Environments run in threads, and one of them should read while the others wait.
+    with _reading:
+        return _prompt_table(recipe.model_dump_json(include={"prompts", "columns"}))
+
+
+@lru_cache(maxsize=16)
+def _prompt_table(key: str) -> PromptTable:
+    values = json.loads(key)
+    recipe = TextTaskRecipe.model_validate(values)
+    problems = Problems()
+    rows = list(read_examples("prompt", recipe.prompts, recipe.columns, problems))
+    if not rows:
+        raise InputError(f"environment.prompts has no row that can be used: {problems}")
+    with_tools = next((row for row in rows if row.tools), None)
+    if with_tools is not None:
+        raise InputError(
+            f"{with_tools.origin} offers tools, which text_task cannot show; remove that column, or name an absent one "
+            "in environment.columns.tools"
+        )
+    return PromptTable(rows, problems)
+
+
+@lru_cache(maxsize=16)
+def _require_gym(key: str) -> None:
+    """Try the data set of a `ReasoningGymRecipe` (as JSON); InputError where it cannot make a task."""
+    recipe = ReasoningGymRecipe.model_validate_json(key)
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise InputError("environment.reasoning_gym needs that package; `pip install reasoning-gym`") from error
+    if recipe.dataset not in DATASETS:
+        raise InputError(
+            f"environment.reasoning_gym.dataset: there is no {recipe.dataset!r}; "
+            f"use one of {', '.join(sorted(name for name in DATASETS if name[0].isalpha()))}"
+        )
+    try:
+        _gym_task(recipe, 0)
+    except Exception as error:
+        raise InputError(
+            f"environment.reasoning_gym.config: {recipe.dataset} refuses {recipe.config} "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(recipe.dataset, seed=seed, size=1, **recipe.config)
+    item = dataset[0]
+    reference = item["answer"]
+    messages = [{"role": "user", "content": item["question"]}]
+    row = {**item, "label": reference}
+    return _Task(
+        messages, row, reference, f"{recipe.dataset} seed {seed}", lambda answer: dataset.score_answer(answer, item)
+    )
+
+
+def _reference(row: dict[str, Any]) -> str | None:
+    """The answer that the row gives as text or as a number."""
+    for value in (row.get("completion"), row.get("label")):
+        if isinstance(value, str) and value.strip():
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+    return None

@@ -1,0 +1,72 @@
+"""The reward model: a decoder with a scalar head, read at the last token of a stream."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from posttrain.models.base import TrainedModel
+from posttrain.models.forward import hidden_states, transformer
+from posttrain.models.load import load_reward_model
+from posttrain.models.packing import pack_row
+from posttrain.recipe.model import ModelRecipe
+from posttrain.seeds import derive_seed
+
+
+class RewardModel(TrainedModel):
+    """Scores whole streams. It starts from a language model with a new head, or from a reward model with its own."""
+
+    task = "SEQ_CLS"
+
+    def __init__(self, recipe: ModelRecipe, seed: int = 0, new_head: bool = True) -> None:
+        """Without `new_head`, a model that has no head is an `InputError`."""
+        self._new_head = new_head
+        super().__init__(recipe, seed)
+        self._set_padding()
+
+    def load(self) -> torch.nn.Module:
+        return load_reward_model(self.recipe, derive_seed(self.seed, "reward head") if self._new_head else None)
+
+    @property
+    def statistics(self) -> tuple[float, float] | None:
+        """Mean and standard deviation of the rewards on the validation rows of its training; None without any."""
+        config = transformer(self.model).config
+        mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+        return None if mean is None or not std else (float(mean), float(std))
+
+    def set_statistics(self, mean: float, std: float) -> None:
+        """Keep the mean and standard deviation with the model, in its `config.json` as `mean` and `std`."""
+        config = transformer(self.model).config
+        config.mean, config.std = mean, std
+
+    def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
+        """Rewards [S] float32 of several streams, in one packed forward pass, each read at its last token.
+
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the answers. A prompt that streams share is computed
+        once. The same numbers as `AutoModelForSequenceClassification(num_labels=1)` gives for each stream alone.
+        """
+        row = pack_row(streams, sampled)
+        ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
+        hidden = hidden_states(self.model, ids, positions, row.layout)
+        last = hidden[torch.from_numpy(row.last).to(self.device)]
+        return transformer(self.model).score(last)[:, 0].float()
+
+    def export(self, directory: Path) -> None:
+        if self.recipe.lora is not None and self.recipe.lora.export == "adapter":
+            # peft keeps the adapters and the head; the statistics and the padding token are in the configuration.
+            transformer(self.model).config.save_pretrained(directory)
+        super().export(directory)
+
+    def _set_padding(self) -> None:
+        """Pad with a token that never ends an answer.
+
+        transformers reads the reward at the last token that is not padding, so where padding and end token are the
+        same it would read it one token early.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id in self.end_tokens:
+            spare = [token for token in tokenizer.all_special_ids if token not in self.end_tokens]
+            if spare:
+                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(spare[-1])
+        transformer(self.model).config.pad_token_id = tokenizer.pad_token_id

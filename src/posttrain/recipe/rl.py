@@ -1,0 +1,73 @@
+"""The recipe of reinforcement learning."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.credit import CreditRecipe, GroupCredit
+from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
+from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.reward import RewardSource
+from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe
+from posttrain.recipe.stage import PlayedRecipe, refuse_overlap
+
+
+class RlRecipe(PlayedRecipe):
+    """Reinforcement learning of a policy in an environment."""
+
+    stage: Literal["rl"] = "rl"
+    """Which stage the recipe is for; `posttrain rl` takes this one."""
+    steps: int = Field(100, ge=1)
+    """Steps; each samples groups_per_step x episodes_per_group episodes and makes updates_per_step updates."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Minutes after which no further step begins; the run then ends as after its last step. Null is no limit."""
+    seeds: SeedRange = SeedRange(start=0, count=100_000)
+    """Environment seeds to train on; each step takes the next ones, in an order shuffled once per pass."""
+    engine: EngineRecipe = EngineRecipe()
+    rollout: RolloutRecipe = RolloutRecipe()
+    reward: RewardSource | None = None
+    """A reward model that pays each episode besides what the environment pays; null is none."""
+    credit: CreditRecipe = GroupCredit(type="rloo")
+    loss: LossRecipe = PpoLoss()
+    kl: KlRecipe = KlRecipe()
+    entropy: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus."""
+    optimizer: OptimizerRecipe = OptimizerRecipe()
+    learner: LearnerRecipe = LearnerRecipe()
+    evaluation: EvaluationRecipe = EvaluationRecipe()
+    guards: GuardRecipe = GuardRecipe()
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+
+    @model_validator(mode="after")
+    def _parts_fit(self):
+        refuse_overlap("seeds", self.seeds, self.evaluation)
+        if self.rollout.groups_per_step > self.seeds.count:
+            raise ValueError(
+                f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
+            )
+        if (
+            self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline")
+            and self.rollout.episodes_per_group < 2
+        ):
+            raise ValueError(
+                f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce or reinforce_pp"
+            )
+        if self.learner.updates_per_step > self.rollout.groups_per_step:
+            raise ValueError(
+                f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step ({self.rollout.groups_per_step})"
+            )
+        if self.rollout.filter.type != "none" and self.rollout.episodes_per_group < 2:
+            raise ValueError(
+                "`rollout.filter` looks at the spread inside a group; set `rollout.episodes_per_group` to 2 or more"
+            )
+        if self.learner.tokens_per_batch < self.rollout.tokens_per_episode:
+            raise ValueError(
+                f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
+                f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
+            )
+        if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.passes > 1):
+            raise ValueError(
+                "`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more"
+            )
+        return self

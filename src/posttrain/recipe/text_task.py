@@ -1,0 +1,43 @@
+"""Where the one-shot tasks of `text_task` come from, and the judge that may score their answers."""
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from posttrain.recipe.base import Part
+
+
+class ReasoningGymRecipe(Part):
+    """Tasks that reasoning-gym makes, and their verifier. Any seed is a task."""
+
+    dataset: str
+    """Name of a data set of reasoning-gym, for example `chain_sum`."""
+    config: dict[str, Any] = {}
+    """Keys of that data set's configuration, for example `max_terms: 3`."""
+
+    @field_validator("config")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in ("seed", "size"):
+            if key in value:
+                raise ValueError(f"`{key}` is set by the environment seed, which makes one task; remove it")
+        return value
+
+
+class JudgeRecipe(Part):
+    """A language model that scores answers, behind an OpenAI-compatible server."""
+
+    url: str = Field(pattern=r"^https?://\S+$")
+    """Base URL of the server, for example `http://localhost:8000/v1`."""
+    model: str = Field(min_length=1)
+    """Name of the model, as the server knows it."""
+    rubric: str = Field(min_length=1)
+    """What a good answer is, in words for the judge."""
+    scale: int = Field(10, ge=1)
+    """The judge gives points from 0 to this; the reward is points / scale, in [0, 1]."""
+    api_key_variable: str | None = None
+    """Name of the environment variable that holds the server's key; null sends none that means anything."""
+    seconds: float = Field(60, gt=0)
+    """Time-out of one request, in seconds."""
+    retries: int = Field(3, ge=0)
+    """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx; each waits longer."""

@@ -1,0 +1,98 @@
+"""Tables that a person reads: in the terminal, in a report, and as plain values for programs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. Columns named in `words` are aligned left, the others, which hold numbers, right."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str
+    """What `n` counts and what the intervals are."""
+    words: tuple[str, ...] = ("player", "note")
+
+    def rich(self) -> "RichTable":
+        """For a rich console."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(title=self.title or None, title_justify="left")
+        for heading in self.headings:
+            table.add_column(heading, justify="left" if heading in self.words else "right")
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        return table
+
+    def markdown(self) -> str:
+        """For a report."""
+        right = [place for place, heading in enumerate(self.headings) if heading not in self.words]
+        return markdown_table(self.headings, self.rows, right)
+
+    def values(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+
+PLAY_HEADINGS = ("player", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
+
+
+@dataclass(frozen=True)
+class PlayRow:
+    """One player of an environment. Rates are in [0, 1]; `n` is the number of seeds; None is unknown."""
+
+    player: str
+    success: float | None
+    interval: tuple[float, float] | None
+    """95% interval of the success; None where the success is exact for these seeds."""
+    mean_return: float | None
+    n: int
+    note: str = ""
+    return_interval: tuple[float, float] | None = None
+    """95% interval of the mean return; None where it is exact or unknown."""
+
+    @classmethod
+    def from_values(cls, player: str, values: Mapping[str, Any], note: str = "") -> "PlayRow":
+        """From the values of an evaluation or baseline line: `success`, `return`, their limits, and `n`."""
+
+        def limits(name: str) -> tuple[float, float] | None:
+            low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
+            return None if low is None or high is None else (low, high)
+
+        success, paid = values.get("success"), values.get("return")
+        return cls(player, success, limits("success"), paid, int(values["n"]), note, limits("return"))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of PLAY_HEADINGS; rates as percentages with one decimal."""
+        success = "–" if self.success is None else f"{100 * self.success:.1f}%"
+        interval = "exact" if self.interval is None else f"[{100 * self.interval[0]:.1f}, {100 * self.interval[1]:.1f}]"
+        paid = "–" if self.mean_return is None else f"{self.mean_return:.3f}"
+        around = (
+            "–" if self.return_interval is None else f"[{self.return_interval[0]:.3f}, {self.return_interval[1]:.3f}]"
+        )
+        rate = "–" if self.success is None else interval
+        return self.player, success, rate, paid, around, str(self.n), self.note
+
+
+def play_table(rows: Sequence[PlayRow], title: str = "") -> Table:
+    """The table of the players of an environment."""
+    note = (
+        "`n` is the number of environment seeds. Intervals are 95%: score intervals over seeds for success (Wilson), "
+        "Student's t over seeds for returns; `exact` values are computed for these seeds, not sampled."
+    )
+    return Table(title, PLAY_HEADINGS, [row.cells for row in rows], note)
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A Markdown table; the columns `right` are aligned right."""
+    rules = ["---:" if column in right else "---" for column in range(len(headings))]
+    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [list(headings), rules, *body])

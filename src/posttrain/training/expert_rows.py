@@ -1,0 +1,53 @@
+"""Expert traces as rows of a file: the same episodes that `posttrain sft` trains on without one."""
+
+from typing import Any, Literal
+
+from posttrain.environments.protocol import Environment
+from posttrain.errors import InputError
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
+from posttrain.seeds import random_stream
+
+History = Literal["episode", "turn"]
+
+
+def expert_rows(
+    recipe: EnvironmentRecipe, seeds: SeedRange, expert: Literal["optimal", "random"], history: History, run_seed: int
+) -> list[dict[str, Any]]:
+    """One row per episode (`messages`), or one per turn (`prompt`, `completion`), with the environment and its seed.
+
+    `InputError` where the environment has no such player, or where the seeds are those that RL evaluates on.
+    """
+    held_out = EvaluationRecipe()
+    for name, other in (("seeds", held_out.seeds), ("final_seeds", held_out.final_seeds)):
+        if seeds.overlaps(other):
+            raise InputError(f"--start: seeds {seeds} overlap evaluation.{name} ({other}); choose another start")
+    rows = []
+    for seed in range(seeds.start, seeds.stop):
+        messages = _played(recipe, seed, expert, run_seed)
+        about = {"domain": recipe.type, "seed": seed}
+        if history == "episode":
+            rows.append({"messages": messages, **about})
+            continue
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                rows.append({"prompt": messages[:place], "completion": [message], **about})
+    return rows
+
+
+def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) -> list[dict[str, Any]]:
+    environment: Environment = environment_class(recipe.type)(recipe)
+    draws = random_stream(run_seed, "expert", seed)
+    messages: list[dict[str, Any]] = list(environment.reset(seed).messages)
+    while True:
+        try:
+            text = environment.expert() if expert == "optimal" else environment.random_answer(draws.random())
+        except NotImplementedError as error:
+            raise InputError(f"{error}; choose another environment or --expert") from error
+        # What is put in the policy's mouth is part of the context, not of what it learns to say.
+        primer = {"primer": environment.primer} if environment.primer else {}
+        messages.append({"role": "assistant", "content": text, **primer})
+        step = environment.step(text)
+        if step.terminated or step.truncated:
+            return messages
+        messages += step.messages

@@ -1,0 +1,178 @@
+"""How well held-out comparisons are ranked, as a `Measure` of preference optimisation and of reward models."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from posttrain.data.rendering import Renderer
+from posttrain.data.tokens import TokenRow
+from posttrain.evaluation.comparisons import calibration, pair_accuracy, ranking_accuracy
+from posttrain.evaluation.statistics import Estimate
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.stages import DpoRecipe, RewardRecipe
+from posttrain.runs.tables import Table
+from posttrain.training.batches import Sample
+from posttrain.training.comparisons import PairObjective, RewardObjective, VerdictObjective
+from posttrain.training.learner import Learner
+from posttrain.training.measure import START, TRAINED
+from posttrain.training.rows import DataSet, samples_of_row
+
+Output = TypeVar("Output")
+_SHOWN_PAIRS = 3
+
+
+def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
+    """What chooses the best checkpoint: larger is better."""
+    if metric == "loss":
+        return lambda values: -values["validation/loss"]
+    return lambda values: values["validation/accuracy"]
+
+
+class PreferenceMeasure(Generic[Output]):
+    """Accuracy, loss and margin, over all rows and over those of each domain."""
+
+    def __init__(
+        self,
+        learner: Learner[Output],
+        recipe: DpoRecipe | RewardRecipe,
+        data: DataSet,
+        objective_for: Callable[[Sequence[Sample]], PairObjective | VerdictObjective | RewardObjective],
+        model: RewardModel | None = None,
+        renderer: Renderer | None = None,
+    ) -> None:
+        """`model` and `renderer`: for reward models, which keep statistics and show what they scored."""
+        self.learner = learner
+        self.recipe = recipe
+        self.data = data
+        self.objective_for = objective_for
+        self.model = model
+        self.renderer = renderer
+        self._shown: list[str] = []
+
+    def references(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def curve(self, step: int) -> dict[str, Any]:
+        return self._values(self.data.validation, "validation") if self.data.validation else {}
+
+    def final(self, step: int) -> dict[str, Any]:
+        rows = self.data.final
+        losses, chosen, rejected = self._judge(rows)
+        if self.model is not None:
+            both = np.concatenate([chosen, rejected])
+            if self.data.validation and self.data.test:
+                both = np.concatenate(self._judge(self.data.validation)[1:])
+            self.model.set_statistics(float(both.mean()), float(both.std(ddof=1)))
+            self._shown = [*_calibration_lines(chosen - rejected), *self._sample_lines(rows, chosen, rejected)]
+        return _summary(rows, losses, chosen, rejected, "test")
+
+    def cost(self) -> str:
+        return f"ranking {len(self.data.final)} held-out rows"
+
+    def table(self, lines: Mapping[str, Mapping[str, Any]]) -> Table:
+        """Before and after, whole and by domain."""
+        rows = []
+        for player, title in ((START, START), (TRAINED, "trained model")):
+            values = lines.get(player, {})
+            for key in [key for key in values if key.startswith("test/rows")]:
+                suffix = key.removeprefix("test/rows")
+                share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
+                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED else ""
+                rows.append(
+                    (
+                        title,
+                        suffix.removeprefix("/") or "all",
+                        f"{100 * share:.1f}%",
+                        f"[{100 * low:.1f}, {100 * high:.1f}]",
+                        f"{values[f'test/loss{suffix}']:.4f}",
+                        f"{values[f'test/margin{suffix}']:.3f}",
+                        str(values[key]),
+                        note,
+                    )
+                )
+        kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
+        if self.recipe.stage == "reward" or self.recipe.loss.type != "kto":
+            kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
+        about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
+        return Table(
+            title=f"{self.recipe.name}: held-out comparisons",
+            headings=("player", "rows of", "accuracy", "95% interval", "loss", "mean margin", "n", "note"),
+            rows=rows,
+            note=f"{kind}; 95% intervals over rows.{about}",
+            words=("player", "rows of", "note"),
+        )
+
+    def artefacts(self) -> Sequence[str]:
+        return self._shown
+
+    def _values(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
+        return _summary(rows, *self._judge(rows), name)
+
+    def _judge(self, rows: Sequence[TokenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Loss and the two rewards of each row, [n] float64; NaN for an answer that a row has not."""
+        samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
+        objective: Any = self.objective_for(samples)
+        found = np.full((3, len(rows)), np.nan)
+        for group, output in self.learner.without_gradient(samples):
+            judged = objective.judge(output, [samples[i] for i in group])
+            values = (judged.losses, judged.chosen, judged.rejected)
+            found[:, judged.rows] = np.stack([value.double().cpu().numpy() for value in values])
+        return found[0], found[1], found[2]
+
+    def _sample_lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:
+        """A few pairs as text with their rewards: the most surely right, the middle one, and the most wrong."""
+        assert self.renderer is not None
+        order = np.argsort(chosen - rejected)
+        picked = dict.fromkeys(int(order[place]) for place in (-1, len(order) // 2, 0))
+        lines = ["scored pairs (most surely right, middle, most surely wrong):"]
+        for number in list(picked)[:_SHOWN_PAIRS]:
+            lines.append(f"  {rows[number].origin}: margin {chosen[number] - rejected[number]:+.3f}")
+            for name, stream, reward in zip(
+                ("chosen", "rejected"), rows[number].streams, (chosen[number], rejected[number]), strict=True
+            ):
+                text = " ".join(self.renderer.tokenizer.decode(stream.ids[stream.trained]).split())
+                lines.append(f"    {name:8} {reward:+.3f}  {text[:150]}{'…' if len(text) > 150 else ''}")
+        return lines
+
+
+def _summary(
+    rows: Sequence[TokenRow], losses: np.ndarray, chosen: np.ndarray, rejected: np.ndarray, name: str
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    domains = [row.domain for row in rows]
+    for domain in [None, *sorted({d for d in domains if d is not None})]:
+        inside = np.array([domain is None or d == domain for d in domains])
+        suffix = "" if domain is None else f"/{domain}"
+        accuracy = _accuracy(chosen[inside], rejected[inside])
+        values[f"{name}/rows{suffix}"] = int(inside.sum())
+        values[f"{name}/accuracy{suffix}"] = accuracy.value
+        values[f"{name}/accuracy_low{suffix}"] = accuracy.low
+        values[f"{name}/accuracy_high{suffix}"] = accuracy.high
+        values[f"{name}/loss{suffix}"] = float(losses[inside].mean())
+        values[f"{name}/margin{suffix}"] = float(np.nanmean(chosen[inside]) - np.nanmean(rejected[inside]))
+    values[f"{name}/chosen"], values[f"{name}/rejected"] = float(np.nanmean(chosen)), float(np.nanmean(rejected))
+    both = np.concatenate([chosen, rejected])
+    values[f"{name}/reward_mean"], values[f"{name}/reward_std"] = float(np.nanmean(both)), float(np.nanstd(both))
+    return values
+
+
+def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> Estimate:
+    good, bad = chosen[~np.isnan(chosen)], rejected[~np.isnan(rejected)]
+    if len(good) == len(bad) == len(chosen):
+        return pair_accuracy(list(chosen - rejected))
+    if not len(good) or not len(bad):
+        return Estimate(math.nan, math.nan, math.nan, len(chosen))
+    return ranking_accuracy(list(good), list(bad))
+
+
+def _calibration_lines(margins: np.ndarray) -> list[str]:
+    bins, error = calibration(list(margins))
+    lines = [f"calibration: expected error {100 * error:.1f} percentage points over {len(margins)} pairs"]
+    lines += [
+        f"  predicted {100 * b.low:.0f}-{100 * b.high:.0f}%: mean {100 * b.confidence:.1f}%, right "
+        f"{100 * b.accuracy.value:.1f}% [{100 * b.accuracy.low:.1f}, {100 * b.accuracy.high:.1f}], n {b.accuracy.n}"
+        for b in bins
+    ]
+    return lines

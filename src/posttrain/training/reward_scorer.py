@@ -1,0 +1,137 @@
+"""Rewards of played episodes from a reward model, on the very tokens that were sampled."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.rendering import Renderer
+from posttrain.errors import InputError
+from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.reward import RewardSource
+from posttrain.rollout.streams import CUT_OFF, Episode, Outcome, Stream
+from posttrain.training.batches import Sample, pack
+from posttrain.training.forward import reward_forward
+from posttrain.training.rows import stream_of
+
+RAW = "reward_model"
+"""Key of a turn's info that holds what the reward model said."""
+
+
+class RewardScorer:
+    """Adds a reward model's reward to the last turn of each episode.
+
+    Where the reward model has the policy's tokenizer and template, it reads the sampled tokens themselves. Otherwise
+    the conversation is rendered for it; an answer that was cut off gets no end there either, so it is not taken for
+    a whole one.
+    """
+
+    def __init__(self, source: RewardSource, policy: Policy) -> None:
+        """`InputError` when `source` names no reward model, or one without the statistics that it should be scaled by."""
+        self.source = source
+        self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype), new_head=False)
+        self.statistics = (0.0, 1.0)
+        if source.normalise == "stored":
+            stored = self.model.statistics
+            if stored is None:
+                raise InputError(
+                    f"reward.normalise: {source.path} keeps no mean and standard deviation of its rewards; train it with "
+                    "validation rows, or use `running` or `none`"
+                )
+            self.statistics = stored
+        own, others = self.model.tokenizer, policy.tokenizer
+        self.same_tokens = own.get_vocab() == others.get_vocab() and own.chat_template == others.chat_template
+        self.renderer = Renderer(own, self.model.end_tokens)
+
+    def __call__(self, episodes: Sequence[Episode]) -> None:
+        """Score all that did not fail. A reward that is not a number fails the episode."""
+        played = [e for e in episodes if e.outcome is not Outcome.FAILED and e.turns]
+        for episode, raw in zip(played, self.scores(played), strict=True):
+            if not math.isfinite(raw):
+                episode.outcome, episode.failure = Outcome.FAILED, f"the reward model gave {raw}"
+                continue
+            last = episode.turns[-1]
+            reward = scaled(raw, *self.statistics, self.source.clip if self.source.normalise != "running" else None)
+            last.info = {**last.info, RAW: raw}
+            last.reward += reward
+            episode.streams[last.stream].rewards[last.stop - 1] += reward
+
+    def scores(self, episodes: Sequence[Episode]) -> list[float]:
+        """What the reward model says of each episode as a whole, unscaled."""
+        samples = [self._sample(episode) for episode in episodes]
+        forward = reward_forward(self.model)
+        found: dict[int, float] = {}
+        for group in pack(samples, self.source.tokens_per_batch, "reward.tokens_per_batch"):
+            with_no_gradient = forward([samples[i] for i in group]).detach()
+            found |= dict(zip(group, with_no_gradient.cpu().tolist(), strict=True))
+        return [found[i] for i in range(len(samples))]
+
+    def _sample(self, episode: Episode) -> Sample:
+        label = f"the episode of seed {episode.seed}, group {episode.group}"
+        none = np.zeros(0, dtype=np.float32)
+        if self.same_tokens:
+            return Sample(_until_last_answer(episode), label, none)
+        last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
+        prompt = self.renderer.prompt(episode.messages[:last])
+        ended = episode.turns[-1].stop_reason not in CUT_OFF
+        text = episode.messages[last]["content"]
+        answer = self.renderer.answer(text) if ended else self.renderer.encode(text)
+        ids = np.array([*prompt, *answer], dtype=np.int64)
+        return Sample(stream_of(ids, np.arange(len(ids)) >= len(prompt)), label, none)
+
+
+def _until_last_answer(episode: Episode) -> Stream:
+    """The stream of the last answer, its own tokens marked."""
+    last = episode.turns[-1]
+    stream = episode.streams[last.stream]
+    return stream_of(stream.ids[: last.stop], stream.sampled[: last.stop])
+
+
+def open_scorer(source: RewardSource | None, policy: Policy) -> RewardScorer | None:
+    """The scorer of the recipe; None where there is no reward model."""
+    return RewardScorer(source, policy) if source is not None else None
+
+
+def scaled(raw: float, mean: float, std: float, clip: float | None) -> float:
+    """(raw - mean) / std, clipped to [-clip, clip]."""
+    value = (raw - mean) / std
+    return value if clip is None else min(max(value, -clip), clip)
+
+
+class RunningStatistics:
+    """Mean and standard deviation of the reward model's rewards in training so far (Welford 1962)."""
+
+    def __init__(self, source: RewardSource | None) -> None:
+        self.source = source
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    @property
+    def active(self) -> bool:
+        return self.source is not None and self.source.normalise == "running"
+
+    def include(self, episodes: Sequence[Episode]) -> None:
+        """Count the rewards of a step's episodes."""
+        for episode in episodes if self.active else []:
+            raw = episode.turns[-1].info.get(RAW)
+            if raw is not None:
+                self.count += 1
+                shift = raw - self.mean
+                self.mean += shift / self.count
+                self.squares += shift * (raw - self.mean)
+
+    def correction(self, info: dict[str, Any]) -> float:
+        """What to add to a raw reward that was paid with `info`, so that it becomes the scaled one."""
+        if not self.active or RAW not in info or self.count < 2 or self.squares <= 0:
+            return 0.0
+        assert self.source is not None
+        std = math.sqrt(self.squares / (self.count - 1))
+        return scaled(info[RAW], self.mean, std, self.source.clip) - info[RAW]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]

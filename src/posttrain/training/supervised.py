@@ -1,0 +1,76 @@
+"""The loop of the stages that learn from rows: batches in a fixed order, one update each."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from rich.console import Console
+
+from posttrain.data.tokens import TokenRow
+from posttrain.training.batches import Sample
+from posttrain.training.learner import Objective, means
+from posttrain.training.rows import DataSet
+from posttrain.training.table import finish, measure_start
+from posttrain.training.trainer import Trainer
+
+Output = TypeVar("Output")
+
+
+class SampleBatches(Protocol):
+    """Samples, an optimizer step's worth at a time."""
+
+    updates_per_epoch: int
+
+    def batch(self, step: int) -> list[Sample]:
+        """The samples of update `step`, counted from 0."""
+        ...
+
+
+class Batches:
+    """The rows of a data set as samples."""
+
+    def __init__(self, data: DataSet, to_samples: Callable[[int, TokenRow], list[Sample]]) -> None:
+        """`to_samples`: from a row and its place in the batch."""
+        self.data = data
+        self.to_samples = to_samples
+        self.updates_per_epoch = data.updates_per_epoch
+
+    def batch(self, step: int) -> list[Sample]:
+        return [
+            sample for number, row in enumerate(self.data.train.batch(step)) for sample in self.to_samples(number, row)
+        ]
+
+
+def train_on(
+    trainer: Trainer[Output],
+    batches: SampleBatches,
+    objective_for: Callable[[Sequence[Sample]], Objective[Output]],
+    resume: bool,
+    console: Console,
+) -> None:
+    """Make the run's updates, measure and save as the recipe says, and finish.
+
+    `objective_for` gives what to minimise on the samples of an update; it may complete them first, for example with
+    reference log-probabilities.
+    """
+    if resume:
+        trainer.resume()
+    with trainer.working(f"{trainer.recipe.stage} {trainer.recipe.name}"):
+        if trainer.evaluated < 0:
+            measure_start(trainer)
+        trainer.begin()
+        while trainer.step < trainer.total_steps:
+            with trainer.phase("rows"):
+                samples = batches.batch(trainer.step)
+                objective = objective_for(samples)
+            with trainer.interrupts.critical():
+                before = trainer.learner.trained_tokens
+                with trainer.phase("update"):
+                    totals = trainer.learner.update(samples, objective)
+                metrics = means(totals) | {"optimizer/learning_rate": trainer.optimizer.learning_rate}
+                metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
+                metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
+                trainer.finish_step(metrics)
+                trainer.warn(trainer.learner.take_messages())
+            trainer.evaluate_and_save()
+        trainer.conclude()
+        finish(trainer, console)
