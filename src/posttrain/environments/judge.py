@@ -46,7 +46,9 @@ def judge_score(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -
             model=recipe.model, messages=judge_prompt(recipe, messages, answer), temperature=0.0
         )
     except openai.APIStatusError as error:
-        raise JudgeFailure(f"{_where(recipe)} answered with status {error.status_code}: {_short(str(error))}") from error
+        raise JudgeFailure(
+            f"{_where(recipe)} answered with status {error.status_code}: {_short(str(error))}"
+        ) from error
     except openai.APITimeoutError as error:
         raise JudgeFailure(f"{_where(recipe)} did not answer within {recipe.seconds:g} s") from error
     except (openai.OpenAIError, ValueError) as error:
