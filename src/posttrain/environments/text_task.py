@@ -1,6 +1,7 @@
 """One prompt, one answer, one score: from a rule, a verifier or a judge; a reward model scores outside of here."""
 
 import copy
+import importlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -236,7 +237,7 @@ def _prompt_table(key: str) -> PromptTable:
     problems = Problems()
     rows = list(read_examples("prompt", recipe.prompts, recipe.columns, problems))
     if not rows:
-        raise InputError(f"environment.prompts has no row that can be used: {problems}")
+        problems.require_any(", ".join(source.path for source in recipe.prompts))
     with_tools = next((row for row in rows if row.tools), None)
     if with_tools is not None:
         raise InputError(
@@ -251,13 +252,13 @@ def _require_gym(key: str) -> None:
     """Try the data set of a `ReasoningGymRecipe` (as JSON); InputError where it cannot make a task."""
     recipe = ReasoningGymRecipe.model_validate_json(key)
     try:
-        from reasoning_gym.factory import DATASETS
+        known = importlib.import_module("reasoning_gym.factory").DATASETS
     except ModuleNotFoundError as error:
         raise InputError("environment.reasoning_gym needs that package; `pip install reasoning-gym`") from error
-    if recipe.dataset not in DATASETS:
+    if recipe.dataset not in known:
         raise InputError(
             f"environment.reasoning_gym.dataset: there is no {recipe.dataset!r}; "
-            f"use one of {', '.join(sorted(name for name in DATASETS if name[0].isalpha()))}"
+            f"use one of {', '.join(sorted(name for name in known if name[0].isalpha()))}"
         )
     try:
         _gym_task(recipe, 0)
@@ -269,9 +270,9 @@ def _require_gym(key: str) -> None:
 
 
 def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
-    import reasoning_gym
-
-    dataset = reasoning_gym.create_dataset(recipe.dataset, seed=seed, size=1, **recipe.config)
+    dataset = importlib.import_module("reasoning_gym").create_dataset(
+        recipe.dataset, seed=seed, size=1, **recipe.config
+    )
     item = dataset[0]
     reference = item["answer"]
     messages = [{"role": "user", "content": item["question"]}]

@@ -1,0 +1,330 @@
+"""One-shot tasks: which row a seed is, what an answer is paid, and what is a failure instead of a zero."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+from pydantic import ValidationError
+
+from posttrain.data.rendering import Renderer
+from posttrain.engines.protocol import Completion
+from posttrain.environments import text_task
+from posttrain.environments.game import play
+from posttrain.environments.judge import JudgeFailure
+from posttrain.environments.text_task import RuleFailure, TextTask, TextTaskRecipe, prompt_table
+from posttrain.errors import InputError
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.streams import Outcome, StopReason
+
+from ..conftest import make_tokenizer
+
+EXACT = "posttrain.environments.rules:exact"
+NUMBER = "posttrain.environments.rules:final_number"
+ROWS = [{"prompt": "2 + 2?", "label": "4"}, {"prompt": "3 + 3?", "label": "6"}, {"prompt": "Who?"}]
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _recipe(path, rows=ROWS, **keys):
+    return TextTaskRecipe.model_validate({"prompts": _write(path / "rows.jsonl", rows), **keys})
+
+
+def _rule(path, body):
+    (path / "rule.py").write_text(f"def score(answer, row):\n    {body}\n")
+    return f"{path / 'rule.py'}:score"
+
+
+def test_a_seed_is_a_row_counted_over_all_sources(tmp_path):
+    paths = [_write(tmp_path / "a.jsonl", ROWS[:2]), _write(tmp_path / "b.jsonl", ROWS[2:])]
+    recipe = TextTaskRecipe.model_validate({"prompts": paths})
+    assert TextTask.task_count(recipe) == 3
+    shown = [TextTask(recipe).reset(seed).messages for seed in range(3)]
+    assert shown == [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
+
+
+@pytest.mark.parametrize("seed", [3, 100, -1])
+def test_a_seed_beyond_the_rows_names_their_number_and_the_keys(tmp_path, seed):
+    with pytest.raises(InputError, match=r"3 usable rows.*`seeds` or `evaluation\.seeds`"):
+        TextTask(_recipe(tmp_path)).reset(seed)
+
+
+def test_rows_that_cannot_be_used_are_no_tasks_and_are_kept_as_problems(tmp_path):
+    recipe = _recipe(tmp_path, [{"prompt": None}, ROWS[0], {"question": "?"}, ROWS[1]])
+    assert TextTask.task_count(recipe) == 2
+    assert TextTask(recipe).reset(1).messages[0]["content"] == "3 + 3?"
+    assert prompt_table(recipe).problems.count == 2
+
+
+def test_no_usable_row_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match=r"rows\.jsonl"):
+        TextTask(_recipe(tmp_path, [{"question": "?"}]))
+
+
+def test_rows_are_read_once_per_process(tmp_path, monkeypatch):
+    calls = []
+    original = text_task.read_examples
+    monkeypatch.setattr(text_task, "read_examples", lambda *given: calls.append(given) or original(*given))
+    recipe = _recipe(tmp_path)
+    for seed in range(3):
+        TextTask(recipe).reset(seed)
+    TextTask(recipe.model_copy(update={"system": "Be brief."})).reset(0)
+    assert len(calls) == 1
+
+
+def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
+    talk = [{"role": "system", "content": "old"}, {"role": "user", "content": "Hi"}]
+    recipe = _recipe(tmp_path, [{"prompt": talk}, ROWS[0]], system="new")
+    for seed, said in enumerate(["Hi", "2 + 2?"]):
+        shown = TextTask(recipe).reset(seed).messages
+        assert shown == [{"role": "system", "content": "new"}, {"role": "user", "content": said}]
+    assert TextTask(recipe.model_copy(update={"system": None})).reset(0).messages == talk
+
+
+def test_a_rule_pays_and_success_is_the_wanted_reward(tmp_path):
+    task = TextTask(_recipe(tmp_path, rule=EXACT))
+    (right,), (wrong,) = play(task, 0, [" 4\n"]), play(task, 0, ["5"])
+    assert (right.reward, right.terminated, right.truncated, right.info) == (1.0, True, False, {"success": True})
+    assert (wrong.reward, wrong.terminated, wrong.info) == (0.0, True, {"success": False})
+    with pytest.raises(RuntimeError, match="over"):
+        task.step("4")
+    with pytest.raises(RuntimeError, match="over"):
+        task.expert()
+
+
+@pytest.mark.parametrize(("wanted", "info"), [(0.5, {"success": True}), (0.6, {"success": False}), (None, {})])
+def test_the_reward_that_counts_as_success_is_a_key(tmp_path, wanted, info):
+    recipe = _recipe(tmp_path, rule=_rule(tmp_path, "return 0.5"), success_reward=wanted)
+    (step,) = play(TextTask(recipe), 0, ["?"])
+    assert (step.reward, step.info) == (0.5, info)
+
+
+def test_without_a_scorer_nothing_is_paid_and_no_success_is_reported(tmp_path):
+    recipe = _recipe(tmp_path)
+    (step,) = play(TextTask(recipe), 0, ["4"])
+    assert (step.reward, step.terminated, step.info) == (0.0, True, {})
+    TextTask.validate(recipe, range(100))
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("return row['nothing']", "KeyError"),
+        ("return None", "returned None"),
+        ("return float('nan')", "returned nan"),
+        ("return float('inf')", "returned inf"),
+        ("return '1'", "returned '1'"),
+        ("return [1.0]", "returned"),
+    ],
+)
+def test_a_rule_without_a_score_fails_the_episode(tmp_path, body, complaint):
+    recipe = _recipe(tmp_path, rule=_rule(tmp_path, body))
+    task = TextTask(recipe)
+    task.reset(1)
+    with pytest.raises(RuleFailure, match=r"rule\.py:score") as caught:
+        task.step("4")
+    assert complaint in str(caught.value)
+    assert "rows.jsonl row 2" in str(caught.value)
+    with pytest.raises(AssertionError, match="seed 0: rule"):
+        TextTask.validate(recipe, range(2))
+
+
+def test_a_rule_sees_the_whole_row_and_cannot_change_it(tmp_path):
+    rows = [{"question": "2 + 2?", "gold": "4", "deep": {"points": 0.25}}]
+    columns = {"prompt": "question", "label": "gold"}
+    recipe = _recipe(
+        tmp_path,
+        rows,
+        columns=columns,
+        rule=_rule(tmp_path, "return row['deep'].pop('points') + (row['label'] == row['gold'] == answer)"),
+    )
+    for _ in range(2):
+        assert play(TextTask(recipe), 0, ["4"])[0].reward == 1.25
+    assert play(TextTask(recipe), 0)[0].reward == 1.25
+
+
+def test_rows_with_completions_and_a_rule_on_them(tmp_path):
+    rows = [
+        {"question": "48 + 24?", "answer": "48 + 24 = 72\n#### 72"},
+        {"question": "1,000 + 1?", "answer": "A: 1001"},
+    ]
+    columns = {"prompt": "question", "completion": "answer"}
+    recipe = _recipe(tmp_path, rows, columns=columns, rule=NUMBER)
+    TextTask.validate(recipe, range(2))
+    task = TextTask(recipe)
+    task.reset(1)
+    assert task.expert() == "A: 1001"
+    assert task.step("It is 1,001.").info == {"success": True}
+
+
+def test_a_row_without_a_reference_has_no_expert(tmp_path):
+    task = TextTask(_recipe(tmp_path))
+    task.reset(2)
+    with pytest.raises(NotImplementedError, match=r"rows\.jsonl row 3"):
+        task.expert()
+    assert TextTask.baselines(task.recipe, range(3)) == {}
+
+
+def test_validate_names_the_seed_of_an_unsound_row(tmp_path):
+    with pytest.raises(AssertionError, match=r"seed 1: the reference answer 'six' earned 0"):
+        TextTask.validate(
+            _recipe(tmp_path, [ROWS[0], {"prompt": "3 + 3?", "completion": "six", "label": "6"}], rule=EXACT), range(9)
+        )
+    with pytest.raises(AssertionError, match=r"seed 0: the wrong answer .* earned 1"):
+        TextTask.validate(_recipe(tmp_path, rule=_rule(tmp_path, "return 1")), range(3))
+
+
+def test_the_judge_gets_what_was_shown_and_its_failure_is_one(tmp_path, monkeypatch):
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "right", "retries": 0}
+    recipe = _recipe(tmp_path, judge=judge, system="Be brief.", success_reward=0.7)
+    TextTask.validate(recipe, range(3))
+    task = TextTask(recipe)
+    task.reset(0)
+    with pytest.raises(JudgeFailure):
+        task.step("4")
+    seen = []
+    monkeypatch.setattr(text_task, "judge_score", lambda *given: seen.append(given) or 0.7)
+    (step,) = play(task, 0, ["four"])
+    assert (step.reward, step.info) == (0.7, {"success": True})
+    (_, messages, answer) = seen[0]
+    assert [message["content"] for message in messages] == ["Be brief.", "2 + 2?"]
+    assert answer == "four"
+
+
+def test_missing_rules_and_keys_are_noticed_before_the_first_episode(tmp_path):
+    with pytest.raises(InputError, match="no function"):
+        TextTask(_recipe(tmp_path, rule="posttrain.environments.rules:nothing"))
+    judge = {"url": "http://h/v1", "model": "m", "rubric": "right", "api_key_variable": "NO_SUCH_KEY"}
+    with pytest.raises(InputError, match="NO_SUCH_KEY"):
+        TextTask(_recipe(tmp_path, judge=judge))
+    with pytest.raises(InputError, match=r"absent\.jsonl"):
+        TextTask(TextTaskRecipe.model_validate({"prompts": str(tmp_path / "absent.jsonl")}))
+
+
+def test_rows_with_tools_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"environment\.columns\.tools"):
+        TextTask(_recipe(tmp_path, [{"prompt": "Hi", "tools": [{"name": "search"}]}]))
+
+
+JUDGE = {"url": "http://h/v1", "model": "m", "rubric": "right"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"prompts": "a.jsonl", "reasoning_gym": {"dataset": "chain_sum"}},
+        {"prompts": "a.jsonl", "rule": EXACT, "judge": JUDGE},
+        {"prompts": "a.jsonl", "rule": "exact"},
+        {"prompts": "a.jsonl", "max_turns": 2},
+        {"prompts": {"path": "a.jsonl", "weight": 2}},
+        {"prompts": "a.jsonl", "judge": {**JUDGE, "url": "localhost"}},
+        {"prompts": "a.jsonl", "judge": {**JUDGE, "scale": 0}},
+        {"reasoning_gym": {"dataset": "chain_sum", "config": {"seed": 1}}},
+    ],
+)
+def test_contradictions_are_refused(values):
+    with pytest.raises(ValidationError):
+        TextTaskRecipe.model_validate(values)
+
+
+GYM = [
+    {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 3}},
+    {"dataset": "word_sorting"},
+    {"dataset": "gcd"},
+    {"dataset": "countdown"},
+]
+
+
+@pytest.mark.parametrize("gym", GYM, ids=lambda gym: gym["dataset"])
+def test_reasoning_gym_pays_its_reference_and_not_a_wrong_answer(gym):
+    recipe = TextTaskRecipe.model_validate({"reasoning_gym": gym})
+    assert TextTask.task_count(recipe) is None
+    TextTask.validate(recipe, [*range(10), 10**9])
+    task = TextTask(recipe)
+    assert len({task.reset(seed).messages[0]["content"] for seed in range(20)}) == 20
+    for seed in range(5):
+        task.reset(seed)
+        answer = task.expert()
+        assert play(task, seed, [f"{answer}\n"])[0].reward == 1.0
+        assert play(task, seed, ["certainly not"])[0].reward < 0.5
+
+
+def test_a_rule_may_score_what_reasoning_gym_asks():
+    recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "chain_sum"}, "rule": NUMBER})
+    task = TextTask(recipe)
+    task.reset(7)
+    answer = task.expert()
+    assert play(task, 7, [f"I think it is\nA: {answer}.0"])[0].info == {"success": True}
+    TextTask.validate(recipe.model_copy(update={"rule": EXACT}), range(5))
+
+
+def test_a_verifier_that_breaks_on_an_answer_fails_the_episode():
+    recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "prime_factorization"}})
+    with pytest.raises(RuleFailure, match="prime_factorization seed 3"):
+        play(TextTask(recipe), 3, ["no idea"])
+
+
+@pytest.mark.parametrize(
+    ("gym", "complaint"),
+    [
+        ({"dataset": "chain_summ"}, "chain_sum,"),
+        ({"dataset": "chain_sum", "config": {"terms": 3}}, "terms"),
+        ({"dataset": "chain_sum", "config": {"min_terms": -3}}, "min_terms"),
+        ({"dataset": "chain_sum", "config": {"min_terms": "x"}}, "TypeError"),
+    ],
+)
+def test_wrong_names_and_configurations_of_reasoning_gym_are_input_errors(gym, complaint):
+    with pytest.raises(InputError, match=r"environment\.reasoning_gym") as caught:
+        TextTask(TextTaskRecipe.model_validate({"reasoning_gym": gym}))
+    assert complaint in str(caught.value)
+
+
+def test_importing_is_light():
+    code = (
+        "import sys, posttrain.environments.text_task\n"
+        "heavy = ('torch', 'transformers', 'datasets', 'pyarrow', 'openai', 'reasoning_gym')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+class _SaysFour:
+    """An engine that answers `4` to everything, ended by an end token."""
+
+    capacity = 2
+
+    def __init__(self, renderer):
+        self.ids = tuple(renderer.answer("4"))
+
+    async def generate(self, request):
+        return Completion(self.ids, tuple(-0.5 for _ in self.ids), StopReason.END_TOKEN)
+
+    def episode(self):
+        return nullcontext()
+
+
+def test_a_failing_rule_fails_its_episode_and_no_other(tmp_path):
+    tokenizer = make_tokenizer()
+    renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+    rule = _rule(tmp_path, "return float(answer == row['label'])")
+    player = Player(
+        engine=_SaysFour(renderer),
+        renderer=renderer,
+        environment=_recipe(tmp_path, rule=rule),
+        rollout=RolloutRecipe(),
+        sampling=SamplingRecipe(),
+        version=0,
+    )
+    right, wrong, failed = play_all(player, [Place(seed, seed, 0, (0, "test", seed)) for seed in range(3)])
+    assert (right.outcome, right.total_reward, right.success) == (Outcome.TERMINATED, 1.0, True)
+    assert (wrong.outcome, wrong.total_reward, wrong.success) == (Outcome.TERMINATED, 0.0, False)
+    assert failed.outcome is Outcome.FAILED
+    assert "KeyError" in failed.failure
+    assert "rows.jsonl row 3" in failed.failure
