@@ -175,5 +175,5 @@ def test_recipe_explains_keys(capsys):
     assert "kl.estimator" in capsys.readouterr().out
     assert main(["recipe", "kl.estimatr"]) == 2
     assert capsys.readouterr().err == "posttrain: stage rl has no key kl.estimatr; the nearest is kl.estimator\n"
-    assert main(["recipe", "kl", "--stage", "dpo"]) == 2
-    assert capsys.readouterr().err == "posttrain: --stage dpo: there is no such stage; use rl, sft, evaluate\n"
+    assert main(["recipe", "kl", "--stage", "ppo"]) == 2
+    assert capsys.readouterr().err == "posttrain: --stage ppo: there is no such stage; use rl, sft, reward, dpo, evaluate\n"

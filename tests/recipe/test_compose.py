@@ -55,7 +55,7 @@ def recipe_file(tmp_path, monkeypatch):
         ),
         (
             "stage: evalaute\n",
-            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, sft, evaluate or pipeline',
+            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, sft, reward, dpo, evaluate or pipeline',
         ),
         (
             "rollout:\n  group_per_step: 3\n",
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         ),
         (
             ["epochs=1"],
-            "override epochs=1: there is no key epochs; epochs belongs to stage sft, not rl",
+            "override epochs=1: there is no key epochs; epochs belongs to stage sft, reward, dpo, not rl",
         ),
         (
             ["environment.size=4"],
@@ -120,7 +120,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["environment.type=bandt"],
             "override environment.type=bandt: environment.type: there is no environment 'bandt'; use one of bandit, "
-            "frozen_lake, sokoban, `module:Class`, or the path of a .py file (did you mean bandit?)",
+            "frozen_lake, sokoban, text_task, `module:Class`, or the path of a .py file (did you mean bandit?)",
         ),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
@@ -238,7 +238,7 @@ def test_a_new_type_drops_the_defaults_of_the_old_one():
         ("rl", ["environment.type=sokoban", "credit.type=reinforce_pp", "loss.type=cispo", "model.lora.rank=4"]),
         ("rl", ["loss.correction.type=tis", "optimizer.learning_rate=1e-6", "rollout.overlong={limit: 9, buffer: 2}"]),
         ("rl", ["model.lora.targets=[q_proj, v_proj]", "model.path='2026-01-01'", "runs='1e5'"]),
-        ("sft", ["environment.type=frozen_lake", "data.expert=random"]),
+        ("sft", ["environment.type=frozen_lake", "experts.expert=random"]),
         ("evaluate", ["evaluation.sampling.temperature=0.7", "evaluation.episodes_per_seed=3"]),
     ],
 )

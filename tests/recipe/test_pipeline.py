@@ -73,7 +73,7 @@ def test_stages_inherit_chain_and_override(pipeline):
         (
             "from: warm",
             "from: after",
-            "stage learn: parts/p.yaml line 14: from names after, which is not an earlier stage; move it up or correct it",
+            "stage learn: parts/p.yaml line 14: it names after, which is not an earlier stage; move it up or correct it",
         ),
         (
             "entropy: 0.2",
@@ -90,11 +90,11 @@ def test_stages_inherit_chain_and_override(pipeline):
             "recipe: no.yaml",
             "stage learn: there is no recipe file parts/no.yaml; name a YAML file, or write overrides as `key=value`",
         ),
-        ("  stage: sft\n", "", "stage warm: parts/p.yaml line 9: stage is missing; say rl, sft, evaluate"),
+        ("  stage: sft\n", "", "stage warm: parts/p.yaml line 9: stage is missing; say rl, sft, reward, dpo, evaluate"),
         (
             "stage: sft",
             "stage: sftt",
-            'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, sft, evaluate',
+            'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, sft, reward, dpo, evaluate',
         ),
         ("name: learn", "name: warm", "parts/p.yaml: two stages are called warm; rename one"),
         (

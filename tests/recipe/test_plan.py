@@ -45,7 +45,7 @@ def test_batches_in_words():
 
 
 def test_sft_counts_its_updates():
-    lines = batch_arithmetic(recipe_of("data.seeds.count=50", "episodes_per_update=16", "epochs=3", stage="sft"))
+    lines = batch_arithmetic(recipe_of("environment.type=bandit", "experts.seeds.count=50", "rows_per_update=16", "epochs=3", stage="sft"))
     assert lines[0] == "50 traces of the optimal player, 3 passes over them, 16 traces per update: 12 updates"
 
 
@@ -133,10 +133,10 @@ def test_a_broken_model_directory_is_named(tmp_path):
         ),
         ("rl", ["evaluation.sampling.top_k=5"], "evaluation.sampling.top_k has no effect: temperature 0 is greedy"),
         ("rl", ["evaluation.every=101"], "evaluation.every has no effect: the run ends after 100 steps"),
-        ("sft", ["learner.passes=2"], "learner.passes has no effect: the sft stage makes one update a step"),
+        ("sft", ["environment.type=bandit", "learner.passes=2"], "learner.passes has no effect: the sft stage makes one update a step"),
         (
             "sft",
-            ["rollout.groups_per_step=4"],
+            ["environment.type=bandit", "rollout.groups_per_step=4"],
             "rollout.groups_per_step has no effect: the sft stage samples evaluation episodes only",
         ),
         (
@@ -171,10 +171,20 @@ def test_notes(stage, overrides, expected):
     assert expected in notes(recipe_of(*overrides, stage=stage))
 
 
-@pytest.mark.parametrize("stage", ["rl", "sft", "evaluate"])
-def test_defaults_deserve_no_note(stage, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "needed"),
+    [
+        ("rl", []),
+        ("sft", ["environment.type=bandit"]),
+        ("sft", ["data.train=a.jsonl", "data.held_out=5"]),
+        ("reward", ["data.train=a.jsonl", "data.held_out=5"]),
+        ("dpo", ["data.train=a.jsonl", "data.validation=[b.jsonl]"]),
+        ("evaluate", []),
+    ],
+)
+def test_defaults_deserve_no_note(stage, needed, tmp_path):
     from posttrain.recipe.compose import dump_recipe
 
-    assert notes(recipe_of(stage=stage)) == []
-    (tmp_path / "r.yaml").write_text(dump_recipe(recipe_of(stage=stage)))
+    assert notes(recipe_of(*needed, stage=stage)) == []
+    (tmp_path / "r.yaml").write_text(dump_recipe(recipe_of(*needed, stage=stage)))
     assert notes(load_recipe([str(tmp_path / "r.yaml")], [], stage)) == []

@@ -9,21 +9,22 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
-from posttrain.runs.report import ReportRow, changed_keys, rows_table, write_report
+from posttrain.runs.report import changed_keys, write_report
+from posttrain.runs.tables import PlayRow, play_table
 from tests.rollout.episodes import played
 
 ROWS = [
-    ReportRow("random policy", 0.125, None, 0.1, 200, "exact"),
-    ReportRow("trained model", 0.5, (0.4, 0.612), None, 200, "best on evaluation, step 40 | a"),
-    ReportRow("untrained model", None, None, None, 0),
+    PlayRow("random policy", 0.125, None, 0.1, 200, "exact"),
+    PlayRow("trained model", 0.5, (0.4, 0.612), None, 200, "best on evaluation, step 40 | a"),
+    PlayRow("untrained model", None, None, None, 0),
 ]
 
 
 def test_the_table_has_rates_with_one_decimal_and_intervals(run: RunDirectory) -> None:
-    text = write_report(run, ROWS).read_text()
-    assert "| random policy | 12.5% | exact | 0.100 | 200 | exact |" in text
-    assert r"| trained model | 50.0% | [40.0, 61.2] | – | 200 | best on evaluation, step 40 \| a |" in text
-    assert "| untrained model | – | – | – | 0 |  |" in text
+    text = write_report(run, [play_table(ROWS)]).read_text()
+    assert "| random policy | 12.5% | exact | 0.100 | – | 200 | exact |" in text
+    assert r"| trained model | 50.0% | [40.0, 61.2] | – | – | 200 | best on evaluation, step 40 \| a |" in text
+    assert "| untrained model | – | – | – | – | 0 |  |" in text
 
 
 def test_rows_come_from_metric_lines(run: RunDirectory) -> None:
@@ -33,8 +34,8 @@ def test_rows_come_from_metric_lines(run: RunDirectory) -> None:
             3, "evaluation", {"success": 0.5, "success_low": 0.2, "success_high": 0.8, "return": math.nan, "n": 10}
         )
     baseline, held_out = read_metrics(run.metrics)
-    assert ReportRow.from_values("random policy", baseline) == ReportRow("random policy", 0.5, None, 1.0, 10)
-    assert ReportRow.from_values("model", held_out, "x") == ReportRow("model", 0.5, (0.2, 0.8), None, 10, "x")
+    assert PlayRow.from_values("random policy", baseline) == PlayRow("random policy", 0.5, None, 1.0, 10)
+    assert PlayRow.from_values("model", held_out, "x") == PlayRow("model", 0.5, (0.2, 0.8), None, 10, "x")
 
 
 def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: RunDirectory) -> None:
@@ -49,7 +50,9 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
     (run.plots / "kl.png").write_bytes(b"png")
     model = run.checkpoints / "best" / "model"
     model.mkdir(parents=True)
-    text = write_report(run, ROWS, title="Tossing", model_directory=model, warnings=["warmed up first"]).read_text()
+    text = write_report(
+        run, [play_table(ROWS)], title="Tossing", model_directory=model, warnings=["warmed up first"]
+    ).read_text()
     machine = run.load_environment()
     for expected in (
         "# Tossing",
@@ -76,7 +79,7 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
     assert "plots/reward.png" not in text
     assert "adapter" not in text
     (model / "adapter_config.json").write_text("{}")
-    assert "adapter" in write_report(run, ROWS, model_directory=model).read_text()
+    assert "adapter" in write_report(run, [play_table(ROWS)], model_directory=model).read_text()
 
 
 def test_a_run_without_metrics_has_a_report(run: RunDirectory) -> None:
@@ -101,8 +104,8 @@ def test_changed_keys_are_those_that_differ(recipe: RlRecipe) -> None:
 
 
 def test_the_terminal_table_shows_the_same_cells() -> None:
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(rows_table(ROWS, "Result"))
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(play_table(ROWS, "Result").rich())
     text = console.export_text()
     for row in ROWS:
         for cell in row.cells:

@@ -10,6 +10,7 @@ from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
+from posttrain.training.forward import logprobs, token_forward
 from posttrain.training.learner import Learner
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective
 from posttrain.training.optimizer import Optimizer
@@ -20,7 +21,8 @@ from .test_batches import sample
 def learner(model, budget=4096, **optimizer):
     policy = Policy(ModelRecipe(path=str(model)))
     recipe = OptimizerRecipe(**({"learning_rate": 1e-2, "max_gradient_norm": 1e9} | optimizer))
-    return Learner(policy, Optimizer(policy.trainable(), recipe, 10), LearnerRecipe(tokens_per_batch=budget), 1.0)
+    batches = LearnerRecipe(tokens_per_batch=budget)
+    return Learner(policy, Optimizer(policy.trainable(), recipe, 10), batches, token_forward(policy, batches))
 
 
 def samples(seed=0):
@@ -65,22 +67,22 @@ def test_gradients_do_not_depend_on_the_split_into_micro_batches(normaliser, tin
 
 def test_an_update_raises_the_likelihood_of_what_is_taught(tiny_model):
     subject = learner(tiny_model)
-    before = subject.logprobs(samples())
+    before = logprobs(subject, samples())
     subject.update(samples(), SupervisedObjective())
-    after = subject.logprobs(samples())
+    after = logprobs(subject, samples())
     assert np.concatenate(after).mean() > np.concatenate(before).mean()
-    assert subject.policy.version == 1
+    assert subject.model.version == 1
 
 
 def test_a_loss_that_is_not_finite_skips_the_update_and_names_the_episode(tiny_model):
     subject = learner(tiny_model, max_skipped_updates=1)
     broken = samples()
     broken[5].advantages[0] = np.nan
-    before = {n: p.detach().clone() for n, p in subject.policy.trainable()}
+    before = {n: p.detach().clone() for n, p in subject.model.trainable()}
     totals = subject.update(broken, PolicyObjective(RlRecipe(), 0.0))
     assert totals["optimizer/skipped"] == (1.0, 1.0)
     assert subject.take_messages() == ["update skipped: loss or gradient is not finite for group 1 episode 1"]
-    for name, parameter in subject.policy.trainable():
+    for name, parameter in subject.model.trainable():
         assert torch.equal(parameter, before[name])
     with pytest.raises(RunError, match=r"2 updates in a row .* group 1 episode 1; lower optimizer.learning_rate"):
         subject.update(broken, PolicyObjective(RlRecipe(), 0.0))
@@ -103,13 +105,13 @@ def test_no_signal_costs_nothing(tiny_model):
         one.advantages[:] = 0
     totals = subject.update(flat, PolicyObjective(RlRecipe(), 0.0))
     assert totals["optimizer/no_signal"] == (1.0, 1.0)
-    assert (subject.trained_tokens, subject.policy.version) == (0, 0)
+    assert (subject.trained_tokens, subject.model.version) == (0, 0)
 
 
 def test_bfloat16_learns_in_float32_masters(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model), dtype="bfloat16"))
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-5), 10)
-    subject = Learner(policy, optimizer, LearnerRecipe(), 1.0)
+    subject = Learner(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
     start = [m.detach().clone() for m in optimizer.masters]
     for _ in range(3):
         subject.update(samples(), SupervisedObjective())
@@ -123,16 +125,15 @@ def test_bfloat16_learns_in_float32_masters(tiny_model):
 def test_the_reference_is_the_start_with_and_without_adapters(tiny_model):
     for lora in (None, LoraRecipe(rank=4)):
         policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-        subject = Learner(
-            policy, Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 10), LearnerRecipe(), 1.0
-        )
-        start = subject.logprobs(samples())
+        optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 10)
+        subject = Learner(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
+        start = logprobs(subject, samples())
         subject.update(samples(), SupervisedObjective())
         subject.update(samples(), SupervisedObjective())
         with policy.as_reference():
-            reference = subject.logprobs(samples())
+            reference = logprobs(subject, samples())
         np.testing.assert_allclose(np.concatenate(reference), np.concatenate(start), atol=1e-6)
-        assert np.abs(np.concatenate(subject.logprobs(samples())) - np.concatenate(start)).max() > 1e-3
+        assert np.abs(np.concatenate(logprobs(subject, samples())) - np.concatenate(start)).max() > 1e-3
 
 
 def test_gradient_checkpointing_changes_nothing(tiny_model):

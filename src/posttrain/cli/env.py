@@ -32,9 +32,8 @@ def list_environments(
     )
     for name in sorted(ENVIRONMENTS):
         environment = environment_class(name)
-        recipe = environment.Recipe.model_construct(type=name)
-        # text_task has no players of its own: what it asks is in the user's data.
-        found = environment.baselines(recipe, range(seeds)) if name != "text_task" else {}
+        recipe = environment.Recipe() if environment.self_contained else environment.Recipe.model_construct()
+        found = environment.baselines(recipe, range(seeds)) if environment.self_contained else {}
         rates = [f"{100 * found[player].success:.1f} %" if player in found else "-" for player in ("random", "optimal")]
         table.add_row(name, str(recipe.max_turns), (environment.__doc__ or "").strip().splitlines()[0], *rates)
     Console().print(table)
@@ -74,7 +73,8 @@ def validate(
     from posttrain.recipe.components import ENVIRONMENTS, environment_class
 
     types, overrides = _split(words or [])
-    recipes = [environment_of(name, overrides) for name in types or sorted(ENVIRONMENTS)]
+    whole = [name for name in sorted(ENVIRONMENTS) if environment_class(name).self_contained]
+    recipes = [environment_of(name, overrides) for name in types or whole]
     failures = []
     for recipe in recipes:
         try:

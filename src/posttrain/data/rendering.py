@@ -22,6 +22,11 @@ class Renderer:
         """`end_tokens`: the ids that end an answer; `InputError` if the template cannot render a conversation."""
         self.tokenizer = tokenizer
         self.end_tokens = end_tokens
+        if _ANSWER not in self.text([{"role": "user", "content": _ANSWER}]):
+            raise InputError(
+                f"the chat template of {tokenizer.name_or_path} leaves out messages that are plain text (it may be one for "
+                "images); name another template in model.chat_template"
+            )
         self.rewrites_answers = not self._keeps_history("a plain answer")
         """The template changes plain earlier answers: every turn needs a stream of its own."""
         self.rewrites_thoughts = not self._keeps_history(_THOUGHT + "an answer")

@@ -46,9 +46,16 @@ class TokenRow:
 
 
 def load_rows(
-    kind: Kind, recipe: DataRecipe, sources: list[SourceRecipe], renderer: Renderer, loss_on: LossOn, problems: Problems
+    kind: Kind,
+    recipe: DataRecipe,
+    sources: list[SourceRecipe],
+    max_rows: int | None,
+    renderer: Renderer,
+    loss_on: LossOn,
+    problems: Problems,
 ) -> list[list[TokenRow]]:
-    """The usable rows of each source, tokenised, from the cache where the same rows were tokenised before.
+    """The usable rows of each source, `max_rows` of it at most, tokenised, from the cache where the same rows were
+    tokenised before.
 
     What cannot be used is counted in `problems`, which says so of a cached row as well.
     """
@@ -57,7 +64,7 @@ def load_rows(
     )
     found = []
     for source in sources:
-        examples = list(read_examples(kind, [source], recipe.columns, problems, recipe.max_rows))
+        examples = list(read_examples(kind, [source], recipe.columns, problems, max_rows))
         file = cache / f"{_digest(examples, recipe, renderer, loss_on)}.npz"
         stored = _read(file)
         if stored is None:

@@ -56,6 +56,8 @@ class Environment(ABC):
     """
 
     Recipe: ClassVar[type[EnvironmentRecipe]]
+    self_contained: ClassVar[bool] = True
+    """Its defaults are a whole task; otherwise a recipe has to name data."""
     primer: str = ""
     """Text put in the policy's mouth at the start of each answer; `step` gets it in front of what was sampled."""
 

@@ -84,6 +84,7 @@ class TextTask(Environment):
     """One prompt of a data set is answered once and scored. Success is a score of at least `success_reward`."""
 
     Recipe = TextTaskRecipe
+    self_contained = False
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         """InputError where the data, the rule, the data set of reasoning-gym or the judge's key is missing."""

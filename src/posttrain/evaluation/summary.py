@@ -15,8 +15,8 @@ _NO_RETURN = Estimate(math.nan, math.nan, math.nan, 0)
 class Evaluation:
     """Success and return on a set of seeds."""
 
-    success: Estimate
-    """Over all seeds; a failed episode counts as not successful. `success.n` is the number of seeds."""
+    success: Estimate | None
+    """Over all seeds; a failed episode counts as not successful. None where the environment knows no success."""
     mean_return: Estimate
     """Over the seeds with an episode that did not fail, for a failed episode's return is unknown; NaN without any."""
     n: int
@@ -34,10 +34,8 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float | int]:
         """Values of an evaluation line of the metrics log."""
-        return {
-            "success": self.success.value,
-            "success_low": self.success.low,
-            "success_high": self.success.high,
+        success = {} if self.success is None else _with_limits("success", self.success)
+        return success | {
             "n": self.n,
             "return": self.mean_return.value,
             "return_low": self.mean_return.low,
@@ -64,8 +62,9 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         if episode.outcome is not Outcome.FAILED:
             returns[episode.seed].append(episode.total_reward)
     turns = [turn for episode in episodes for turn in episode.turns]
+    rates = [_average(played) for played in successes.values()]
     return Evaluation(
-        success=clustered_rate([_average(played) for played in successes.values()], len(episodes)),
+        success=clustered_rate(rates, len(episodes)) if knows_success(episodes) else None,
         mean_return=mean([_average(paid) for paid in returns.values()]) if returns else _NO_RETURN,
         n=len(successes),
         episodes=len(episodes),
@@ -74,6 +73,16 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns]),
         turns=len(turns) / len(episodes),
     )
+
+
+def knows_success(episodes: Sequence[Episode]) -> bool:
+    """Whether any episode says if it succeeded; one that all failed counts as if it did."""
+    ended = [episode for episode in episodes if episode.outcome is not Outcome.FAILED and episode.turns]
+    return not ended or any("success" in episode.turns[-1].info for episode in ended)
+
+
+def _with_limits(name: str, estimate: Estimate) -> dict[str, float | int]:
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 def _average(values: Sequence[float]) -> float:

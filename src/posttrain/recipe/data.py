@@ -68,7 +68,7 @@ class DataRecipe(Part):
     """Training rows held out for validation where `validation` is empty; rows with the same prompt stay together."""
     columns: ColumnsRecipe = ColumnsRecipe()
     max_rows: int | None = Field(None, ge=1)
-    """Training rows read; null reads all."""
+    """Training rows taken from each source; null takes all."""
     max_tokens: int = Field(2048, ge=8)
     """Most tokens of a row, prompt included."""
     overlong: Literal["drop", "cut"] = "drop"

@@ -137,6 +137,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _plural(annotation: Any) -> str:
+    if sections_of(annotation):
+        return "sections"
     return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, "values")
 
 

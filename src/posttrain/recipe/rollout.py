@@ -100,8 +100,8 @@ class EvaluationRecipe(Part):
     """Episodes sampled for each held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Its own sampling; temperature 0 is greedy."""
-    metric: Literal["success", "return"] = "success"
-    """What chooses the best checkpoint: mean over the held-out seeds, larger is better."""
+    metric: Literal["success", "return"] | None = None
+    """What chooses the best checkpoint: mean over the held-out seeds, larger is better. Null is `success` where the environment reports it, else `return`."""
 
     @model_validator(mode="after")
     def _final_seeds_are_apart(self):

@@ -27,7 +27,7 @@ class SftEvaluation(EvaluationRecipe):
     """Measurement before, during and after training: validation rows, and held-out episodes where there is an environment."""
 
     metric: Literal["loss", "success", "return"] | None = None  # type: ignore[assignment]
-    """What chooses the best checkpoint. Null is `loss` where there are validation rows, else `success`."""
+    """What chooses the best checkpoint. Null is `loss` where there are validation rows, else what RL would choose by."""
 
 
 class PreferenceEvaluation(Part):
@@ -92,13 +92,9 @@ class SftRecipe(_Rows):
         return self
 
     @property
-    def metric(self) -> Literal["loss", "success", "return"] | None:
-        """What chooses the best checkpoint; None where nothing is measured and the last one is kept."""
-        if self.evaluation.metric is not None:
-            return self.evaluation.metric
-        if _measured(self.data):
-            return "loss"
-        return "success" if self.environment is not None else None
+    def chosen_by_loss(self) -> bool:
+        """Whether the loss on validation rows chooses the best checkpoint."""
+        return self.evaluation.metric == "loss" or (self.evaluation.metric is None and _measured(self.data))
 
 
 class DpoRecipe(_Rows):

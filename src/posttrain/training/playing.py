@@ -1,7 +1,7 @@
 """Playing an environment with the policy in training: for rollouts, and as a measurement."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local import LocalEngine
@@ -62,6 +62,10 @@ class Playing:
             scorer=self.scorer,
         )
 
+    def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
+        """What chooses the best checkpoint among evaluations: `metric`, or success where it is known, else the return."""
+        return lambda values: values[metric or ("success" if "success" in values else "return")]
+
     def references(self) -> dict[str, dict[str, Any]]:
         """Values of the random and the optimal player on the final seeds, as far as the environment can compute them."""
         seeds = self.recipe.evaluation.final_seeds
@@ -97,7 +101,7 @@ class Playing:
         """The rows of the table."""
         rows = []
         for player in ("random", START, TRAINED, EVALUATED, "optimal"):
-            if player in lines and "success" in lines[player]:
+            if "n" in lines.get(player, {}):
                 line = lines[player]
                 note = f"step {line['best_step']}, {line['chosen']}" if player == TRAINED else ""
                 rows.append(PlayRow.from_values(_TITLES.get(player, player), line, note))

@@ -4,7 +4,6 @@ The whole algorithm is `train`; every name in it is a word of the design.
 """
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from rich.console import Console
 
@@ -39,7 +38,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     scorer = open_scorer(recipe.reward, policy)
     playing = Playing(recipe, policy, run, scorer)
     trainer.measures, trainer.messages = [playing], playing.about_the_template()
-    trainer.choice = itemgetter(recipe.evaluation.metric)
+    trainer.choice = playing.choice(recipe.evaluation.metric)
     tasks, kl, guards = TaskOrder(recipe.seeds, recipe.seed), KlController(recipe.kl), Guards(recipe.guards)
     running = RunningStatistics(recipe.reward)
     trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards, "reward": running}

@@ -55,7 +55,8 @@ def load_data(
 
     def read(name: str) -> list[list[TokenRow]]:
         sources = getattr(recipe, name)
-        found = load_rows(kind, recipe, sources, renderer, loss_on, problems) if sources else []
+        limit = recipe.max_rows if name == "train" else None
+        found = load_rows(kind, recipe, sources, limit, renderer, loss_on, problems) if sources else []
         if sources and not any(found):
             problems.require_any(", ".join(source.path for source in sources))
         return found

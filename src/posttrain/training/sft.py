@@ -41,11 +41,10 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
         playing = Playing(recipe, policy, run)
         trainer.measures.append(playing)
         trainer.messages += playing.about_the_template()
-    metric = recipe.metric
-    if metric == "loss":
+        metric = recipe.evaluation.metric
+        trainer.choice = playing.choice(metric if metric != "loss" else None)
+    if recipe.chosen_by_loss:
         trainer.choice = lambda values: -values["validation/loss"]
-    elif metric is not None:
-        trainer.choice = lambda values: values[metric]
     objective = SupervisedObjective()
     train_on(trainer, batches, lambda samples: objective, resume, console)
 

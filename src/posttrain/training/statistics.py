@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from posttrain.engines.protocol import Engine
+from posttrain.evaluation.summary import knows_success
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.streams import Outcome
 from posttrain.training.collect import Collected
@@ -27,12 +28,13 @@ def rollout_metrics(collected: Collected, recipe: RlRecipe) -> dict[str, float]:
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(collected.episodes)),
         "rollout/failed": float(len(episodes) - len(played)),
-        "rollout/success": _mean([e.success for e in episodes]),
         "rollout/turns": _mean([len(e.turns) for e in played]),
         "rollout/tokens_per_answer": _mean([turn.stop - turn.start for turn in turns]),
         "rollout/rejected_share": _mean([bool(turn.info.get("rejected")) for turn in turns]),
         "policy/repeated_share": sum(repeated for repeated, _ in repeats) / max(pairs, 1),
     }
+    if knows_success(episodes):
+        metrics["rollout/success"] = _mean([e.success for e in episodes])
     if played:
         metrics["rollout/return"] = _mean([e.total_reward for e in played])
     if spreads:
