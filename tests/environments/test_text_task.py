@@ -58,7 +58,8 @@ def test_rows_that_cannot_be_used_are_no_tasks_and_are_kept_as_problems(tmp_path
     recipe = _recipe(tmp_path, [{"prompt": None}, ROWS[0], {"question": "?"}, ROWS[1]])
     assert TextTask.task_count(recipe) == 2
     assert TextTask(recipe).reset(1).messages[0]["content"] == "3 + 3?"
-    assert prompt_table(recipe).problems.count == 2
+    assert prompt_table(recipe).problems.total == 2
+    assert "rows.jsonl row 1" in " ".join(prompt_table(recipe).problems.summary())
 
 
 def test_no_usable_row_is_an_input_error(tmp_path):

@@ -213,7 +213,7 @@ class TextTask(Environment):
             given = prompt.row.get(getattr(self.recipe.columns, name))
             if row.get(name) is None and given is not None:
                 row[name] = given
-        messages = [{k: v for k, v in message.items() if k != "train"} for message in prompt.messages]
+        messages = [{k: v for k, v in message.items() if k not in ("train", "primer")} for message in prompt.messages]
         return _Task(messages, row, _reference(row), prompt.origin)
 
 
@@ -236,7 +236,8 @@ def _prompt_table(key: str) -> PromptTable:
     values = json.loads(key)
     recipe = TextTaskRecipe.model_validate(values)
     problems = Problems()
-    rows = list(read_examples("prompt", recipe.prompts, recipe.columns, problems))
+    examples = read_examples("prompt", recipe.prompts, recipe.columns, problems)
+    rows = [row for row in examples if isinstance(row, Prompt)]
     if not rows:
         problems.require_any(", ".join(source.path for source in recipe.prompts))
     with_tools = next((row for row in rows if row.tools), None)
