@@ -1,0 +1,263 @@
+"""Rows as typed examples, or what is wrong with them.
+
+Whatever a row holds, the functions of this file return an example that keeps the promises of `posttrain.data.rows` or
+a text `category: detail`; they raise nothing. Beyond those promises: roles are system, user, assistant and tool; an
+assistant message follows another message and never another assistant message; a tool message follows an assistant or
+a tool message; contents are Unicode text; no answer is blank unless it calls tools; something is said before the
+first answer.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, overload
+
+from posttrain.data.messages import (
+    Unusable,
+    as_messages,
+    check_conversation,
+    check_text,
+    check_value,
+    kind_of,
+    messages_of,
+    said,
+    short,
+)
+from posttrain.data.problems import Problems
+from posttrain.data.readers import Row, read_rows
+from posttrain.data.rows import Conversation, Message, Pair, Prompt, Verdict
+from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
+
+Kind = Literal["conversation", "pair", "verdict", "prompt"]
+Example = Conversation | Pair | Verdict | Prompt
+
+_MEANT = {"true": True, "1": True, "false": False, "0": False}
+"""Labels as text, as in CSV."""
+
+
+@overload
+def read_examples(
+    kind: Literal["prompt"],
+    sources: list[SourceRecipe],
+    columns: ColumnsRecipe,
+    problems: Problems,
+    max_rows: int | None = None,
+) -> Iterator[Prompt]: ...
+
+
+@overload
+def read_examples(
+    kind: Kind, sources: list[SourceRecipe], columns: ColumnsRecipe, problems: Problems, max_rows: int | None = None
+) -> Iterator[Example]: ...
+
+
+def read_examples(
+    kind: Kind, sources: list[SourceRecipe], columns: ColumnsRecipe, problems: Problems, max_rows: int | None = None
+) -> Iterator[Any]:
+    """The usable rows of the sources, one source after the other, read as they are asked for.
+
+    Rows that cannot be used are counted in `problems`. `max_rows`: usable rows taken from each source. InputError, at
+    the call, for a source that does not exist.
+    """
+    return _examples(ROW_FUNCTIONS[kind], [read_rows(source) for source in sources], columns, problems, max_rows)
+
+
+def _examples(
+    make: "RowFunction", sources: list[Iterator[Row]], columns: ColumnsRecipe, problems: Problems, max_rows: int | None
+) -> Iterator[Example]:
+    for rows in sources:
+        taken = 0
+        for origin, row in rows:
+            example = row if isinstance(row, str) else make(row, origin, columns)
+            if isinstance(example, str):
+                problems.add_text(example, origin)
+                continue
+            problems.used += 1
+            taken += 1
+            yield example
+            if taken == max_rows:
+                break
+
+
+def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> Conversation | str:
+    """From `messages` (also ShareGPT's `from` and `value`), or from a prompt and a completion."""
+    try:
+        if _cells(row).get(columns.messages) is not None:
+            messages = messages_of(row[columns.messages], columns.messages)
+        else:
+            prompt = _prompt(row, columns)
+            if prompt is None and columns.completion in row:
+                raise _absent(row, columns.prompt, columns.context_messages)
+            if prompt is None:
+                raise _absent(row, columns.messages, columns.prompt)
+            messages = [*prompt, *_answer(row, columns.completion, prompt)]
+        check_conversation(messages)
+        return Conversation(messages, origin, _domain(row, columns), _tools(row, columns))
+    except Unusable as problem:
+        return str(problem)
+
+
+def pair(row: Any, origin: str, columns: ColumnsRecipe) -> Pair | str:
+    """From chosen and rejected answers to a prompt, or from two conversations with a common beginning."""
+    try:
+        prompt = _prompt(_cells(row), columns)
+        if prompt is None:
+            if any(isinstance(row.get(name), str) for name in (columns.chosen, columns.rejected)):
+                raise Unusable(
+                    "answers as text without a prompt",
+                    f"needs the column `{columns.prompt}`, or whole conversations in `{columns.chosen}` and "
+                    f"`{columns.rejected}`",
+                )
+            prompt = []
+        chosen = _answer(row, columns.chosen, prompt)
+        rejected = _answer(row, columns.rejected, prompt)
+        for side in (chosen, rejected):
+            check_conversation([*prompt, *side])
+        if list(map(said, chosen)) == list(map(said, rejected)):
+            raise Unusable("chosen equals rejected")
+        if not prompt:
+            shared = _shared(chosen, rejected)
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        for side in (chosen, rejected):
+            _check_trained(side)
+        about = (_margin(row, columns), _domain(row, columns), _tools(row, columns))
+        return Pair(prompt, chosen, rejected, origin, *about)
+    except Unusable as problem:
+        return str(problem)
+
+
+def verdict(row: Any, origin: str, columns: ColumnsRecipe) -> Verdict | str:
+    """From a prompt, a completion and a label."""
+    try:
+        prompt = _prompt(_cells(row), columns)
+        if prompt is None:
+            raise _absent(row, columns.prompt, columns.context_messages)
+        completion = _answer(row, columns.completion, prompt)
+        check_conversation([*prompt, *completion])
+        _check_trained(completion)
+        good = _label(row, columns)
+        return Verdict(prompt, completion, good, origin, _domain(row, columns), _tools(row, columns))
+    except Unusable as problem:
+        return str(problem)
+
+
+def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> Prompt | str:
+    """From a prompt; whatever else the row holds goes with it."""
+    try:
+        messages = _prompt(_cells(row), columns)
+        if messages is None:
+            raise _absent(row, columns.prompt, columns.context_messages)
+        check_value(row, "the row", json_only=False)
+        return Prompt(messages, origin, row, _domain(row, columns), _tools(row, columns))
+    except Unusable as problem:
+        return str(problem)
+
+
+RowFunction = Callable[[Any, str, ColumnsRecipe], Example | str]
+ROW_FUNCTIONS: dict[Kind, RowFunction] = {
+    "conversation": conversation,
+    "pair": pair,
+    "verdict": verdict,
+    "prompt": prompt,
+}
+
+
+def _cells(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise Unusable("wrong type", f"the row is {kind_of(row)}, not an object")
+    return row
+
+
+def _absent(row: dict[str, Any], *names: str) -> Unusable:
+    """That none of the columns has a value."""
+    if empty := [name for name in names if name in row]:
+        return Unusable("null", f"in `{empty[0]}`")
+    columns = ", ".join(f"`{name[:40]}`" if isinstance(name, str) else kind_of(name) for name in list(row)[:8])
+    wanted = " or ".join(f"`{name}`" for name in names)
+    return Unusable("missing column", f"needs {wanted}, has {columns or 'none'}")
+
+
+def _prompt(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:
+    """The messages to answer; None where the row has no column for them."""
+    name = next((name for name in (columns.prompt, columns.context_messages) if row.get(name) is not None), None)
+    if name is None:
+        return None
+    messages = as_messages(row[name], name, "user")
+    if messages and messages[-1]["role"] == "assistant":
+        raise Unusable("prompt ends with assistant", f"in `{name}`")
+    check_conversation(messages, answered=False)
+    return messages
+
+
+def _answer(row: dict[str, Any], name: str, prompt: list[Message]) -> list[Message]:
+    """The messages of the column after `prompt`, which they may repeat."""
+    if row.get(name) is None:
+        raise _absent(row, name)
+    messages = as_messages(row[name], name, "assistant")
+    if prompt and messages and messages[0]["role"] != "assistant":
+        if list(map(said, messages[: len(prompt)])) != list(map(said, prompt)):
+            raise Unusable("roles out of order", f"`{name}` begins with {messages[0]['role']} and not with the prompt")
+        messages = messages[len(prompt) :]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Unusable("no assistant message", f"in `{name}`")
+    if messages[-1]["role"] != "assistant":
+        raise Unusable("answer ends with another role", f"`{name}` ends with {messages[-1]['role']}")
+    return messages
+
+
+def _shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """How many messages both begin with, the last message of either left out."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((i for i in range(most) if said(chosen[i]) != said(rejected[i])), most)
+
+
+def _check_trained(messages: list[Message]) -> None:
+    if not any(message["role"] == "assistant" and message.get("train", True) for message in messages):
+        raise Unusable("nothing is trained", "every message of the answer says `train: false`")
+
+
+def _label(row: dict[str, Any], columns: ColumnsRecipe) -> bool:
+    value = row.get(columns.label)
+    if value is None:
+        raise _absent(row, columns.label)
+    if isinstance(value, str) and value.strip().lower() in _MEANT:
+        return _MEANT[value.strip().lower()]
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    raise Unusable("label is neither true nor false", f"`{columns.label}` is {short(value)}")
+
+
+def _margin(row: dict[str, Any], columns: ColumnsRecipe) -> float | None:
+    value = row.get(columns.margin)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    try:
+        margin = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        margin = math.nan
+    if not 0 <= margin < math.inf:
+        raise Unusable("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
+    return margin
+
+
+def _domain(row: dict[str, Any], columns: ColumnsRecipe) -> str | None:
+    value = row.get(columns.domain)
+    if value is not None and not isinstance(value, str):
+        raise Unusable("wrong type", f"`{columns.domain}` is {kind_of(value)}, not text")
+    check_text(value or "", f"`{columns.domain}`")
+    return value or None
+
+
+def _tools(row: dict[str, Any], columns: ColumnsRecipe) -> list[Any] | None:
+    value = row.get(columns.tools)
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise Unusable("tools are not a list of objects", f"`{columns.tools}` is text that is not JSON") from None
+    if value is None or (isinstance(value, str | list) and not value):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise Unusable("tools are not a list of objects", f"`{columns.tools}` is {short(value)}")
+    check_value(value, f"`{columns.tools}`")
+    return value
