@@ -250,12 +250,14 @@ def _domain(row: dict[str, Any], columns: ColumnsRecipe) -> str | None:
 
 def _tools(row: dict[str, Any], columns: ColumnsRecipe) -> list[Any] | None:
     value = row.get(columns.tools)
-    if isinstance(value, str) and value:
+    if isinstance(value, str) and not value.strip():
+        return None
+    if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise Unusable("tools are not a list of objects", f"`{columns.tools}` is text that is not JSON") from None
-    if value is None or (isinstance(value, str | list) and not value):
+    if value is None or (isinstance(value, list) and not value):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise Unusable("tools are not a list of objects", f"`{columns.tools}` is {short(value)}")

@@ -247,7 +247,7 @@ def _read_hub(source: SourceRecipe) -> Iterator[Row]:
     except Exception as error:
         part = f"split {source.split}" + (f" of {source.subset}" if source.subset else "")
         raise InputError(
-            f"{source.path}: there is no such file or directory, and the hub does not give {part} of that name "
+            f"{source.path}: there is no such file or directory, and the hub gives no data set of that name with {part} "
             f"({_first_line(error)}); correct `path`, `subset` or `split`, or get the data and name its files"
         ) from error
     return _hub_rows(rows, " ".join(filter(None, (source.path, source.subset, source.split))))
