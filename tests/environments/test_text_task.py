@@ -1,10 +1,12 @@
 """One-shot tasks: which row a seed is, what an answer is paid, and what is a failure instead of a zero."""
 
 import json
+import random
 import subprocess
 import sys
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -254,6 +256,18 @@ def test_reasoning_gym_pays_its_reference_and_not_a_wrong_answer(gym):
         answer = task.expert()
         assert play(task, seed, [f"{answer}\n"])[0].reward == 1.0
         assert play(task, seed, ["certainly not"])[0].reward < 0.5
+
+
+@pytest.mark.parametrize("name", ["list_functions", "pool_matrix"])
+def test_a_seed_is_one_task_and_global_random_numbers_stay_as_they_were(name):
+    recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": name}})
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.random()
+    random.seed(1)
+    np.random.seed(1)
+    TextTask.validate(recipe, range(5))
+    assert (random.random(), np.random.random()) == expected
 
 
 def test_a_rule_may_score_what_reasoning_gym_asks():

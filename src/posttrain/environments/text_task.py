@@ -4,12 +4,15 @@ import copy
 import importlib
 import json
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from posttrain.data.examples import read_examples
@@ -23,6 +26,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.text_task import JudgeRecipe, ReasoningGymRecipe
+from posttrain.seeds import derive_seed
 
 _WRONG = "?"
 """What `validate` gives as a wrong answer."""
@@ -222,6 +226,7 @@ class RuleFailure(Exception):
 
 
 _reading = Lock()
+_drawing = Lock()
 
 
 def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
@@ -272,16 +277,33 @@ def _require_gym(key: str) -> None:
 
 
 def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
-    dataset = importlib.import_module("reasoning_gym").create_dataset(
-        recipe.dataset, seed=seed, size=1, **recipe.config
-    )
-    item = dataset[0]
+    make = importlib.import_module("reasoning_gym").create_dataset
+    with _own_chance(seed):
+        dataset = make(recipe.dataset, seed=seed, size=1, **recipe.config)
+        item = dataset[0]
     reference = item["answer"]
     messages = [{"role": "user", "content": item["question"]}]
     row = {**item, "label": reference}
     return _Task(
         messages, row, reference, f"{recipe.dataset} seed {seed}", lambda answer: dataset.score_answer(answer, item)
     )
+
+
+@contextmanager
+def _own_chance(seed: int) -> Iterator[None]:
+    """Python's and numpy's global random numbers begin at `seed` inside, and go on outside as if nothing had been.
+
+    Some data sets of reasoning-gym draw from them (list_functions) or seed them (pool_matrix).
+    """
+    with _drawing:
+        states = random.getstate(), np.random.get_state()
+        random.seed(derive_seed("reasoning_gym", seed))
+        np.random.seed(derive_seed("reasoning_gym", seed) % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def _reference(row: dict[str, Any]) -> str | None:
