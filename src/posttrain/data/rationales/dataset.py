@@ -1,0 +1,166 @@
+"""Rows of procedures for made-up policies: conversations, pairs and prompts, as parquet files."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.files import write_rows
+from posttrain.data.rationales.corruption import KINDS, Corruption, corrupt
+from posttrain.data.rationales.domains import describe, draw_policy
+from posttrain.data.rationales.policies import Policy, plain
+from posttrain.data.rationales.procedures import Procedure, best_procedure, write
+from posttrain.data.rationales.verifier import Verdict, verify
+from posttrain.data.rows import Message
+from posttrain.errors import RunError
+from posttrain.seeds import random_stream
+
+SPLITS = ("test", "val", "train")
+"""In the order in which their policies are drawn: more training rows leave the others as they are."""
+FEWEST_STEPS, MOST_STEPS = 3, 7
+PAIRS_PER_POLICY = 2
+
+_INSTRUCTION = """\
+Write this as a procedure of yes/no steps that asks as few questions as possible on average; all combinations of answers \
+count the same. One step per line, labelled A, B, C, ..., starting at A:
+A. <question from the list> If YES, <next>. If NO, <next>.
+<next> is go to Step <label>, APPROVE, DENY or ESCALATE. The last line is:
+Rationale: <why the first question comes first>"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One policy with its prompt (text of the user message), the best procedure, and corruptions of different kinds."""
+
+    policy: Policy
+    prompt: str
+    procedure: Procedure
+    corruptions: tuple[Corruption, ...]
+
+
+@dataclass
+class Measured:
+    """Verdicts of all written procedures: the sound ones, and the corrupted ones by kind."""
+
+    sound: list[Verdict] = field(default_factory=list)
+    corrupted: dict[str, list[Verdict]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files with their numbers of rows, in the order of writing, and what was measured on all rows."""
+
+    files: dict[Path, int]
+    measured: Measured
+
+
+def samples(seed: int, counts: dict[str, int]) -> Iterator[tuple[str, Sample]]:
+    """`counts[split]` samples of each of `SPLITS`, with the split; no two policies, of whatever splits, are the same.
+
+    Policies are the same where they decide the same questions of the same domain alike, however they are worded. A
+    split depends on the seed and on the splits before it only.
+    """
+    seen: set[str] = set()
+    for split in SPLITS:
+        drawn = number = 0
+        while drawn < counts[split]:
+            sample = _sample(random_stream("rationales", seed, split, number), seen)
+            number += 1
+            if sample is not None:
+                drawn += 1
+                yield split, sample
+
+
+def prompt_text(policy: Policy, random: np.random.Generator) -> str:
+    """The policy in English, the questions that may be asked, and the format of the answer."""
+    questions = list(policy.questions)
+    listed = "\n".join(f"- {questions[place].ask}" for place in random.permutation(len(questions)))
+    return f"{describe(policy, random)}\n\nQuestions:\n{listed}\n\n{_INSTRUCTION}"
+
+
+def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> Written:
+    """Write the nine files under `out`, which may exist; the same bytes for the same seed, counts and pyarrow.
+
+    Counts are 1 or more. RunError where the disk refuses, and where a sound procedure is not worth exactly 1, which would
+    be a bug here.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {f"{kind}_{split}": [] for kind in _FILES for split in SPLITS}
+    measured = Measured()
+    for split, sample in samples(seed, counts):
+        _measure(sample, measured)
+        common = _common(sample)
+        question = {"role": "user", "content": sample.prompt}
+        right = write(sample.procedure)
+        sound = [question, _answer(right)]
+        rows[f"sft_{split}"].append({"messages": sound, **common})
+        rows[f"prompts_{split}"].append({"context_messages": [question], "completion": right, **common})
+        rows[f"preference_{split}"] += [
+            {
+                "chosen": sound,
+                "rejected": [question, _answer(write(worse.procedure))],
+                "corruption": worse.kind,
+                "corrupted_step": worse.step,
+                "rejected_reward": worse.verdict.reward,
+                **common,
+            }
+            for worse in sample.corruptions
+        ]
+    files = {}
+    for kind, folder in _FILES.items():
+        for split in reversed(SPLITS):
+            path = out / folder / f"rationales_{kind}_{split}.parquet"
+            write_rows(path, rows[f"{kind}_{split}"])
+            files[path] = len(rows[f"{kind}_{split}"])
+    return Written(files, measured)
+
+
+_FILES = {"sft": "sft", "preference": "preferences", "prompts": "prompts"}
+"""Kind of rows, as it stands in the name of a file -> folder."""
+
+
+def _sample(random: np.random.Generator, seen: set[str]) -> Sample | None:
+    """None where the policy was seen, or its best procedure is too short or too long; else it is added to `seen`."""
+    policy = draw_policy(random)
+    name = identity(policy)
+    if name in seen:
+        return None
+    procedure = best_procedure(policy)
+    if not FEWEST_STEPS <= len(procedure.steps) <= MOST_STEPS:
+        return None
+    corruptions: list[Corruption] = []
+    for place in random.permutation(len(KINDS)):
+        worse = corrupt(procedure, policy, KINDS[place], random) if len(corruptions) < PAIRS_PER_POLICY else None
+        corruptions += [worse] if worse is not None else []
+    if len(corruptions) < PAIRS_PER_POLICY:
+        return None
+    seen.add(name)
+    return Sample(policy, prompt_text(policy, random), procedure, tuple(corruptions))
+
+
+def identity(policy: Policy) -> str:
+    """16 hexadecimal digits, alike for policies that decide the same questions alike, whatever the order and wording."""
+    order = sorted(range(len(policy.attributes)), key=lambda i: plain(policy.attributes[i].questions[0].ask))
+    asked = [[plain(question.ask) for question in policy.attributes[i].questions] for i in order]
+    table = sorted((tuple(case[i] for i in order), policy.decide(case)) for case in policy.cases)
+    return blake2b(repr((policy.domain, asked, table)).encode(), digest_size=8).hexdigest()
+
+
+def _common(sample: Sample) -> dict[str, Any]:
+    policy = sample.policy
+    return {"domain": policy.domain, "policy": identity(policy), "label": policy.to_json()}
+
+
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _measure(sample: Sample, measured: Measured) -> None:
+    verdict = verify(write(sample.procedure), sample.policy)
+    if (verdict.factual_accuracy, verdict.logical_soundness, verdict.efficiency, verdict.reward) != (1, 1, 1, 1):
+        raise RunError(f"a sound procedure on {sample.policy.domain} scores {verdict}; please report {sample.policy}")
+    measured.sound.append(verdict)
+    for worse in sample.corruptions:
+        measured.corrupted[worse.kind].append(worse.verdict)
