@@ -1,0 +1,415 @@
+"""Rows as examples: what each form becomes, what is wrong with the others, and that nothing else comes out."""
+
+import copy
+import json
+import math
+import re
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from posttrain.data.examples import ROW_FUNCTIONS, Example, read_examples
+from posttrain.data.problems import Problems
+from posttrain.data.rows import Conversation, Pair, Prompt, Verdict
+from posttrain.errors import InputError
+from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
+from posttrain.seeds import random_stream
+from tests.data.malformed import BAD, CALL, GOOD, SYSTEM, TOOL, TOOLS, USER, VALID, deep, malformed
+
+KINDS = {"conversation": Conversation, "pair": Pair, "verdict": Verdict, "prompt": Prompt}
+COLUMNS = ColumnsRecipe()
+BLANK = {"role": "assistant", "content": " \n"}
+
+
+def made(kind: str, row: Any, **columns: str) -> Any:
+    return ROW_FUNCTIONS[kind](row, "rows row 1", ColumnsRecipe(**columns))
+
+
+def check(example: Example) -> None:
+    """That an example keeps every promise of `posttrain.data.rows`; written without the code that makes examples."""
+    letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+
+    def spoken(messages, answer_at_end):
+        assert isinstance(messages, list)
+        for message in messages:
+            assert isinstance(message["content"], str)
+            assert None not in message.values()
+            assert type(message.get("train", True)) is bool
+            assert type(message.get("primer", "")) is str
+            if message["role"] == "assistant" and not message["content"].strip():
+                assert len(message["tool_calls"]) > 0
+        roles = "".join(letters[message["role"]] for message in messages)
+        # Assistants follow others, tools follow an assistant or a tool, and something comes first.
+        assert re.fullmatch(r"(?:[su]+(?:at*)?)*(?:[su]*(?:at*(?:at*|[su]+)*)?)", roles)
+        assert re.match(r"[su]", roles)
+        assert not re.search(r"aa|[su]t", roles)
+        assert "".join(m["content"] for m in messages[: (roles + "a").index("a")]).strip()
+        if answer_at_end is not None:
+            assert (roles[-1] == "a") == answer_at_end
+        return roles
+
+    def learnable(messages):
+        assert any(m["role"] == "assistant" and m.get("train", True) for m in messages)
+
+    if isinstance(example, Conversation):
+        assert "a" in spoken(example.messages, None)
+    elif isinstance(example, Prompt):
+        spoken(example.messages, False)
+        json.dumps(copy.deepcopy(example.row), default=str, ensure_ascii=False).encode()
+    elif isinstance(example, Verdict):
+        assert type(example.good) is bool
+        spoken(example.prompt, False)
+        spoken(example.prompt + example.completion, True)
+        learnable(example.completion)
+    else:
+        assert isinstance(example, Pair)
+        for side in (example.chosen, example.rejected):
+            assert side
+            spoken(example.prompt + side, True)
+            learnable(side)
+        texts = [
+            [(m["role"], m["content"], m.get("tool_calls")) for m in side]
+            for side in (example.chosen, example.rejected)
+        ]
+        bare = [
+            [{k: v for k, v in m.items() if k not in ("train", "primer")} for m in side]
+            for side in (example.chosen, example.rejected)
+        ]
+        assert texts[0] != texts[1] or bare[0] != bare[1]
+        assert example.margin is None or (type(example.margin) is float and 0 <= example.margin < math.inf)
+    assert example.domain is None or (isinstance(example.domain, str) and example.domain)
+    assert example.tools is None or (example.tools and all(isinstance(tool, dict) for tool in example.tools))
+    parts = asdict(example)
+    parts.pop("row", None)
+    json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in VALID.items() for row in rows])
+def test_valid_rows_are_examples(kind, row):
+    before = copy.deepcopy(row)
+    example = made(kind, row)
+    assert type(example) is KINDS[kind], example
+    check(example)
+    assert row == before
+
+
+# What each form becomes.
+
+
+def test_text_becomes_messages():
+    user, good, bad = (
+        {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
+    )
+    assert made("conversation", {"prompt": "q", "completion": "a"}) == Conversation([user, good], "rows row 1")
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1, "domain": "d", "tools": json.dumps(TOOLS)}
+    assert made("pair", row) == Pair([user], [good], [bad], "rows row 1", 1.0, "d", TOOLS)
+    assert made("verdict", {"prompt": "q", "completion": "a", "label": 1}) == Verdict(
+        [user], [good], True, "rows row 1"
+    )
+    row = {"prompt": "q", "label": "42"}
+    assert made("prompt", row) == Prompt([user], "rows row 1", row)
+
+
+def test_other_names_of_columns():
+    row = {"question": "q", "answer": "a", "prompt": None}
+    assert len(made("conversation", row, prompt="question", completion="answer").messages) == 2
+    row = {"conversations": VALID["conversation"][1]["messages"]}
+    roles = [message["role"] for message in made("conversation", row, messages="conversations").messages]
+    assert roles == ["user", "assistant"]
+
+
+def test_sharegpt_speakers():
+    speakers = ["system", "human", "gpt", "user", "assistant", "tool"]
+    row = {"messages": [{"from": speaker, "value": "x"} for speaker in speakers]}
+    assert [message["role"] for message in made("conversation", row).messages] == [
+        "system", "user", "assistant", "user", "assistant", "tool",
+    ]  # fmt: skip
+    assert made("conversation", row).messages[0] == {"role": "system", "content": "x"}
+
+
+def test_a_prompt_column_goes_before_context_messages():
+    row = {"prompt": "q", "context_messages": [SYSTEM, USER]}
+    assert made("prompt", row).messages == [{"role": "user", "content": "q"}]
+    assert made("prompt", {**row, "prompt": None}).messages == [SYSTEM, USER]
+
+
+def test_content_in_parts_is_joined_and_null_keys_go():
+    parts = [{"type": "text", "text": "2 ", "image": None}, {"type": "text", "text": "+ 2?"}]
+    row = {"messages": [{"role": "user", "content": parts, "train": None, "name": None}, GOOD]}
+    assert made("conversation", row).messages == [{"role": "user", "content": "2 + 2?"}, GOOD]
+
+
+def test_calls_of_tools_need_no_content():
+    messages = made("conversation", {"messages": [USER, CALL, TOOL, GOOD]}).messages
+    assert messages[1] == {**CALL, "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "shared"),
+    [
+        ([USER, GOOD], [USER, BAD], 1),
+        ([SYSTEM, USER, GOOD, USER, GOOD], [SYSTEM, USER, GOOD, USER, BAD], 4),
+        ([USER, GOOD, USER, GOOD], [USER, GOOD], 1),
+        ([USER, GOOD], [USER, GOOD, USER, BAD], 1),
+        ([SYSTEM, USER, GOOD], [USER, GOOD], 0),
+        ([USER, GOOD, {**USER, "content": "x"}, GOOD], [USER, GOOD, {**USER, "content": "y"}, GOOD], 2),
+    ],
+)
+def test_the_common_beginning_is_the_prompt(chosen, rejected, shared):
+    pair = made("pair", {"chosen": chosen, "rejected": rejected})
+    assert (pair.prompt, pair.chosen, pair.rejected) == (chosen[:shared], chosen[shared:], rejected[shared:])
+    check(pair)
+
+
+def test_a_prompt_said_again_in_the_answers_is_said_once():
+    pair = made("pair", {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]})
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([USER], [GOOD], [BAD])
+
+
+@pytest.mark.parametrize(
+    ("label", "good"),
+    [(True, True), (False, False), (1, True), (0, False), (1.0, True), ("true", True), ("False", False), ("0", False)],
+)
+def test_labels(label, good):
+    assert made("verdict", {"prompt": "q", "completion": "a", "label": label}).good is good
+
+
+@pytest.mark.parametrize(("margin", "found"), [(None, None), ("", None), (0, 0.0), (2, 2.0), (0.5, 0.5), ("1.5", 1.5)])
+def test_margins(margin, found):
+    assert made("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}).margin == found
+
+
+# What is wrong with rows.
+
+WRONG = [
+    ("conversation", {"text": "x"}, "missing column: needs `messages` or `prompt`, has `text`"),
+    ("conversation", {"completion": "a"}, "missing column: needs `prompt` or `context_messages`, has `completion`"),
+    ("conversation", {"prompt": "q"}, "missing column: needs `completion`, has `prompt`"),
+    ("conversation", {}, "missing column: needs `messages` or `prompt`, has none"),
+    ("pair", {"prompt": "q", "chosen": "a"}, "missing column: needs `rejected`"),
+    ("verdict", {"prompt": "q", "completion": "a"}, "missing column: needs `label`"),
+    ("verdict", {"completion": "a", "label": 1}, "missing column: needs `prompt`"),
+    ("prompt", {"question": "q"}, "missing column: needs `prompt` or `context_messages`, has `question`"),
+    ("conversation", {"messages": None}, "null: in `messages`"),
+    ("conversation", {"messages": [USER, {"role": "assistant", "content": None}]}, "null: message 2 of `messages`"),
+    ("conversation", {"messages": [USER, None]}, "null: message 2 of `messages`"),
+    ("conversation", {"prompt": None, "completion": "a"}, "null: in `prompt`"),
+    ("pair", {"prompt": "q", "chosen": None, "rejected": "b"}, "null: in `chosen`"),
+    ("verdict", {"prompt": "q", "completion": "a", "label": None}, "null: in `label`"),
+    ("prompt", {"prompt": None}, "null: in `prompt`"),
+    ("conversation", [USER, GOOD], "wrong type: the row is a list"),
+    ("conversation", {"messages": "hello"}, "wrong type: `messages` is text"),
+    ("conversation", {"messages": [USER, "hello"]}, "wrong type: message 2 of `messages` is text"),
+    ("conversation", {"prompt": "q", "completion": 4}, "wrong type: `completion` is of type int"),
+    ("pair", {"prompt": 7, "chosen": "a", "rejected": "b"}, "wrong type: `prompt` is of type int"),
+    ("pair", {"chosen": [USER, GOOD], "rejected": {"a": 1}}, "wrong type: `rejected` is an object"),
+    ("prompt", {"prompt": "q", "domain": 3}, "wrong type: `domain` is of type int"),
+    ("conversation", {"messages": [USER, {**GOOD, "train": "no"}]}, "wrong type: `train` of message 2"),
+    ("conversation", {"messages": [USER, {**GOOD, "primer": 3}]}, "wrong type: `primer` of message 2"),
+    ("conversation", {"messages": [USER, {**GOOD, "tool_calls": "x"}]}, "wrong type: `tool_calls` of message 2"),
+    ("conversation", {"messages": [{"role": "elf", "content": "x"}, GOOD]}, "wrong role: message 1 of `messages` has 'elf'"),
+    ("conversation", {"messages": [{"content": "x"}, GOOD]}, "wrong role: message 1 of `messages` has null"),
+    ("conversation", {"messages": [{"role": ["user"], "content": "x"}, GOOD]}, "wrong role: message 1"),
+    ("conversation", {"messages": [{"from": "elf", "value": "x"}, GOOD]}, "wrong role: message 1"),
+    ("conversation", {"messages": [GOOD]}, "roles out of order: message 1, assistant, follows nothing"),
+    ("conversation", {"messages": [USER, GOOD, BAD]}, "roles out of order: message 3, assistant, follows assistant"),
+    ("conversation", {"messages": [USER, TOOL, GOOD]}, "roles out of order: message 2, tool, follows user"),
+    ("pair", {"chosen": [GOOD], "rejected": [BAD]}, "roles out of order: message 1"),
+    ("pair", {"prompt": "q", "chosen": [USER, GOOD], "rejected": [BAD]}, "roles out of order: `chosen` begins with user"),
+    ("conversation", {"messages": [USER]}, "no assistant message"),
+    ("conversation", {"messages": []}, "no assistant message"),
+    ("conversation", {"prompt": "q", "completion": []}, "no assistant message: in `completion`"),
+    ("pair", {"chosen": [USER], "rejected": [USER, BAD]}, "no assistant message: in `chosen`"),
+    ("pair", {"chosen": [USER, GOOD], "rejected": [USER, BAD, USER]}, "answer ends with another role: `rejected` ends with user"),
+    ("conversation", {"prompt": [USER, GOOD], "completion": "a"}, "prompt ends with assistant: in `prompt`"),
+    ("prompt", {"context_messages": [USER, GOOD]}, "prompt ends with assistant: in `context_messages`"),
+    ("conversation", {"prompt": "q", "completion": " \n"}, "empty answer"),
+    ("conversation", {"messages": [USER, BLANK, USER, GOOD]}, "empty answer: message 2"),
+    ("conversation", {"messages": [USER, {**BLANK, "tool_calls": []}]}, "empty answer"),
+    ("pair", {"prompt": "q", "chosen": "", "rejected": "b"}, "empty answer"),
+    ("pair", {"chosen": [USER, GOOD], "rejected": [USER, BLANK]}, "empty answer"),
+    ("verdict", {"prompt": "q", "completion": "\t", "label": True}, "empty answer"),
+    ("prompt", {"prompt": " "}, "empty prompt"),
+    ("prompt", {"prompt": []}, "empty prompt"),
+    ("verdict", {"prompt": "", "completion": "a", "label": True}, "empty prompt"),
+    ("conversation", {"messages": [{"role": "user", "content": ["x"]}, GOOD]}, "content is not text: message 1"),
+    ("conversation", {"messages": [{"role": "user", "content": {"a": 1}}, GOOD]}, "content is not text: message 1"),
+    ("conversation", {"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "content is not text: message 1"),
+    ("conversation", {"messages": [{"role": "user", "content": []}, GOOD]}, "content is not text: message 1"),
+    ("conversation", {"prompt": "q", "completion": "a\ud800"}, "text is not Unicode: `completion` holds the lone surrogate 0xd800"),
+    ("conversation", {"messages": [{**USER, "name": "\udfff"}, GOOD]}, "text is not Unicode: message 1"),
+    ("prompt", {"prompt": "q", "label": "\ud800"}, "text is not Unicode: the row"),
+    ("conversation", {"messages": [{**USER, "x": deep(100)}, GOOD]}, "nested too deeply: message 1"),
+    ("prompt", {"prompt": "q", "x": deep(100)}, "nested too deeply: the row"),
+    ("conversation", {"messages": [{**USER, "x": b"x"}, GOOD]}, "wrong type: message 1 of `messages` holds of type bytes"),
+    ("conversation", {"messages": [{**USER, 3: "x"}, GOOD]}, "wrong type: message 1 of `messages` has a key"),
+    ("pair", {"chosen": "a", "rejected": "b"}, "answers as text without a prompt: needs the column `prompt`"),
+    ("pair", {"prompt": None, "chosen": "a", "rejected": [USER, BAD]}, "answers as text without a prompt: needs"),
+    ("pair", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
+    ("pair", {"chosen": [USER, GOOD], "rejected": [USER, {**GOOD, "train": True}]}, "chosen equals rejected"),
+    ("pair", {"prompt": "q", "chosen": [{**GOOD, "train": False}], "rejected": "b"}, "nothing is trained"),
+    *(
+        ("pair", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}, "margin is not a number of 0 or more")
+        for margin in (-1, True, "much", math.nan, math.inf, 10**400, [1], "nan")
+    ),
+    *(
+        ("verdict", {"prompt": "q", "completion": "a", "label": label}, "label is neither true nor false")
+        for label in (2, -1, 0.5, "yes", math.nan, [True], {})
+    ),
+    *(
+        ("conversation", {"messages": [USER, GOOD], "tools": tools}, "tools are not a list of objects")
+        for tools in ("[1", "{}", "[1]", {"a": 1}, [1], 3, True, "[" * 100_000)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "row", "problem"), WRONG)
+def test_what_is_wrong_is_said(kind, row, problem):
+    found = made(kind, row)
+    assert isinstance(found, str), found
+    assert found.startswith(problem)
+
+
+def test_every_problem_is_one_line_for_any_terminal():
+    for kind, row, _ in WRONG:
+        problems = Problems()
+        problems.add_text(made(kind, row), "rows row 1")
+        [line] = problems.summary()
+        assert line.startswith("1 row dropped: ")
+        assert "\n" not in line.encode().decode()
+        assert len(line) < 300
+
+
+# Over files.
+
+
+def test_bad_rows_of_a_file_are_named_in_one_summary(tmp_path):
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    rows = [
+        good,
+        {"prompt": "q", "chosen": "a"},
+        {**good, "chosen": " "},
+        {**good, "rejected": None},
+        {**good, "prompt": [{"role": "elf", "content": "x"}]},
+        {**good, "chosen": 7},
+        {**good, "rejected": "a"},
+        {**good, "chosen": "\n"},
+        good,
+    ]
+    lines = [json.dumps(row).encode() for row in rows]
+    (tmp_path / "train.jsonl").write_bytes(b"\n".join([*lines, b'{"prompt": "\xff"}', b'{"prompt":', lines[0]]))
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 and no more")
+    problems = Problems()
+    sources = [SourceRecipe(path=str(tmp_path / name)) for name in ("train.jsonl", "train.parquet")]
+    examples = list(read_examples("pair", sources, COLUMNS, problems))
+    assert [example.origin for example in examples] == ["train.jsonl row 1", "train.jsonl row 9", "train.jsonl row 12"]
+    assert problems.used == 3
+    assert problems.total == 10
+    summary = problems.summary()
+    assert summary[0] == "2 rows dropped: empty answer (train.jsonl row 3, row 8)"
+    for category, origin in [
+        ("missing column", "train.jsonl row 2"),
+        ("null", "train.jsonl row 4"),
+        ("wrong role", "train.jsonl row 5"),
+        ("wrong type", "train.jsonl row 6"),
+        ("chosen equals rejected", "train.jsonl row 7"),
+        ("broken UTF-8", "train.jsonl row 10"),
+        ("broken JSON", "train.jsonl row 11"),
+        ("broken file", "train.parquet"),
+    ]:
+        assert any(re.match(rf"1 (row|file) dropped: {category} \({re.escape(origin)}[;)]", line) for line in summary)
+    with pytest.raises(InputError, match=r"^train\.jsonl row 2: missing column: needs `rejected`"):
+        problems.raise_if(strict=True)
+
+
+def test_no_usable_rows(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"question": "q"}\n' * 3)
+    problems = Problems()
+    assert list(read_examples("conversation", [SourceRecipe(path=str(path))], COLUMNS, problems)) == []
+    with pytest.raises(InputError, match=r"train\.jsonl: no usable row; 3 problems, most often missing column"):
+        problems.require_any(str(path))
+
+
+def test_max_rows_are_usable_rows_of_each_source(tmp_path):
+    sources = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("", "1", "2", "3")))
+        sources.append(SourceRecipe(path=str(path)))
+    problems = Problems()
+    taken = [example.origin for example in read_examples("prompt", sources, COLUMNS, problems, max_rows=2)]
+    assert taken == ["a.jsonl row 2", "a.jsonl row 3", "b.jsonl row 2", "b.jsonl row 3"]
+    assert (problems.used, problems.total) == (4, 2)
+
+
+def test_a_source_that_is_not_there_is_an_error_before_any_row_is_read(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "q"}')
+    with pytest.raises(InputError, match=r"missing\.jsonl"):
+        read_examples("prompt", [SourceRecipe(path=str(path)), SourceRecipe(path="missing.jsonl")], COLUMNS, Problems())
+
+
+# Over ten thousand rows that nobody should have written.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_malformed_rows_never_raise_and_never_come_out_invalid(kind):
+    draws = random_stream("test", "malformed", kind)
+    used, problems = 0, Problems()
+    for number, row in enumerate(malformed(kind, 2_600, draws), 1):
+        example = made(kind, row)
+        if isinstance(example, str):
+            problems.add_text(example, f"rows row {number}")
+            continue
+        assert type(example) is KINDS[kind]
+        check(example)
+        used += 1
+    # Neither part of the test is empty, and the rows fail in many ways.
+    assert used > 100
+    assert problems.total > 1_000
+    assert len(problems.summary()) >= {"prompt": 8}.get(kind, 12)
+    assert used + problems.total == 2_600
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_malformed_rows_through_a_file(tmp_path, kind):
+    draws = random_stream("test", "malformed file", kind)
+    path = tmp_path / "train.jsonl"
+    with path.open("wb") as file:
+        for row in malformed(kind, 500, draws):
+            try:
+                line = bytearray(json.dumps(row, ensure_ascii=bool(draws.integers(2))).encode("utf-8", "surrogatepass"))
+            except (TypeError, ValueError, RecursionError):
+                line = bytearray(b"not JSON")
+            if draws.random() < 0.1 and line:
+                line[draws.integers(len(line))] = draws.integers(128, 256)
+            file.write(line + b"\n")
+    problems = Problems()
+    examples = list(read_examples(kind, [SourceRecipe(path=str(path))], COLUMNS, problems))
+    for example in examples:
+        check(example)
+    assert len(examples) == problems.used > 10
+    assert problems.used + problems.total == 500
+    assert any(line.startswith("broken UTF-8", line.index(": ") + 2) for line in problems.summary())
+
+
+@pytest.mark.parametrize("kind", ["conversation", "pair", "verdict"])
+def test_what_is_left_of_malformed_rows_can_be_tokenised(tiny_model, kind):
+    transformers = pytest.importorskip("transformers")
+    from posttrain.data.rendering import Renderer
+    from posttrain.data.tokens import tokenise
+    from posttrain.recipe.data import DataRecipe
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+    recipe = DataRecipe.model_validate({"train": "unread.jsonl", "max_tokens": 512})
+    draws = random_stream("test", "malformed tokens", kind)
+    examples = [row for row in (made(kind, row) for row in malformed(kind, 1_000, draws)) if not isinstance(row, str)]
+    problems = Problems()
+    rows = list(tokenise(examples, recipe, renderer, "assistant", problems))
+    assert len(rows) > 20
+    assert len(rows) + problems.total == len(examples)
+    for row in rows:
+        assert all(stream.trained.any() for stream in row.streams)

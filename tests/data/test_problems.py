@@ -1,0 +1,104 @@
+"""Counting what is wrong with rows, and saying it."""
+
+import json
+
+import pytest
+
+from posttrain.data.problems import BROKEN_FILE, SHOWN, Problems
+from posttrain.errors import InputError
+
+
+def counted(*rows: tuple[str, str, str]) -> Problems:
+    problems = Problems()
+    for category, origin, detail in rows:
+        problems.add(category, origin, detail)
+    return problems
+
+
+def test_a_line_names_the_file_once_and_says_how_many_more():
+    problems = counted(*[("empty answer", f"train.jsonl row {n}", "") for n in range(1, SHOWN + 3)])
+    assert problems.summary() == [
+        "7 rows dropped: empty answer (train.jsonl row 1, row 2, row 3, row 4, row 5 and 2 more)"
+    ]
+
+
+def test_files_are_told_apart():
+    problems = counted(("null", "a.jsonl row 4", ""), ("null", "b.jsonl row 9", ""), ("null", "b.jsonl row 11", ""))
+    assert problems.summary() == ["3 rows dropped: null (a.jsonl row 4, b.jsonl row 9, row 11)"]
+
+
+def test_the_most_frequent_comes_first_and_the_first_detail_is_said():
+    problems = counted(
+        ("null", "a row 1", "in `x`"), ("wrong role", "a row 2", "elf"), ("wrong role", "a row 3", "orc")
+    )
+    assert problems.summary() == [
+        "2 rows dropped: wrong role (a row 2, row 3; first: elf)",
+        "1 row dropped: null (a row 1; first: in `x`)",
+    ]
+    assert problems.total == 3
+
+
+def test_a_broken_file_is_no_row():
+    assert counted((BROKEN_FILE, "a.parquet", "")).summary() == ["1 file dropped: broken file (a.parquet)"]
+
+
+def test_notes_are_said_and_cost_nothing():
+    problems = Problems()
+    problems.note("cut to data.max_tokens", "a.jsonl row 7")
+    assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 7)"]
+    assert problems.total == 0
+    problems.raise_if(strict=True)
+
+
+def test_text_splits_into_category_and_detail():
+    problems = Problems()
+    problems.add_text("wrong role: message 2: elf", "a row 1")
+    problems.add_text("wrong role", "a row 2")
+    assert problems.summary() == ["2 rows dropped: wrong role (a row 1, row 2; first: message 2: elf)"]
+
+
+def test_state_comes_back_through_json():
+    problems = counted(("null", "a row 1", "in `x`"), ("wrong role", "a row 2", ""))
+    problems.note("cut", "a row 3")
+    problems.used = 5
+    back = Problems.from_state(json.loads(json.dumps(problems.state())))
+    assert (back.summary(), back.total, back.used) == (problems.summary(), 2, 5)
+    back.add("null", "a row 9")
+    assert problems.total == 2
+
+
+def test_including_adds_counts_and_keeps_the_first_places():
+    first = counted(*[("null", f"a row {n}", "") for n in range(1, 5)])
+    second = counted(*[("null", f"b row {n}", "") for n in range(1, 5)], ("wrong role", "b row 9", ""))
+    second.used = 3
+    first.include(second)
+    assert first.summary() == [
+        "8 rows dropped: null (a row 1, row 2, row 3, row 4, b row 1 and 3 more)",
+        "1 row dropped: wrong role (b row 9)",
+    ]
+    assert first.used == 3
+    first.add("wrong role", "c row 1")
+    assert second.total == 5
+
+
+def test_strict_names_the_first_problem():
+    problems = counted(("null", "a.jsonl row 4", "in `x`"), ("wrong role", "a.jsonl row 5", ""))
+    problems.raise_if(strict=False)
+    with pytest.raises(InputError, match=r"^a\.jsonl row 4: null: in `x`; 1 other problem.*strict: false"):
+        problems.raise_if(strict=True)
+    Problems().raise_if(strict=True)
+
+
+def test_no_usable_row_names_the_files_and_the_most_frequent_problem():
+    problems = counted(("null", "a row 1", ""), ("wrong role", "a row 2", "elf"), ("wrong role", "a row 3", ""))
+    with pytest.raises(
+        InputError, match=r"^a, b: no usable row; 3 problems, most often wrong role \(a row 2, row 3\): elf"
+    ):
+        problems.require_any("a, b")
+    with pytest.raises(InputError, match=r"^a, b: there are no rows"):
+        Problems().require_any("a, b")
+
+
+def test_text_that_no_terminal_takes_is_escaped():
+    line = counted(("null", "caf\udce9.jsonl row 1", "a\nb \ud800")).summary()[0]
+    assert line == r"1 row dropped: null (caf\udce9.jsonl row 1; first: a b \ud800)"

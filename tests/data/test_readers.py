@@ -1,0 +1,315 @@
+"""Files, directories and the hub as rows with their places; broken ones cost no more than what is broken."""
+
+import datetime
+import json
+import time
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from posttrain.data.readers import plain, read_rows
+from posttrain.errors import InputError, RunError
+from posttrain.recipe.data import SourceRecipe
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS = [{"prompt": f"question {n} é", "completion": f"answer {n}"} for n in range(1, 6)]
+
+
+def read(path, **more):
+    return list(read_rows(SourceRecipe(path=str(path), **more)))
+
+
+def numbered(name, rows):
+    return [(f"{name} row {n}", row) for n, row in enumerate(rows, 1)]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_json_lines(tmp_path, ending):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + (ending * 2).join(json.dumps(row) for row in ROWS).encode())
+    assert read(path) == numbered("train.jsonl", ROWS)
+
+
+def test_json_list_and_json_lines_in_json(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text("\n " + json.dumps(ROWS, indent=1))
+    assert read(path) == numbered("train.json", ROWS)
+    assert read(write_lines(path, ROWS)) == numbered("train.json", ROWS)
+    path.write_text("[]")
+    assert read(path) == []
+    path.write_text("")
+    assert read(path) == []
+
+
+def test_csv_with_quotes_and_newlines(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text('prompt,completion\n"a, ""b""\nc",d\n\né,\n')
+    rows = [{"prompt": 'a, "b"\nc', "completion": "d"}, {"prompt": "é", "completion": ""}]
+    assert read(path) == numbered("train.csv", rows)
+
+
+def test_long_cells_of_csv(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text(f"prompt\n{'x' * 200_000}\n")
+    assert len(read(path)[0][1]["prompt"]) == 200_000
+
+
+def test_parquet_over_several_row_groups(tmp_path):
+    path = tmp_path / "train.parquet"
+    rows = [{"n": n, "messages": [{"role": "user", "content": str(n)}]} for n in range(700)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)
+    assert read(path) == numbered("train.parquet", rows)
+
+
+def test_values_of_parquet_become_plain(tmp_path):
+    path = tmp_path / "train.parquet"
+    table = pa.table(
+        {
+            "day": [datetime.date(2024, 2, 3)],
+            "price": [Decimal("1.50")],
+            "pairs": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+            "small": pa.array([1.5], pa.float16()),
+        }
+    )
+    pq.write_table(table, path)
+    row = read(path)[0][1]
+    assert row == {"day": "2024-02-03", "price": 1.5, "pairs": [["a", 1]], "small": 1.5}
+    assert type(row["small"]) is float
+
+
+def test_numpy_becomes_plain():
+    value = plain({"a": np.float64(0.5), "b": np.arange(2), "c": (np.bool_(True), np.str_("x")), "d": np.int8(3)})
+    assert value == {"a": 0.5, "b": [0, 1], "c": [True, "x"], "d": 3}
+    assert [type(value["a"]), type(value["b"][0]), *map(type, value["c"])] == [float, int, bool, str]
+
+
+def test_a_directory_is_read_in_the_order_of_names(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".cache").mkdir()
+    write_lines(tmp_path / "b" / "one.jsonl", ROWS[:2])
+    write_lines(tmp_path / "a.jsonl", ROWS[2:])
+    write_lines(tmp_path / ".cache" / "hidden.jsonl", ROWS)
+    (tmp_path / "README.md").write_text("no rows")
+    assert read(tmp_path) == numbered("a.jsonl", ROWS[2:]) + numbered("b/one.jsonl", ROWS[:2])
+
+
+def test_reading_is_lazy(tmp_path):
+    path = tmp_path / "train.jsonl"
+    write_lines(path, ROWS * 10_000)
+    rows = read_rows(SourceRecipe(path=str(path)))
+    started = time.perf_counter()
+    assert next(rows) == ("train.jsonl row 1", ROWS[0])
+    assert time.perf_counter() - started < 0.1
+
+
+# What is broken.
+
+
+def test_broken_lines_are_problems_of_their_row_alone(tmp_path):
+    path = tmp_path / "train.jsonl"
+    lines = [b'{"a": 1}', b'{"a": "\xff"}', b'{"a": ', b"[1, 2]", b"", b"null", b'{"a": ' + b"[" * 100_000, b'{"a": 2}']
+    path.write_bytes(b"\n".join(lines))
+    origins, rows = zip(*read(path), strict=True)
+    assert origins == tuple(f"train.jsonl row {n}" for n in range(1, 8))
+    assert rows[0] == {"a": 1}
+    assert rows[6] == {"a": 2}
+    assert rows[1] == "broken UTF-8: byte 0xff at position 8 of the line"
+    assert rows[2] == "broken JSON: Expecting value at character 7 of the line"
+    assert rows[3] == "row is not an object: it is of type list"
+    assert rows[4] == "row is not an object: it is of type NoneType"
+    assert rows[5] == "broken JSON: nested too deeply"
+
+
+def test_a_number_too_long_to_read_is_a_problem(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": ' + "1" * 10_000 + '}\n{"a": 1}')
+    rows = read(path)
+    assert rows[0][1].startswith("broken JSON: ")
+    assert rows[1] == ("train.jsonl row 2", {"a": 1})
+
+
+def test_a_json_list_is_read_as_far_as_it_is_whole(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_bytes(b'[{"a": 1}, {"a": "\xff"}, {"a": "\\ud800"}, 7, {"a": 2}, {"a": ')
+    origins, rows = zip(*read(path), strict=True)
+    assert origins == tuple(f"train.json row {n}" for n in range(1, 7))
+    assert rows[0] == {"a": 1}
+    assert rows[4] == {"a": 2}
+    assert rows[1].startswith("broken UTF-8: ")
+    assert rows[2].startswith("broken UTF-8: ")
+    assert rows[3] == "row is not an object: it is of type int"
+    assert rows[5].startswith("broken JSON: Expecting value")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('[{"a": 1} {"a": 2}]', "broken file: the list breaks off after row 1"),
+        ('[{"a": 1}', "broken file: the list breaks off after row 1"),
+        ('[{"a": 1}] more', "broken file: what follows the list is not read"),
+    ],
+)
+def test_a_list_that_breaks_off_keeps_its_rows(tmp_path, content, problem):
+    path = tmp_path / "train.json"
+    path.write_text(content)
+    assert read(path) == [("train.json row 1", {"a": 1}), ("train.json", problem)]
+
+
+def test_one_object_is_no_list(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps({"data": ROWS}, indent=2))
+    assert read(path) == [("train.json", "broken file: it is one object, not a list of objects")]
+
+
+def test_broken_rows_of_csv(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_bytes(b'a,b\n1,2\n1\n1,2,3\n\xff,2\n"x"y,2\n3,4\n"open,5\n6,7\n')
+    origins, rows = zip(*read(path), strict=True)
+    assert origins == tuple(f"train.csv row {n}" for n in range(1, 8))
+    assert rows[0] == {"a": "1", "b": "2"}
+    assert rows[5] == {"a": "3", "b": "4"}
+    assert rows[1] == "broken CSV row: 1 cells under a header of 2"
+    assert rows[2] == "broken CSV row: 3 cells under a header of 2"
+    assert rows[3].startswith("broken UTF-8: ")
+    assert rows[4].startswith("broken CSV row: ")
+    assert rows[6].startswith("broken CSV row: ")
+
+
+@pytest.mark.parametrize("header", [b"a,a\n1,2\n", b"a,\xff\n1,2\n", b'"a"b,c\n1,2\n'])
+def test_a_broken_header_is_one_problem(tmp_path, header):
+    path = tmp_path / "train.csv"
+    path.write_bytes(header)
+    [(origin, problem)] = read(path)
+    assert origin == "train.csv"
+    assert problem.startswith("broken file: the header has ")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 200, -1])
+def test_a_truncated_parquet_file_is_one_problem(tmp_path, kept):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    path.write_bytes(path.read_bytes()[:kept])
+    [(origin, problem)] = read(path)
+    assert origin == "train.parquet"
+    assert problem.startswith("broken file: it is no whole parquet file")
+
+
+def test_a_broken_row_group_costs_its_own_rows(tmp_path):
+    path = tmp_path / "train.parquet"
+    rows = [{"text": f"{n} " * 200} for n in range(90)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=30, compression="gzip", use_dictionary=False)
+    start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 60] = bytes(60)
+    path.write_bytes(content)
+    found = read(path)
+    assert [origin for origin, row in found if isinstance(row, str)] == ["train.parquet"]
+    assert found[30][1].startswith("broken file: rows 31 to 60 of 90 cannot be decoded")
+    assert found[:30] + found[31:] == [(f"train.parquet row {n + 1}", rows[n]) for n in range(90) if not 30 <= n < 60]
+
+
+def test_broken_text_in_parquet_is_a_problem_of_its_row(tmp_path):
+    path = tmp_path / "train.parquet"
+    texts = [b"one", b"tw\xff", "thré".encode()]
+    array = pa.array(texts, pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"a": array}), path)
+    assert read(path) == [
+        ("train.parquet row 1", {"a": "one"}),
+        ("train.parquet row 2", "broken UTF-8: byte 0xff in a text"),
+        ("train.parquet row 3", {"a": "thré"}),
+    ]
+
+
+def test_random_bytes_in_any_format_raise_nothing(tmp_path):
+    from posttrain.seeds import random_stream
+
+    draws = random_stream("test", "random bytes")
+    good = tmp_path / "good.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS * 20), good)
+    samples = {
+        ".parquet": good.read_bytes(),
+        ".jsonl": write_lines(tmp_path / "g.jsonl", ROWS).read_bytes(),
+        ".json": json.dumps(ROWS).encode(),
+        ".csv": b"prompt,completion\n" + b'"a, b",c\n' * 20,
+    }
+    problems = 0
+    for suffix, whole in samples.items():
+        path = tmp_path / f"bad{suffix}"
+        for _ in range(100):
+            content = bytearray(whole)
+            for place in draws.integers(len(content), size=8):
+                content[place] = draws.integers(256)
+            path.write_bytes(content[: draws.integers(len(content) // 2, len(content) + 1)])
+            for origin, row in read(path):
+                assert origin.startswith(path.name)
+                assert isinstance(row, dict | str)
+                problems += isinstance(row, str)
+    assert problems > 200
+
+
+# What is not there.
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "no/such/directory", "./here", "/nowhere/x.parquet", "not an id"])
+def test_a_path_that_is_not_there_is_named(path):
+    with pytest.raises(InputError, match="there is no such file or directory") as caught:
+        read_rows(SourceRecipe(path=path))
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_files_of_other_kinds_and_empty_directories_are_named(tmp_path):
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(InputError, match=r"rows\.txt: rows are read from \.parquet"):
+        read(tmp_path / "rows.txt")
+    with pytest.raises(InputError, match="the directory holds no"):
+        read(tmp_path)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that has whatever it is given; None is a hub that cannot be reached."""
+    datasets = pytest.importorskip("datasets")
+    import huggingface_hub
+
+    def set_up(rows):
+        def info(self, path, **more):
+            if rows is None:
+                raise ConnectionError("Name or service not known\nsecond line")
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+        monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, streaming: rows(path, subset, split))
+
+    return set_up
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(hub):
+    hub(None)
+    with pytest.raises(InputError) as caught:
+        read_rows(SourceRecipe(path="owner/name", subset="main"))
+    text = str(caught.value)
+    assert text.startswith("owner/name: there is no such file or directory, and the hub gives no data set of that name")
+    assert "split train of main (Name or service not known)" in text
+    assert "\n" not in text
+
+
+def test_rows_of_the_hub_come_with_their_split(hub):
+    hub(lambda path, subset, split: iter([{"a": np.int64(1)}, {"a": 2}]))
+    assert read("owner/name", split="test") == numbered("owner/name test", [{"a": 1}, {"a": 2}])
+
+
+def test_a_hub_that_goes_away_stops_the_run(hub):
+    def rows(path, subset, split):
+        yield {"a": 1}
+        raise ConnectionError("gone")
+
+    hub(rows)
+    with pytest.raises(RunError, match=r"owner/name train: reading stopped after row 1 \(gone\)"):
+        read("owner/name")
