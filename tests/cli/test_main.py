@@ -176,4 +176,7 @@ def test_recipe_explains_keys(capsys):
     assert main(["recipe", "kl.estimatr"]) == 2
     assert capsys.readouterr().err == "posttrain: stage rl has no key kl.estimatr; the nearest is kl.estimator\n"
     assert main(["recipe", "kl", "--stage", "ppo"]) == 2
-    assert capsys.readouterr().err == "posttrain: --stage ppo: there is no such stage; use rl, sft, reward, dpo, evaluate\n"
+    assert (
+        capsys.readouterr().err
+        == "posttrain: --stage ppo: there is no such stage; use rl, sft, reward, dpo, evaluate\n"
+    )

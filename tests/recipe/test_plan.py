@@ -45,7 +45,9 @@ def test_batches_in_words():
 
 
 def test_sft_counts_its_updates():
-    lines = batch_arithmetic(recipe_of("environment.type=bandit", "experts.seeds.count=50", "rows_per_update=16", "epochs=3", stage="sft"))
+    lines = batch_arithmetic(
+        recipe_of("environment.type=bandit", "experts.seeds.count=50", "rows_per_update=16", "epochs=3", stage="sft")
+    )
     assert lines[0] == "50 traces of the optimal player, 3 passes over them, 16 traces per update: 12 updates"
 
 
@@ -133,7 +135,11 @@ def test_a_broken_model_directory_is_named(tmp_path):
         ),
         ("rl", ["evaluation.sampling.top_k=5"], "evaluation.sampling.top_k has no effect: temperature 0 is greedy"),
         ("rl", ["evaluation.every=101"], "evaluation.every has no effect: the run ends after 100 steps"),
-        ("sft", ["environment.type=bandit", "learner.passes=2"], "learner.passes has no effect: the sft stage makes one update a step"),
+        (
+            "sft",
+            ["environment.type=bandit", "learner.passes=2"],
+            "learner.passes has no effect: the sft stage makes one update a step",
+        ),
         (
             "sft",
             ["environment.type=bandit", "rollout.groups_per_step=4"],

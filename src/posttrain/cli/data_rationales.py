@@ -30,7 +30,7 @@ def rationales(
     for path, count in written.files.items():
         typer.echo(f"{path}: {count} rows")
     groups = {"sound": written.measured.sound, **written.measured.corrupted}
-    table = Table(Column("procedures", no_wrap=True), "n", "accuracy", "soundness", "efficiency", "reward", "most")
+    table = Table(Column("procedures", no_wrap=True), "n", "accuracy", "soundness", "efficiency", "reward", "max")
     for name, verdicts in groups.items():
         columns = [
             [verdict.factual_accuracy for verdict in verdicts],

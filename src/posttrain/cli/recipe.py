@@ -9,7 +9,9 @@ def recipe(
     about: Annotated[
         str, typer.Argument(metavar="[KEY | RECIPE.yaml]", help="A key, a section, or a recipe file to explain.")
     ] = "",
-    stage: Annotated[str, typer.Option(help="The stage whose keys are shown: rl, sft, reward, dpo or evaluate.")] = "rl",
+    stage: Annotated[
+        str, typer.Option(help="The stage whose keys are shown: rl, sft, reward, dpo or evaluate.")
+    ] = "rl",
     markdown: Annotated[bool, typer.Option("--markdown", help="All keys of all stages, as docs/recipes.md.")] = False,
 ) -> None:
     """Show the keys of a recipe: what they may be, their default, and what they do.

@@ -89,7 +89,7 @@ class SignCheck:
     words_agree: int
     """Of those: the response they name is the one that was chosen."""
     examples: list[str]
-    """Two rows with the annotators' reasoning."""
+    """A row that chooses response 1 and one that chooses response 2, with an annotator's reasoning."""
 
     @property
     def inverted(self) -> bool:
@@ -114,12 +114,12 @@ def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
     inverted reading of the sign inverts scores and preferences alike.
     """
     scored = scores_agree = worded = words_agree = 0
-    examples: list[str] = []
+    examples: dict[int, str] = {}
     for row in rows:
         pair = helpsteer3(row, ANY)
         if isinstance(pair, str):
             continue
-        taken = 1 if pair["chosen"][-1]["content"] == row["response1"] else 2
+        taken = 1 if pair["chosen"][-1]["content"] == row.get("response1") else 2
         opinions = row.get("individual_preference")
         opinions = [one for one in opinions if isinstance(one, dict)] if isinstance(opinions, list) else []
         scores = [one["score"] for one in opinions if isinstance(one.get("score"), int | float)]
@@ -131,12 +131,12 @@ def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
         if sum(votes):
             worded += 1
             words_agree += (sum(votes) > 0) == (taken == 1)
-        if reasons and len(examples) < 2:
-            examples.append(
+        if reasons and taken not in examples:
+            examples[taken] = (
                 f"overall_preference {int(row['overall_preference']):+d}, scores {scores}: response {taken} is chosen; an "
                 f'annotator: "{" ".join(reasons[0].split())[:300]}"'
             )
-    return SignCheck(scored, scores_agree, worded, words_agree, examples)
+    return SignCheck(scored, scores_agree, worded, words_agree, list(examples.values()))
 
 
 @dataclass(frozen=True)

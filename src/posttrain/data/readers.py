@@ -94,7 +94,7 @@ def _read_lines(file: Path, name: str) -> Iterator[Row]:
             content = line.removeprefix(_MARK) if place == 0 else line
             if content.strip():
                 number += 1
-                yield f"{name} row {number}", _parsed_line(content)
+                yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
 
 
 def _parsed_line(line: bytes) -> dict[str, Any] | str:
@@ -102,6 +102,8 @@ def _parsed_line(line: bytes) -> dict[str, Any] | str:
         return _object(json.loads(line.decode()))
     except UnicodeDecodeError as error:
         return f"broken UTF-8: byte {line[error.start]:#04x} at position {error.start + 1} of the line"
+    except json.JSONDecodeError as error:
+        return f"broken JSON: {error.msg} at character {error.pos + 1} of the line"
     except (ValueError, RecursionError) as error:
         return _broken_json(error)
 

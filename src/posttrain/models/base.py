@@ -101,4 +101,6 @@ class TrainedModel:
         assert self.recipe.lora is not None
         merged = add_adapters(self.load(), self.recipe.lora, self.task)
         merged.load_state_dict(self.model.state_dict())
-        return merged.merge_and_unload()  # type: ignore[operator]
+        whole: Any = merged.merge_and_unload()  # type: ignore[operator]
+        whole.config = transformer(self.model).config
+        return whole

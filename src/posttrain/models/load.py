@@ -115,12 +115,16 @@ def load_reward_model(recipe: ModelRecipe, head_seed: int | None) -> torch.nn.Mo
 
 def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, list[str]]:
     """The model that `auto_class` makes of the recipe's files, adapters folded in, and the weights they lack."""
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     path = resolve_path(recipe.path)
     adapter = json.loads((Path(path) / "adapter_config.json").read_text()) if _is_adapter(path) else None
     base = adapter["base_model_name_or_path"] if adapter is not None else path
+    if adapter is not None and (Path(path) / "config.json").is_file():
+        # Adapters of a reward model: what its training found out about it stands there.
+        keywords = {"config": AutoConfig.from_pretrained(path, **keywords)}
     verbosity = logging.get_verbosity()
     # What is missing is judged by the caller, in its own words.
     logging.set_verbosity_error()

@@ -124,6 +124,9 @@ class Player:
             if seconds is None:
                 return function()
             return await asyncio.wait_for(asyncio.to_thread(function), seconds)
+        except InputError:
+            # The recipe asks for what is not there, and no other episode would fare better.
+            raise
         except TimeoutError as error:
             raise EnvironmentFailure(f"{self.environment.type} took longer than {seconds} s") from error
         except Exception as error:

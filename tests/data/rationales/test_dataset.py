@@ -14,6 +14,7 @@ from posttrain.data.rationales.policies import Policy
 from posttrain.data.rationales.procedures import LABELS, Procedure, Step, parse, write
 from posttrain.data.rationales.rule import reward
 from posttrain.data.rationales.verifier import verify
+from posttrain.errors import RunError
 from posttrain.seeds import random_stream
 from tests.data.rationales.made import BEST, USED
 
@@ -166,6 +167,12 @@ def test_the_same_seed_gives_the_same_bytes(folder, tmp_path):
         assert (tmp_path / "other" / file).read_bytes() != bytes_
         # The number of training rows leaves the others alone.
         assert ((tmp_path / "more" / file).read_bytes() == bytes_) == ("train" not in file.name)
+
+
+def test_a_place_that_cannot_be_written_is_told_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot write .*file"):
+        write_dataset(tmp_path / "file", 0, {"train": 10**9, "val": 1, "test": 1})
 
 
 def test_the_command_prints_files_and_verdicts(tmp_path):

@@ -1,11 +1,13 @@
 """Verdicts against numbers worked out by hand, and against doing every case one by one."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.rationales.policies import DECISIONS
-from posttrain.data.rationales.procedures import Procedure, Step, fewest_questions, parse, write
+from posttrain.data.rationales.policies import DECISIONS, Attribute, Policy, Question, Rule
+from posttrain.data.rationales.procedures import Procedure, Step, best_procedure, fewest_questions, parse, write
 from posttrain.data.rationales.rule import reward
 from posttrain.data.rationales.verifier import OTHER_FAULTS, UNSOUND, verify
 from posttrain.environments.rules import load_rule
@@ -174,3 +176,20 @@ def test_the_rule_reads_the_policy_of_the_row():
 def test_questions_are_told_apart_by_their_letters_only():
     assert verify(text(A.replace("Is it used?", "is it  USED ?"), B, C), USED).reward == 1
     assert parse(A).steps[0].question == "Is it used?"
+
+
+def test_the_guide_shows_the_best_procedure_of_its_policy():
+    facts = (
+        "Is the trip for work?",
+        "Is the traveller insured?",
+        "Is the passport valid?",
+        "Is the stay over 14 days?",
+    )
+    policy = Policy(
+        "visas",
+        tuple(Attribute((Question(ask, "the trip is for work", "it is not"),)) for ask in facts),
+        (Rule(((3, False), (0, True)), False, "ESCALATE"), Rule(((2, True), (1, True)), True, "DENY")),
+        "APPROVE",
+    )
+    guide = (Path(__file__).parents[3] / "docs" / "rationales.md").read_text()
+    assert f"```\n{write(best_procedure(policy))}\n```" in guide

@@ -87,6 +87,10 @@ def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> Written:
     Counts are 1 or more. RunError where the disk refuses, and where a sound procedure is not worth exactly 1, which would
     be a bug here.
     """
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # a wrong path is told before the work
+    except OSError as error:
+        raise RunError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
     rows: dict[str, list[dict[str, Any]]] = {f"{kind}_{split}": [] for kind in _FILES for split in SPLITS}
     measured = Measured()
     for split, sample in samples(seed, counts):

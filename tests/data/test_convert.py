@@ -1,0 +1,253 @@
+"""Published data sets as rows, above all which answer HelpSteer3 prefers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from posttrain.cli.data_convert import convert
+from posttrain.data import convert as converting
+from posttrain.data.convert import CONVERTERS, SAMPLE, check_sign, convert_rows, gsm8k, helpsteer3
+from posttrain.data.convert import ultrafeedback_binarized as ultrafeedback
+from posttrain.data.examples import read_examples
+from posttrain.data.problems import Problems
+from posttrain.errors import InputError
+from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
+from posttrain.seeds import random_stream
+from tests.data.malformed import changed, value
+
+CONTEXT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+
+
+def preference(overall, language="english", words=True, scores=None, **more):
+    """A row as HelpSteer3 has them; its annotators agree with `overall` unless `scores` are given."""
+    better = 1 if overall < 0 else 2
+    reasoning = (
+        f"@Response {better} is slightly better than @Response {3 - better}, for it is right." if words else "Hm."
+    )
+    opinions = [
+        {"score": score, "reasoning": reasoning, "feedback1": "f", "feedback2": "f"}
+        for score in scores or [overall] * 3
+    ]
+    row = {
+        "domain": "general",
+        "language": language,
+        "context": CONTEXT,
+        "response1": "first",
+        "response2": "second",
+        "overall_preference": overall,
+        "individual_preference": opinions,
+    }
+    return {**row, **more}
+
+
+def write(path: Path, rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(path: Path):
+    problems = Problems()
+    found = list(read_examples("pair", [SourceRecipe(path=str(path))], ColumnsRecipe(), problems))
+    assert problems.total == 0
+    return found
+
+
+@pytest.mark.parametrize("overall", [-3, -2, -1, 1, 2, 3])
+def test_negative_prefers_response_1(overall):
+    row = helpsteer3(preference(overall))
+    first, second = ({"role": "assistant", "content": text} for text in ("first", "second"))
+    chosen, rejected = (first, second) if overall < 0 else (second, first)
+    assert row == {
+        "chosen": [*CONTEXT, chosen],
+        "rejected": [*CONTEXT, rejected],
+        "margin": float(abs(overall)),
+        "domain": "general",
+    }
+
+
+def test_neutral_and_other_languages_are_left_out():
+    assert helpsteer3(preference(0)) == "neutral preference"
+    assert helpsteer3(preference(1, language="python")) == "language is not english"
+    assert isinstance(helpsteer3(preference(1, language="English")), dict)
+    assert isinstance(helpsteer3(preference(1, language="python"), "any"), dict)
+    assert isinstance(helpsteer3(preference(1, language="Chinese"), "chinese"), dict)
+
+
+@pytest.mark.parametrize("overall", [None, True, "1", 4, -4, 0.5, float("nan"), [1]])
+def test_other_preferences_are_left_out(overall):
+    row = {**preference(1), "overall_preference": overall}
+    assert helpsteer3(row) == "overall_preference is not a whole number from -3 to 3"
+
+
+def test_gsm8k():
+    row = {"question": "q", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
+    assert gsm8k(row) == {"prompt": "q", "completion": row["answer"]}
+
+
+def test_ultrafeedback():
+    user, good, bad = CONTEXT[0], *({"role": "assistant", "content": text} for text in "ab")
+    row = {"prompt": "q", "chosen": [user, good], "rejected": [user, bad], "score_chosen": 8.5, "score_rejected": 6.0}
+    assert ultrafeedback(row) == {"chosen": [user, good], "rejected": [user, bad], "margin": 2.5}
+    alone = {**row, "chosen": [good], "rejected": [bad]}
+    assert ultrafeedback(alone) == {"prompt": "q", "chosen": [good], "rejected": [bad], "margin": 2.5}
+    assert ultrafeedback({**row, "score_rejected": 8.5}) == "equal scores"
+    assert ultrafeedback({**row, "score_rejected": 9}) == "chosen has the lower score"
+    assert ultrafeedback({**row, "score_rejected": None}) == "a score is not a number"
+    assert ultrafeedback({**row, "score_rejected": float("nan")}) == "chosen has the lower score"
+
+
+# The sign.
+
+
+def test_rows_that_agree():
+    check = check_sign([preference(overall) for overall in (-3, -1, 0, 1, 2)] * 10)
+    assert (check.scored, check.scores_agree, check.worded, check.words_agree) == (40, 40, 40, 40)
+    assert not check.inverted
+    assert len(check.examples) == 2
+    assert check.examples[0].startswith("overall_preference -3, scores [-3, -3, -3]: response 1 is chosen")
+    assert check.examples[1].startswith("overall_preference +1, scores [1, 1, 1]: response 2 is chosen")
+    assert "@Response 1 is slightly better than @Response 2" in check.examples[0]
+
+
+def test_scores_of_the_other_sign_are_seen():
+    check = check_sign([preference(2, words=False, scores=[-1, -2, 1])] * 20 + [preference(1, words=False)] * 5)
+    assert (check.scored, check.scores_agree, check.worded) == (25, 5, 0)
+    assert check.inverted
+    assert not check_sign([preference(2, words=False, scores=[-1])] * 3).inverted
+
+
+def test_an_inverted_file_is_seen_by_its_words():
+    rows = [preference(overall) for overall in (-2, 2) * 10]
+    for row in rows:
+        row["overall_preference"] *= -1
+        for opinion in row["individual_preference"]:
+            opinion["score"] *= -1
+    check = check_sign(rows)
+    assert (check.scores_agree, check.words_agree) == (check.scored, 0)
+    assert check.inverted
+
+
+def test_an_inverted_converter_is_seen(monkeypatch):
+    right = converting.helpsteer3
+
+    def inverted(row, language):
+        made = right(row, language)
+        return made if isinstance(made, str) else {**made, "chosen": made["rejected"], "rejected": made["chosen"]}
+
+    monkeypatch.setattr(converting, "helpsteer3", inverted)
+    assert check_sign([preference(-2)] * 20).inverted
+
+
+def test_words_that_name_no_better_response_count_for_nothing():
+    reasons = ["Response 1 is not better than Response 2.", "Both are fine.", "", None]
+    rows = [preference(1, individual_preference=[{"score": 1, "reasoning": reason}]) for reason in reasons]
+    assert check_sign(rows).worded == 0
+    rows = [preference(1, individual_preference=odd) for odd in (None, [], "x", [3], [{}], [{"score": "1"}])]
+    assert check_sign(rows).scored == 0
+
+
+# Files.
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_file_of_pairs(tmp_path, suffix):
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    rows = [preference(overall, language) for language in ("python", "english") for overall in range(-3, 4)]
+    rows.append(preference(1, response2=" "))
+    rows.append({**preference(1), "context": [{"role": "elf", "content": "q"}]})
+    out = tmp_path / "made" / f"pairs{suffix}"
+    done = convert_rows("helpsteer3", out, str(write(tmp_path / "train.jsonl", rows)))
+    assert (done.read, done.written) == (16, 6)
+    assert done.skipped == {"language is not english": 7, "neutral preference": 1}
+    assert done.problems.total == 2
+    found = pairs(out)
+    assert [pair.margin for pair in found] == [3, 2, 1, 1, 2, 3]
+    assert [pair.chosen[-1]["content"] for pair in found] == ["first"] * 3 + ["second"] * 3
+    assert all(pair.prompt == CONTEXT and pair.domain == "general" for pair in found)
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    text = "\n".join(done.lines())
+    assert text.startswith(
+        "16 rows read, 6 written\n7 skipped: language is not english\n1 skipped: neutral preference\n"
+    )
+    assert "1 row dropped: empty answer (train.jsonl row 15; first: message 4)" in text
+    assert "in 6 of 6 sampled rows" in text
+
+
+def test_language_and_limit(tmp_path):
+    rows = [preference(1, "python")] * 30 + [preference(-1, "english")] * 30
+    source = str(write(tmp_path / "train.jsonl", rows))
+    out = tmp_path / "out.jsonl"
+    assert convert_rows("helpsteer3", out, source, limit=5).written == len(pairs(out)) == 5
+    assert convert_rows("helpsteer3", out, source, language="any").written == len(pairs(out)) == 60
+    assert convert_rows("helpsteer3", out, source, language="Python").written == len(pairs(out)) == 30
+
+
+def test_the_sample_is_taken_from_the_whole_file(tmp_path):
+    rows = [preference(-1)] * 500 + [preference(1)] * 500
+    source = str(write(tmp_path / "train.jsonl", rows))
+    done = convert_rows("helpsteer3", tmp_path / "out.jsonl", source)
+    assert done.check.scored == SAMPLE
+    assert len(done.check.examples) == 2
+
+
+def test_an_inverted_file_is_not_written(tmp_path):
+    rows = [preference(2, scores=[-1]) for _ in range(20)]
+    out = tmp_path / "out.jsonl"
+    out.write_text("before")
+    with pytest.raises(InputError, match="the sign of the preferences is the other way round; nothing was written"):
+        convert_rows("helpsteer3", out, str(write(tmp_path / "train.jsonl", rows)))
+    assert out.read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "more", "message"),
+    [
+        ("helpsteer4", "out.jsonl", {}, "there is no converter 'helpsteer4'; use one of helpsteer3, gsm8k"),
+        ("gsm8k", "out.csv", {}, "rows are written as .jsonl or .parquet"),
+        ("gsm8k", "out.jsonl", {"language": "english"}, "gsm8k does not tell languages apart"),
+        ("gsm8k", "out.jsonl", {"source": "missing.jsonl"}, "missing.jsonl: there is no such file"),
+    ],
+)
+def test_wrong_input(tmp_path, name, out, more, message):
+    with pytest.raises(InputError) as caught:
+        convert_rows(name, tmp_path / out, **more)
+    assert message in str(caught.value)
+
+
+def test_no_row_left_says_why(tmp_path):
+    source = str(write(tmp_path / "train.jsonl", [preference(1, "python")] * 3 + [{"a": 1}]))
+    with pytest.raises(InputError, match=r"train\.jsonl: no row to write; 4 skipped: language is not english"):
+        convert_rows("helpsteer3", tmp_path / "out.jsonl", source)
+    with pytest.raises(InputError, match=r"no row to write; 4 rows dropped: null \(train\.jsonl row 1"):
+        convert_rows("gsm8k", tmp_path / "out.jsonl", source)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_malformed_rows_raise_nothing():
+    draws = random_stream("test", "malformed helpsteer")
+    made = 0
+    for _ in range(1_000):
+        row = preference(int(draws.integers(-3, 4)))
+        for _ in range(draws.integers(1, 4)):
+            row = changed(row, draws)
+        row = row if isinstance(row, dict) else {"overall_preference": value(draws, 2)}
+        for converter in CONVERTERS.values():
+            assert isinstance(converter.row(row), dict | str)
+        made += isinstance(helpsteer3(row, "any"), dict)
+        assert check_sign([row]).scored in (0, 1)
+    assert 200 < made < 950
+
+
+def test_the_command(tmp_path):
+    app = Typer()
+    app.command()(convert)
+    source = write(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}] * 3)
+    out = tmp_path / "out.jsonl"
+    result = CliRunner().invoke(app, ["gsm8k", str(source), "--out", str(out), "--limit", "2"])
+    assert result.exit_code == 0, result.output
+    assert result.output == f"2 rows read, 2 written\nwrote {out}\n"
+    assert out.read_text() == '{"prompt": "q", "completion": "a"}\n' * 2

@@ -1,0 +1,68 @@
+"""Small preference and supervised data for whole runs."""
+
+import json
+from pathlib import Path
+
+WORDS = ["Up", "Down", "Left", "Right", "Goal", "Holes", "dragon", "phoenix", "row", "column"]
+
+
+def pair_rows(count: int, start: int = 0) -> list[dict]:
+    """The better answer repeats the word that was asked for; the worse one says others."""
+    rows = []
+    for number in range(start, start + count):
+        word, other = WORDS[number % 10], WORDS[(number * 7 + 3) % 10]
+        prompt = [{"role": "user", "content": f"Task {number}: say {word}."}]
+        good = " ".join([word] * (1 + number % 4))
+        bad = " ".join([other, WORDS[(number * 3 + 1) % 10]] * (1 + number % 3))
+        rows.append(
+            {
+                "chosen": [*prompt, {"role": "assistant", "content": good}],
+                "rejected": [*prompt, {"role": "assistant", "content": bad}],
+                "margin": number % 3,
+                "domain": "even" if number % 2 == 0 else "odd",
+            }
+        )
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def verdict_rows(count: int) -> list[dict]:
+    """The two answers of each pair as rows of their own."""
+    found = []
+    for row in pair_rows(count):
+        for name, label in (("chosen", True), ("rejected", False)):
+            found.append(
+                {"prompt": row[name][:1], "completion": row[name][1:], "label": label, "domain": row["domain"]}
+            )
+    return found
+
+
+def recipe_values(stage: str, tiny: Path, folder: Path, **changes) -> dict:
+    """A run of a stage on small data, with everything that has state."""
+    data = {"train": write_jsonl(folder / "train.jsonl", pair_rows(26)), "max_tokens": 200}
+    data |= {
+        "validation": write_jsonl(folder / "validation.jsonl", pair_rows(8, 100)),
+        "cache": str(folder / "cache" / "tokens"),
+    }
+    if stage == "sft":
+        rows = [{"messages": row["chosen"], "domain": row["domain"]} for row in pair_rows(34)]
+        data |= {"train": write_jsonl(folder / "train.jsonl", rows[:26])}
+        data |= {"validation": write_jsonl(folder / "validation.jsonl", rows[26:])}
+    values = {
+        "stage": stage,
+        "name": "small",
+        "runs": str(folder),
+        "model": {"path": str(tiny), "threads": 1},
+        "data": data,
+        "epochs": 2,
+        "rows_per_update": 8,
+        "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "warmup_updates": 2},
+        "learner": {"tokens_per_batch": 500},
+        "evaluation": {"every": 3},
+        "checkpoint": {"every": 1, "keep": 2},
+    }
+    return values | changes

@@ -1,0 +1,183 @@
+"""Preference stages: losses that no micro-batch changes, references computed once, and whole runs."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from posttrain.data.chat import TokenStream
+from posttrain.data.tokens import TokenRow
+from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.preference import PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.stages import DpoRecipe, Recipe
+from posttrain.training import references as references_module
+from posttrain.training.batches import pack
+from posttrain.training.comparisons import PairObjective, RewardObjective
+from posttrain.training.forward import logprobs, reward_forward, token_forward
+from posttrain.training.learner import Learner
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.references import References
+from posttrain.training.rows import samples_of_row
+from posttrain.training.stage import run_stage
+from tests.training.preferences import recipe_values, verdict_rows, write_jsonl
+
+LOSSES = TypeAdapter(PreferenceLossRecipe)
+
+
+def pair_samples(seed=0):
+    """Nine pairs of many lengths; the margins differ."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number in range(9):
+        prompt = rng.integers(3, 250, rng.integers(3, 12))
+        streams = []
+        for _ in range(2):
+            answer = rng.integers(3, 250, rng.integers(1, 25))
+            ids = np.concatenate([prompt, answer]).astype(np.int64)
+            streams.append(TokenStream(ids, np.arange(len(ids)) >= len(prompt)))
+        samples += samples_of_row(TokenRow(streams, f"row {number}", margin=0.1 * number), number)
+    for sample in samples:
+        sample.reference = rng.normal(-5, 0.2, sample.sampled_tokens).astype(np.float32)
+    return samples
+
+
+def gradients(make_model, budget, objective, samples, monkeypatch):
+    """Gradients as they stand just before the optimizer applies them."""
+    model, forward = make_model()
+    found = {}
+
+    def keep(self):
+        found.update({n: p.grad.clone() for n, p in zip(self.names, self.masters, strict=True)})
+        return 1.0
+
+    monkeypatch.setattr(Optimizer, "step", keep)
+    recipe = LearnerRecipe(tokens_per_batch=budget)
+    Learner(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
+    return found
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "simpo", "orpo"])
+def test_no_split_changes_the_gradient_of_a_preference_loss(loss, tiny_model, monkeypatch):
+    def make_model():
+        policy = Policy(ModelRecipe(path=str(tiny_model)))
+        return policy, token_forward(policy, LearnerRecipe())
+
+    supervised = 0.0 if loss == "orpo" else 0.3
+    objective = PairObjective(LOSSES.validate_python({"type": loss}), supervised)
+    whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
+    for budget in (70, 150):
+        assert len(pack(pair_samples(), budget)) > 1
+        for name, gradient in gradients(make_model, budget, objective, pair_samples(), monkeypatch).items():
+            torch.testing.assert_close(gradient, whole[name], atol=3e-6, rtol=2e-4, msg=f"{budget} {name}")
+
+
+def test_no_split_changes_the_gradient_of_a_reward_model(tiny_model, monkeypatch):
+    def make_model():
+        model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
+        return model, reward_forward(model)
+
+    objective = RewardObjective(RewardLossRecipe(centring=0.01))
+    whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
+    for budget in (70, 150):
+        for name, gradient in gradients(make_model, budget, objective, pair_samples(), monkeypatch).items():
+            torch.testing.assert_close(gradient, whole[name], atol=3e-6, rtol=2e-4, msg=f"{budget} {name}")
+
+
+def test_the_two_answers_of_a_pair_are_never_divided():
+    samples = pair_samples()
+    for budget in (70, 100, 300):
+        for group in pack(samples, budget):
+            rows = [samples[i].side.row for i in group]
+            assert all(rows.count(row) == 2 for row in rows)
+
+
+@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4)])
+def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_model, tmp_path, monkeypatch):
+    recipe = DpoRecipe(data={"train": "unused.jsonl", "cache": str(tmp_path / "cache" / "tokens")})
+    policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
+    learner = Learner(
+        policy,
+        Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 9),
+        LearnerRecipe(),
+        token_forward(policy, LearnerRecipe()),
+    )
+    samples = pair_samples()
+    first = References(recipe, policy, learner)
+    start = logprobs(learner, samples)
+    first.prepare(samples)
+    for sample in samples:
+        sample.reference = None
+    first.give(samples)
+    for sample, expected in zip(samples, start, strict=True):
+        np.testing.assert_allclose(sample.reference, expected, atol=2e-6)
+    learner.update(samples, PairObjective(LOSSES.validate_python({"type": "dpo"}), 0.0))
+    assert np.abs(np.concatenate(logprobs(learner, samples)) - np.concatenate(start)).max() > 1e-3
+
+    def refuse(*_):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(references_module, "logprobs", refuse)
+    fresh = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
+    again = References(recipe, fresh, learner)
+    again.prepare(samples)
+    kept = [sample.reference for sample in samples]
+    again.give(samples)
+    for sample, before in zip(samples, kept, strict=True):
+        assert np.array_equal(sample.reference, before)
+
+
+def run(values):
+    console = Console(file=io.StringIO(), width=200)
+    directory = run_stage(TypeAdapter(Recipe).validate_python(values), console=console)
+    return directory, console.file.getvalue()
+
+
+def test_a_reward_model_learns_and_says_what_it_learned(tiny_model, tmp_path):
+    values = recipe_values("reward", tiny_model, tmp_path, epochs=6)
+    directory, printed = run(values)
+    assert "scored pairs" in printed
+    assert re.search(r"calibration: expected error \d", printed)
+    table = json.loads((directory.path / "results.json").read_text())["tables"][0]
+    trained = [row for row in table["rows"] if row[0] == "trained model"]
+    assert [row[1] for row in trained] == ["all", "even", "odd"]
+    assert float(trained[0][2].rstrip("%")) > 60
+    assert trained[0][6] == "8"
+    model = RewardModel(ModelRecipe(path=str(directory.path / "model")), new_head=False)
+    mean, std = model.statistics
+    assert std > 0
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    final = next(line for line in lines if line["kind"] == "final")
+    assert final["test/reward_mean"] == pytest.approx(mean, abs=1e-6)
+    assert "AutoModelForSequenceClassification" in directory.report.read_text()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "simpo", "orpo"])
+def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
+    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": loss}, epochs=5)
+    directory, _ = run(values)
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert train[-1]["loss/preference"] < train[0]["loss/preference"]
+    curve = [line["validation/accuracy"] for line in lines if line["kind"] == "evaluation"]
+    assert max(curve) > 0.6
+    if loss in ("dpo", "ipo", "cdpo"):
+        assert abs(lines[0]["test/margin"]) < 1e-4  # the policy starts as the reference
+
+
+def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
+    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto", "beta": 0.5}, epochs=4)
+    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", verdict_rows(26))
+    values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", verdict_rows(8))
+    directory, _ = run(values)
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert all(line["preference/kl"] >= 0 for line in train)
+    assert max(line["validation/accuracy"] for line in lines if line["kind"] == "evaluation") > 0.6
