@@ -95,6 +95,7 @@ def test_ultrafeedback():
     assert ultrafeedback(alone) == {"prompt": "q", "chosen": [good], "rejected": [bad], "margin": 2.5}
     assert ultrafeedback({**row, "score_rejected": 8.5}) == "equal scores"
     assert ultrafeedback({**row, "score_rejected": 9}) == "chosen has the lower score"
+    assert ultrafeedback({**row, "score_chosen": 10**400}) == "a score is not a number"
     assert ultrafeedback({**row, "score_rejected": None}) == "a score is not a number"
     assert ultrafeedback({**row, "score_rejected": float("nan")}) == "chosen has the lower score"
 
@@ -145,7 +146,10 @@ def test_words_that_name_no_better_response_count_for_nothing():
     reasons = ["Response 1 is not better than Response 2.", "Both are fine.", "", None]
     rows = [preference(1, individual_preference=[{"score": 1, "reasoning": reason}]) for reason in reasons]
     assert check_sign(rows).worded == 0
-    rows = [preference(1, individual_preference=odd) for odd in (None, [], "x", [3], [{}], [{"score": "1"}])]
+    rows = [
+        preference(1, individual_preference=odd)
+        for odd in (None, [], "x", [3], [{}], [{"score": "1"}], [{"score": 10**400}])
+    ]
     assert check_sign(rows).scored == 0
 
 

@@ -35,7 +35,8 @@ def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any]
     `overall_preference` goes from -3 (response 1 is much better) to 3 (response 2 is much better), by the data set's
     card; 0 says that they are about the same. The margin is its size.
     """
-    if language != ANY and str(row.get("language")).lower() != language.lower():
+    spoken = row.get("language")
+    if language != ANY and not (isinstance(spoken, str) and spoken.lower() == language.lower()):
         return f"language is not {language}"
     preference: Any = row.get("overall_preference")
     if isinstance(preference, bool) or preference not in range(-3, 4):
@@ -61,7 +62,10 @@ def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
     scores: list[Any] = [row.get("score_chosen"), row.get("score_rejected")]
     if not all(isinstance(score, int | float) and not isinstance(score, bool) for score in scores):
         return "a score is not a number"
-    margin = float(scores[0]) - float(scores[1])
+    try:
+        margin = float(scores[0]) - float(scores[1])
+    except OverflowError:
+        return "a score is not a number"
     if margin == 0:
         return "equal scores"
     if not margin > 0:
@@ -122,7 +126,7 @@ def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
         taken = 1 if pair["chosen"][-1]["content"] == row.get("response1") else 2
         opinions = row.get("individual_preference")
         opinions = [one for one in opinions if isinstance(one, dict)] if isinstance(opinions, list) else []
-        scores = [one["score"] for one in opinions if isinstance(one.get("score"), int | float)]
+        scores = [s for one in opinions if isinstance(s := one.get("score"), int | float) and -3 <= s <= 3]
         reasons = [one["reasoning"] for one in opinions if isinstance(one.get("reasoning"), str)]
         if sum(scores):
             scored += 1
