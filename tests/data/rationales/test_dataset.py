@@ -8,8 +8,10 @@ import typer
 from typer.testing import CliRunner
 
 from posttrain.cli.data_rationales import rationales
+from posttrain.data.rationales import dataset
 from posttrain.data.rationales.corruption import KINDS, corrupt
 from posttrain.data.rationales.dataset import identity, samples, write_dataset
+from posttrain.data.rationales.domains import draw_policy
 from posttrain.data.rationales.policies import Policy
 from posttrain.data.rationales.procedures import LABELS, Procedure, Step, parse, write
 from posttrain.data.rationales.rule import reward
@@ -104,6 +106,12 @@ def test_each_kind_lowers_what_it_should_and_the_verifier_names_the_step(kind):
 def test_a_fault_that_costs_nothing_is_not_made():
     constant = Procedure((Step("A", "Is it used?", "DENY", "APPROVE"),), "so it is.")
     assert corrupt(constant, USED, "redundant_question", random_stream("test")) is None
+    idle = Step("D", "Is it big?", "DENY", "APPROVE")
+    with_idle = Procedure((*BEST.steps, idle), "so it is.")
+    for number in range(30):
+        worse = corrupt(with_idle, USED, "wrong_decision", random_stream("test", number))
+        assert worse is not None
+        assert worse.procedure.steps[3] == idle
     with pytest.raises(ValueError, match="there is no corruption 'typo'"):
         corrupt(BEST, USED, "typo", random_stream("test"))
 
@@ -115,6 +123,14 @@ def test_splits_share_no_policy(made, folder):
     for split, found in names.items():
         for file in ("sft/rationales_sft", "preferences/rationales_preference", "prompts/rationales_prompts"):
             assert {row["policy"] for row in read(folder / f"{file}_{split}.parquet")} == found
+
+
+def test_a_policy_that_comes_again_is_passed_over(monkeypatch):
+    few = [draw_policy(random_stream("few", number)) for number in range(30)]
+    monkeypatch.setattr(dataset, "draw_policy", lambda random: few[random.integers(len(few))])
+    for seed in range(4):
+        names = [identity(sample.policy) for _, sample in samples(seed, {"train": 8, "val": 2, "test": 2})]
+        assert len(names) == len(set(names)) == 12
 
 
 def test_identity_is_of_meaning_not_of_wording():
@@ -171,7 +187,7 @@ def test_the_same_seed_gives_the_same_bytes(folder, tmp_path):
 
 def test_a_place_that_cannot_be_written_is_told_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="cannot write .*file"):
+    with pytest.raises(RunError, match=r"cannot write .*file"):
         write_dataset(tmp_path / "file", 0, {"train": 10**9, "val": 1, "test": 1})
 
 
