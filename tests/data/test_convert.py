@@ -12,8 +12,10 @@ from posttrain.data import convert as converting
 from posttrain.data.convert import CONVERTERS, SAMPLE, check_sign, convert_rows, gsm8k, helpsteer3
 from posttrain.data.convert import ultrafeedback_binarized as ultrafeedback
 from posttrain.data.examples import read_examples
+from posttrain.data.files import write_rows
 from posttrain.data.problems import Problems
-from posttrain.errors import InputError
+from posttrain.data.readers import read_rows
+from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from posttrain.seeds import random_stream
 from tests.data.malformed import changed, value
@@ -229,6 +231,22 @@ def test_no_row_left_says_why(tmp_path):
     with pytest.raises(InputError, match=r"no row to write; 4 rows dropped: null \(train\.jsonl row 1"):
         convert_rows("gsm8k", tmp_path / "out.jsonl", source)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_column_of_mixed_types_is_no_parquet_and_leaves_nothing_behind(tmp_path):
+    pytest.importorskip("pyarrow")
+    out = tmp_path / "out.parquet"
+    with pytest.raises(InputError, match=r"out\.parquet: column a is no parquet column .*; write \.jsonl instead"):
+        write_rows(out, [{"a": 1}, {"a": "x"}])
+    assert list(tmp_path.iterdir()) == []
+    write_rows(out, [{"a": 1}, {"b": "x"}])
+    assert [row for _, row in read_rows(SourceRecipe(path=str(out)))] == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
+
+
+def test_a_disk_that_refuses_is_named(tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(RunError, match=r"cannot write .*out\.jsonl: .*; check the path and the disk"):
+        write_rows(tmp_path / "file" / "out.jsonl", [{"a": 1}])
 
 
 def test_malformed_rows_raise_nothing():

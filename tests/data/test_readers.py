@@ -101,6 +101,13 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path):
     assert read(tmp_path) == numbered("a.jsonl", ROWS[2:]) + numbered("b/one.jsonl", ROWS[:2])
 
 
+def test_many_files_are_in_order(tmp_path):
+    names = [f"train-{n:05}.jsonl" for n in range(20)]
+    for name in [*names[10:], *names[:10]]:
+        write_lines(tmp_path / name, ROWS[:1])
+    assert [origin for origin, _ in read(tmp_path)] == [f"{name} row 1" for name in names]
+
+
 def test_reading_is_lazy(tmp_path):
     path = tmp_path / "train.jsonl"
     write_lines(path, ROWS * 10_000)

@@ -139,7 +139,7 @@ def check_text(text: str, where: str) -> None:
 def kind_of(value: Any) -> str:
     """The type in the words of the data and not of Python."""
     names = {"NoneType": "null", "str": "text", "dict": "an object", "list": "a list"}
-    return names.get(type(value).__name__, f"of type {type(value).__name__}")
+    return names.get(type(value).__name__, f"a value of type {type(value).__name__}")
 
 
 def short(value: Any) -> str:
