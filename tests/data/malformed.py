@@ -9,6 +9,7 @@ import numpy as np
 USER = {"role": "user", "content": "What is 2 + 2?"}
 GOOD = {"role": "assistant", "content": "4"}
 BAD = {"role": "assistant", "content": "5"}
+BLANK = {"role": "assistant", "content": " \n"}
 SYSTEM = {"role": "system", "content": "Be short."}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
 TOOL = {"role": "tool", "content": "4"}

@@ -4,112 +4,24 @@ import copy
 import json
 import math
 import re
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from posttrain.data.examples import ROW_FUNCTIONS, Example, read_examples
+from posttrain.data.examples import ROW_FUNCTIONS, read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.rows import Conversation, Pair, Prompt, Verdict
 from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
-from posttrain.seeds import random_stream
-from tests.data.malformed import BAD, CALL, GOOD, SYSTEM, TOOL, TOOLS, USER, VALID, deep, malformed
+from tests.data.malformed import BAD, BLANK, CALL, GOOD, SYSTEM, TOOL, TOOLS, USER, VALID, deep
+from tests.data.valid import check
 
 KINDS = {"conversation": Conversation, "pair": Pair, "verdict": Verdict, "prompt": Prompt}
 COLUMNS = ColumnsRecipe()
-BLANK = {"role": "assistant", "content": " \n"}
 
 
 def made(kind: str, row: Any, **columns: str) -> Any:
     return ROW_FUNCTIONS[kind](row, "rows row 1", ColumnsRecipe(**columns))
-
-
-def check(example: Example) -> None:
-    """That an example keeps every promise of `posttrain.data.rows`; written without the code that makes examples."""
-    letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
-
-    def spoken(messages, answer_at_end):
-        assert isinstance(messages, list)
-        for message in messages:
-            assert isinstance(message["content"], str)
-            assert None not in message.values()
-            assert type(message.get("train", True)) is bool
-            assert type(message.get("primer", "")) is str
-            if message["role"] == "assistant" and not message["content"].strip():
-                assert len(message["tool_calls"]) > 0
-        roles = "".join(letters[message["role"]] for message in messages)
-        assert re.match(r"[su]", roles)
-        assert not re.search(r"aa|[su]t", roles)
-        assert "".join(m["content"] for m in messages[: (roles + "a").index("a")]).strip()
-        if answer_at_end is not None:
-            assert (roles[-1] == "a") == answer_at_end
-        return roles
-
-    def learnable(messages):
-        assert any(m["role"] == "assistant" and m.get("train", True) for m in messages)
-
-    if isinstance(example, Conversation):
-        assert "a" in spoken(example.messages, None)
-    elif isinstance(example, Prompt):
-        spoken(example.messages, False)
-        json.dumps(copy.deepcopy(example.row), default=str, ensure_ascii=False).encode()
-    elif isinstance(example, Verdict):
-        assert type(example.good) is bool
-        spoken(example.prompt, False)
-        spoken(example.prompt + example.completion, True)
-        learnable(example.completion)
-    else:
-        assert isinstance(example, Pair)
-        for side in (example.chosen, example.rejected):
-            assert side
-            spoken(example.prompt + side, True)
-            learnable(side)
-        chosen, rejected = (
-            [{key: value for key, value in m.items() if key not in ("train", "primer")} for m in side]
-            for side in (example.chosen, example.rejected)
-        )
-        assert chosen != rejected
-        assert example.margin is None or (type(example.margin) is float and 0 <= example.margin < math.inf)
-    assert example.domain is None or (isinstance(example.domain, str) and example.domain)
-    assert example.tools is None or (example.tools and all(isinstance(tool, dict) for tool in example.tools))
-    parts = asdict(example)
-    parts.pop("row", None)
-    json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()
-
-
-TWO = ([USER], [GOOD], [BAD], "o")
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        Conversation([USER], "o"),
-        Conversation([GOOD], "o"),
-        Conversation([USER, GOOD, GOOD], "o"),
-        Conversation([USER, TOOL, GOOD], "o"),
-        Conversation([USER, BLANK], "o"),
-        Conversation([{**USER, "content": ""}, GOOD], "o"),
-        Conversation([{**USER, "content": None}, GOOD], "o"),
-        Conversation([USER, {**GOOD, "train": 1}], "o"),
-        Conversation([USER, {**GOOD, "content": "\ud800"}], "o"),
-        Conversation([USER, GOOD], "o", tools=[1]),
-        Conversation([USER, GOOD], "o", domain=""),
-        Prompt([USER, GOOD], "o"),
-        Verdict([USER], [GOOD], 1, "o"),
-        Verdict([USER], [], True, "o"),
-        Pair([USER], [GOOD], [GOOD], "o"),
-        Pair([USER], [], [BAD], "o"),
-        Pair([USER], [{**GOOD, "train": False}], [BAD], "o"),
-        Pair(*TWO, margin=math.nan),
-        Pair(*TWO, margin=-1.0),
-    ],
-)
-def test_the_check_refuses_invalid_examples(example):
-    with pytest.raises((AssertionError, KeyError, AttributeError, UnicodeEncodeError)):
-        check(example)
-    check(Pair(*TWO))
 
 
 @pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in VALID.items() for row in rows])
@@ -376,67 +288,3 @@ def test_a_source_that_is_not_there_is_an_error_before_any_row_is_read(tmp_path)
     path.write_text('{"prompt": "q"}')
     with pytest.raises(InputError, match=r"missing\.jsonl"):
         read_examples("prompt", [SourceRecipe(path=str(path)), SourceRecipe(path="missing.jsonl")], COLUMNS, Problems())
-
-
-# Over ten thousand rows that nobody should have written.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_malformed_rows_never_raise_and_never_come_out_invalid(kind):
-    draws = random_stream("test", "malformed", kind)
-    used, problems = 0, Problems()
-    for number, row in enumerate(malformed(kind, 2_600, draws), 1):
-        example = made(kind, row)
-        if isinstance(example, str):
-            problems.add_text(example, f"rows row {number}")
-            continue
-        assert type(example) is KINDS[kind]
-        check(example)
-        used += 1
-    # Neither part of the test is empty, and the rows fail in many ways.
-    assert used > 100
-    assert problems.total > 1_000
-    assert len(problems.summary()) >= {"prompt": 8}.get(kind, 12)
-    assert used + problems.total == 2_600
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_malformed_rows_through_a_file(tmp_path, kind):
-    draws = random_stream("test", "malformed file", kind)
-    path = tmp_path / "train.jsonl"
-    with path.open("wb") as file:
-        for row in malformed(kind, 500, draws):
-            try:
-                line = bytearray(json.dumps(row, ensure_ascii=bool(draws.integers(2))).encode("utf-8", "surrogatepass"))
-            except (TypeError, ValueError, RecursionError):
-                line = bytearray(b"not JSON")
-            if draws.random() < 0.1 and line:
-                line[draws.integers(len(line))] = draws.integers(128, 256)
-            file.write(line + b"\n")
-    problems = Problems()
-    examples = list(read_examples(kind, [SourceRecipe(path=str(path))], COLUMNS, problems))
-    for example in examples:
-        check(example)
-    assert len(examples) == problems.used > 10
-    assert problems.used + problems.total == 500
-    assert any(line.startswith("broken UTF-8", line.index(": ") + 2) for line in problems.summary())
-
-
-@pytest.mark.parametrize("kind", ["conversation", "pair", "verdict"])
-def test_what_is_left_of_malformed_rows_can_be_tokenised(tiny_model, kind):
-    transformers = pytest.importorskip("transformers")
-    from posttrain.data.rendering import Renderer
-    from posttrain.data.tokens import tokenise
-    from posttrain.recipe.data import DataRecipe
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
-    renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
-    recipe = DataRecipe.model_validate({"train": "unread.jsonl", "max_tokens": 512})
-    draws = random_stream("test", "malformed tokens", kind)
-    examples = [row for row in (made(kind, row) for row in malformed(kind, 1_000, draws)) if not isinstance(row, str)]
-    problems = Problems()
-    rows = list(tokenise(examples, recipe, renderer, "assistant", problems))
-    assert len(rows) > 20
-    assert len(rows) + problems.total == len(examples)
-    for row in rows:
-        assert all(stream.trained.any() for stream in row.streams)

@@ -1,0 +1,112 @@
+"""Over ten thousand rows that nobody should have written."""
+
+import json
+import math
+
+import pytest
+
+from posttrain.data.examples import ROW_FUNCTIONS, read_examples
+from posttrain.data.problems import Problems
+from posttrain.data.rows import Conversation, Pair, Prompt, Verdict
+from posttrain.recipe.data import ColumnsRecipe, DataRecipe, SourceRecipe
+from posttrain.seeds import random_stream
+from tests.data.malformed import BAD, BLANK, GOOD, TOOL, USER, malformed
+from tests.data.valid import check
+
+KINDS = {"conversation": Conversation, "pair": Pair, "verdict": Verdict, "prompt": Prompt}
+COLUMNS = ColumnsRecipe()
+TWO = ([USER], [GOOD], [BAD], "o")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        Conversation([USER], "o"),
+        Conversation([GOOD], "o"),
+        Conversation([USER, GOOD, GOOD], "o"),
+        Conversation([USER, TOOL, GOOD], "o"),
+        Conversation([USER, BLANK], "o"),
+        Conversation([{**USER, "content": ""}, GOOD], "o"),
+        Conversation([{**USER, "content": None}, GOOD], "o"),
+        Conversation([USER, {**GOOD, "train": 1}], "o"),
+        Conversation([USER, {**GOOD, "content": "\ud800"}], "o"),
+        Conversation([USER, GOOD], "o", tools=[1]),
+        Conversation([USER, GOOD], "o", domain=""),
+        Prompt([USER, GOOD], "o"),
+        Verdict([USER], [GOOD], 1, "o"),
+        Verdict([USER], [], True, "o"),
+        Pair([USER], [GOOD], [GOOD], "o"),
+        Pair([USER], [], [BAD], "o"),
+        Pair([USER], [{**GOOD, "train": False}], [BAD], "o"),
+        Pair(*TWO, margin=math.nan),
+        Pair(*TWO, margin=-1.0),
+    ],
+)
+def test_the_check_refuses_invalid_examples(example):
+    with pytest.raises((AssertionError, KeyError, AttributeError, UnicodeEncodeError)):
+        check(example)
+    check(Pair(*TWO))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_malformed_rows_never_raise_and_never_come_out_invalid(kind):
+    draws = random_stream("test", "malformed", kind)
+    used, problems = 0, Problems()
+    for number, row in enumerate(malformed(kind, 2_600, draws), 1):
+        example = ROW_FUNCTIONS[kind](row, "rows row 1", COLUMNS)
+        if isinstance(example, str):
+            problems.add_text(example, f"rows row {number}")
+            continue
+        assert type(example) is KINDS[kind]
+        check(example)
+        used += 1
+    # Neither part of the test is empty, and the rows fail in many ways.
+    assert used > 100
+    assert problems.total > 1_000
+    assert len(problems.summary()) >= {"prompt": 8}.get(kind, 12)
+    assert used + problems.total == 2_600
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_malformed_rows_through_a_file(tmp_path, kind):
+    draws = random_stream("test", "malformed file", kind)
+    path = tmp_path / "train.jsonl"
+    with path.open("wb") as file:
+        for row in malformed(kind, 500, draws):
+            try:
+                line = bytearray(json.dumps(row, ensure_ascii=bool(draws.integers(2))).encode("utf-8", "surrogatepass"))
+            except (TypeError, ValueError, RecursionError):
+                line = bytearray(b"not JSON")
+            if draws.random() < 0.1 and line:
+                line[draws.integers(len(line))] = draws.integers(128, 256)
+            file.write(line + b"\n")
+    problems = Problems()
+    examples = list(read_examples(kind, [SourceRecipe(path=str(path))], COLUMNS, problems))
+    for example in examples:
+        check(example)
+    assert len(examples) == problems.used > 10
+    assert problems.used + problems.total == 500
+    assert any(line.startswith("broken UTF-8", line.index(": ") + 2) for line in problems.summary())
+
+
+@pytest.mark.parametrize("kind", ["conversation", "pair", "verdict"])
+def test_what_is_left_of_malformed_rows_can_be_tokenised(tiny_model, kind):
+    transformers = pytest.importorskip("transformers")
+    from posttrain.data.rendering import Renderer
+    from posttrain.data.tokens import tokenise
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+    recipe = DataRecipe.model_validate({"train": "unread.jsonl", "max_tokens": 512})
+    draws = random_stream("test", "malformed tokens", kind)
+    examples = [
+        row
+        for row in (ROW_FUNCTIONS[kind](row, "rows row 1", COLUMNS) for row in malformed(kind, 1_000, draws))
+        if not isinstance(row, str)
+    ]
+    problems = Problems()
+    rows = list(tokenise(examples, recipe, renderer, "assistant", problems))
+    assert len(rows) > 20
+    assert len(rows) + problems.total == len(examples)
+    for row in rows:
+        assert all(stream.trained.any() for stream in row.streams)

@@ -1,0 +1,63 @@
+"""What a valid example is, written without the code that makes examples."""
+
+import copy
+import json
+import math
+import re
+from dataclasses import asdict
+
+from posttrain.data.examples import Example
+from posttrain.data.rows import Conversation, Pair, Prompt, Verdict
+
+
+def check(example: Example) -> None:
+    """That an example keeps every promise of `posttrain.data.rows`."""
+    letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+
+    def spoken(messages, answer_at_end):
+        assert isinstance(messages, list)
+        for message in messages:
+            assert isinstance(message["content"], str)
+            assert None not in message.values()
+            assert type(message.get("train", True)) is bool
+            assert type(message.get("primer", "")) is str
+            if message["role"] == "assistant" and not message["content"].strip():
+                assert len(message["tool_calls"]) > 0
+        roles = "".join(letters[message["role"]] for message in messages)
+        assert re.match(r"[su]", roles)
+        assert not re.search(r"aa|[su]t", roles)
+        assert "".join(m["content"] for m in messages[: (roles + "a").index("a")]).strip()
+        if answer_at_end is not None:
+            assert (roles[-1] == "a") == answer_at_end
+        return roles
+
+    def learnable(messages):
+        assert any(m["role"] == "assistant" and m.get("train", True) for m in messages)
+
+    if isinstance(example, Conversation):
+        assert "a" in spoken(example.messages, None)
+    elif isinstance(example, Prompt):
+        spoken(example.messages, False)
+        json.dumps(copy.deepcopy(example.row), default=str, ensure_ascii=False).encode()
+    elif isinstance(example, Verdict):
+        assert type(example.good) is bool
+        spoken(example.prompt, False)
+        spoken(example.prompt + example.completion, True)
+        learnable(example.completion)
+    else:
+        assert isinstance(example, Pair)
+        for side in (example.chosen, example.rejected):
+            assert side
+            spoken(example.prompt + side, True)
+            learnable(side)
+        chosen, rejected = (
+            [{key: value for key, value in m.items() if key not in ("train", "primer")} for m in side]
+            for side in (example.chosen, example.rejected)
+        )
+        assert chosen != rejected
+        assert example.margin is None or (type(example.margin) is float and 0 <= example.margin < math.inf)
+    assert example.domain is None or (isinstance(example.domain, str) and example.domain)
+    assert example.tools is None or (example.tools and all(isinstance(tool, dict) for tool in example.tools))
+    parts = asdict(example)
+    parts.pop("row", None)
+    json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()
