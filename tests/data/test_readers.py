@@ -1,6 +1,7 @@
 """Files, directories and the hub as rows with their places; broken ones cost no more than what is broken."""
 
 import datetime
+import gzip
 import json
 import time
 from decimal import Decimal
@@ -320,3 +321,18 @@ def test_a_hub_that_goes_away_stops_the_run(hub):
     hub(rows)
     with pytest.raises(RunError, match=r"owner/name train: reading stopped after row 1 \(gone\)"):
         read("owner/name")
+
+
+def test_packed_lines_are_read_up_to_a_break(tmp_path):
+    rows = [{"number": number, "text": str(number) * 50} for number in range(400)]
+    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    (tmp_path / "rows.jsonl.gz").write_bytes(packed)
+    found = list(read_rows(SourceRecipe(path=str(tmp_path / "rows.jsonl.gz"))))
+    assert [row for _, row in found] == rows
+    assert found[11][0] == "rows.jsonl.gz row 12"
+    (tmp_path / "rows.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    *whole, (origin, problem) = read_rows(SourceRecipe(path=str(tmp_path / "rows.jsonl.gz")))
+    assert [row for _, row in whole] == rows[: len(whole)]
+    assert origin == "rows.jsonl.gz"
+    assert isinstance(problem, str)
+    assert problem.startswith("broken file: ")

@@ -8,9 +8,9 @@ import pytest
 
 from posttrain.environments.game import play
 from posttrain.recipe.components import ENVIRONMENTS, environment_class, environment_recipe
+from posttrain.seeds import random_stream
 
 WHOLE = [name for name in ENVIRONMENTS if environment_class(name).self_contained]
-from posttrain.seeds import random_stream
 
 VARIANTS = [
     {"type": "bandit"},

@@ -3,7 +3,7 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,6 +21,13 @@ class Kind(StrEnum):
     CONVERSATION = "conversation"
     PAIR = "pair"
     VERDICT = "verdict"
+
+
+_KINDS: dict[Kind, Literal["conversation", "pair", "verdict"]] = {
+    Kind.CONVERSATION: "conversation",
+    Kind.PAIR: "pair",
+    Kind.VERDICT: "verdict",
+}
 
 
 class LossOn(StrEnum):
@@ -94,8 +101,9 @@ def inspect(
     assert recipe.data is not None
     tokenizer = load_tokenizer(recipe.model)
     renderer = Renderer(tokenizer, load_end_tokens(model, tokenizer))
-    chosen = Kind(kind).value if kind else None
-    inspect_rows(recipe.data, chosen, renderer, loss_on.value, rows, limit, Console(highlight=False))
+    inspect_rows(
+        recipe.data, _KINDS[kind] if kind else None, renderer, loss_on.value, rows, limit, Console(highlight=False)
+    )
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -48,14 +48,16 @@ def inspect_rows(
 
 def _kind(recipe: DataRecipe) -> Kind:
     """Told from the columns of the first row that can be read."""
-    names, columns = set(), recipe.columns
+    first: dict[str, Any] = {}
+    columns = recipe.columns
     for _, row in read_rows(recipe.train[0]):
         if isinstance(row, dict):
-            names = set(row)
+            first = row
             break
+    names = set(first)
     if {columns.chosen, columns.rejected} <= names:
         return "pair"
-    if columns.messages not in names and {columns.completion, columns.label} <= names:
+    if columns.messages not in names and columns.completion in names and first.get(columns.label) in (True, False):
         return "verdict"
     if columns.messages in names or columns.completion in names:
         return "conversation"

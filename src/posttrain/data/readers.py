@@ -5,10 +5,12 @@ A row that cannot be read comes out as the text of its problem, and the rows aft
 
 import csv
 import datetime
+import gzip
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -38,11 +40,11 @@ def read_rows(source: SourceRecipe) -> Iterator[Row]:
     """
     path = Path(source.path).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _FORMATS and _visible(file, path))
+        files = sorted(file for file in path.rglob("*") if _suffix(file) in _FORMATS and _visible(file, path))
         if not files:
             raise InputError(f"{source.path}: the directory holds no {', '.join(_FORMATS)} file; name another")
         return chain.from_iterable(_read_file(file, str(file.relative_to(path))) for file in files)
-    suffix = path.suffix.lower()
+    suffix = _suffix(path)
     if path.exists():
         if suffix not in _FORMATS:
             raise InputError(
@@ -83,18 +85,38 @@ def _read_file(file: Path, name: str) -> Iterator[Row]:
         file.open("rb").close()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); correct its permissions") from error
-    return _FORMATS[file.suffix.lower()](file, name)
+    return _FORMATS[_suffix(file)](file, name)
+
+
+def _suffix(file: Path) -> str:
+    """The suffix that tells the format, in small letters; `.jsonl.gz` is one."""
+    name = file.name.lower()
+    return ".jsonl.gz" if name.endswith(".jsonl.gz") else file.suffix.lower()
+
+
+def _read_packed_lines(file: Path, name: str) -> Iterator[Row]:
+    """JSON lines in a gzip file; a file that breaks off gives the rows before the break."""
+    with gzip.open(file, "rb") as lines:
+        try:
+            yield from _lines(lines, name)
+        except (OSError, EOFError, zlib.error) as error:
+            yield name, f"{BROKEN_FILE}: {_first_line(error)}"
 
 
 def _read_lines(file: Path, name: str) -> Iterator[Row]:
-    """JSON lines. Lines end at a newline byte, so that one broken line cannot spoil another."""
-    number = 0
+    """JSON lines."""
     with file.open("rb") as lines:
-        for place, line in enumerate(lines):
-            content = line.removeprefix(_MARK) if place == 0 else line
-            if content.strip():
-                number += 1
-                yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
+        yield from _lines(lines, name)
+
+
+def _lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    """Lines end at a newline byte, so that one broken line cannot spoil another."""
+    number = 0
+    for place, line in enumerate(lines):
+        content = line.removeprefix(_MARK) if place == 0 else line
+        if content.strip():
+            number += 1
+            yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
 
 
 def _parsed_line(line: bytes) -> dict[str, Any] | str:
@@ -281,6 +303,7 @@ def _first_line(error: BaseException) -> str:
 _FORMATS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_lines,
+    ".jsonl.gz": _read_packed_lines,
     ".json": _read_json,
     ".csv": _read_csv,
 }

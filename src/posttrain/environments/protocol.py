@@ -72,6 +72,11 @@ class Environment(ABC):
     def step(self, action: str) -> Step:
         """Play the policy's answer `action` (text, as sampled). Raises RuntimeError after the last step."""
 
+    @classmethod
+    def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
+        """What the user should know of the tasks of these seeds before a run; InputError where a seed has no task."""
+        return []
+
     def expert(self) -> str:
         """The answer text of an optimal policy in the current state; NotImplementedError where none is known."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")

@@ -108,6 +108,31 @@ class TextTask(Environment):
         _require_gym(recipe.reasoning_gym.model_dump_json())
         return None
 
+    @classmethod
+    def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
+        """Rows that are left out, and held-out prompts that are also trained on, which flatter the evaluation."""
+        assert isinstance(recipe, TextTaskRecipe)
+        if recipe.reasoning_gym is not None:
+            cls.task_count(recipe)
+            return []
+        table = prompt_table(recipe)
+        for key, seeds in (
+            ("seeds", training),
+            ("evaluation.seeds", held_out[0]),
+            ("evaluation.final_seeds", held_out[-1]),
+        ):
+            if seeds.stop > len(table.rows):
+                raise InputError(
+                    f"{key} go to {seeds.stop - 1}, but environment.prompts has {len(table.rows)} usable rows (0 to "
+                    f"{len(table.rows) - 1}), and a seed is a row; set `{key}.start` and `{key}.count`"
+                )
+        trained = {_text_of(table.rows[seed]) for seed in training}
+        known = sum(_text_of(table.rows[seed]) in trained for seeds in held_out for seed in seeds)
+        messages = table.problems.summary()
+        if known:
+            messages.append(f"{known} of the held-out prompts are also trained on, word for word; move them apart")
+        return messages
+
     def reset(self, seed: int) -> Observation:
         """Show the prompt of row `seed`; InputError for a seed beyond the last row."""
         gym = self.recipe.reasoning_gym
@@ -304,6 +329,10 @@ def _own_chance(seed: int) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+def _text_of(prompt: Prompt) -> str:
+    return json.dumps(prompt.messages, sort_keys=True)
 
 
 def _reference(row: dict[str, Any]) -> str | None:

@@ -50,7 +50,13 @@ class RewardModel(TrainedModel):
         ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
         hidden = hidden_states(self.model, ids, positions, row.layout)
         last = hidden[torch.from_numpy(row.last).to(self.device)]
-        return transformer(self.model).score(last)[:, 0].float()
+        # In float32 whatever the weights are in: rewards that are close should not become equal.
+        return torch.nn.functional.linear(last.float(), self._head().weight.float())[:, 0]
+
+    def _head(self) -> torch.nn.Linear:
+        head = transformer(self.model).score
+        # peft keeps a trained copy of the head beside the original one.
+        return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
     def export(self, directory: Path) -> None:
         if self.recipe.lora is not None and self.recipe.lora.export == "adapter":

@@ -9,8 +9,8 @@ from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRec
 def notes(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each value to look at twice."""
     found: list[str] = []
-    trained = not isinstance(recipe, EvaluateRecipe)
-    if trained and recipe.optimizer.schedule == "constant" and _given(recipe.optimizer, "final_fraction"):
+    optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
+    if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         found += _rows(recipe)

@@ -100,8 +100,8 @@ def _resolved(
             raise InputError(f"{where}: model.path and from: {upstream} both say which model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
     layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, entry.origins)]
-    at = {("model", "path"): where for where in [entry.origin(("from",))] if where is not None}
-    given = merge([*layers, Layer(place, at)])
+    where = entry.origin(("from",))
+    given = merge([*layers, Layer(place, {("model", "path"): where} if where else {})])
     inputs: list[str] = []
     given = Layer(_with_models(given.values, (), given, directory, earlier, names, inputs), given.origins)
     stage = given.values.get("stage")

@@ -19,6 +19,18 @@ from posttrain.training.measure import EVALUATED, START, TRAINED
 _TITLES = {"random": "random policy", "optimal": "optimal policy", TRAINED: "trained model", EVALUATED: "model"}
 
 
+def check_tasks(recipe: RlRecipe | EvaluateRecipe) -> list[str]:
+    """What the environment has to say of the recipe's seeds; InputError where one of them has no task."""
+    evaluation = recipe.evaluation
+    held_out = [range(s.start, s.stop) for s in (evaluation.seeds, evaluation.final_seeds)]
+    training = range(0)
+    if isinstance(recipe, RlRecipe):
+        training = range(recipe.seeds.start, recipe.seeds.stop)
+    else:
+        held_out = held_out[1:]
+    return environment_class(recipe.environment.type).check_tasks(recipe.environment, training, held_out)
+
+
 class Playing:
     """The engine, and held-out episodes as a `Measure`."""
 

@@ -21,7 +21,7 @@ from posttrain.training.forward import logprobs, token_forward
 from posttrain.training.guards import Guards
 from posttrain.training.learner import Learner, Totals, add_totals, means
 from posttrain.training.objectives import PolicyObjective
-from posttrain.training.playing import Playing
+from posttrain.training.playing import Playing, check_tasks
 from posttrain.training.reward_scorer import RunningStatistics, open_scorer
 from posttrain.training.scoring import samples_of, score
 from posttrain.training.statistics import StepCounters, rollout_metrics
@@ -32,12 +32,13 @@ from posttrain.training.trainer import Trainer
 def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
     """Train a policy in an environment; everything it produces is in `run`."""
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
+    about_tasks = check_tasks(recipe)
     policy = Policy(recipe.model, recipe.seed)
     forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
     trainer = Trainer(recipe, run, policy, forward, total_steps=recipe.steps, total_updates=updates)
     scorer = open_scorer(recipe.reward, policy)
     playing = Playing(recipe, policy, run, scorer)
-    trainer.measures, trainer.messages = [playing], playing.about_the_template()
+    trainer.measures, trainer.messages = [playing], [*about_tasks, *playing.about_the_template()]
     trainer.choice = playing.choice(recipe.evaluation.metric)
     tasks, kl, guards = TaskOrder(recipe.seeds, recipe.seed), KlController(recipe.kl), Guards(recipe.guards)
     running = RunningStatistics(recipe.reward)

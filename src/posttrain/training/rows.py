@@ -142,7 +142,7 @@ class StreamedRows:
         self.recipe = recipe
         self.rows_per_update = rows_per_update
         self.seed = seed
-        self._read: Callable[[], Iterator[TokenRow]] = lambda: tokenise(
+        self._read: Callable[[Problems], Iterator[TokenRow]] = lambda problems: tokenise(
             read_examples(kind, recipe.train, recipe.columns, problems, recipe.max_rows),
             recipe,
             renderer,
@@ -154,13 +154,16 @@ class StreamedRows:
         self._next_step = -1
 
     def batch(self, step: int) -> list[TokenRow]:
+        """The next rows; InputError, if `strict`, as soon as one of those read cannot be used."""
         if step != self._next_step:
             # After a resume: the same rows are drawn again up to where the run was.
             self._drawn = self._draw()
             for _ in islice(self._drawn, step * self.rows_per_update):
                 pass
         self._next_step = step + 1
-        return list(islice(self._drawn, self.rows_per_update))
+        rows = list(islice(self._drawn, self.rows_per_update))
+        self._problems.raise_if(self.recipe.strict)
+        return rows
 
     def _draw(self) -> Iterator[TokenRow]:
         epoch = 0
@@ -168,7 +171,8 @@ class StreamedRows:
             held: list[TokenRow] = []
             draws = random_stream(self.seed, "streamed rows", epoch)
             found = 0
-            for row in self._read():
+            # What is wrong with the rows is counted when they are first read.
+            for row in self._read(self._problems if epoch == 0 else Problems()):
                 found += 1
                 held.append(row)
                 if len(held) >= self.recipe.shuffle_rows:
