@@ -73,6 +73,9 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
             rows["reference model"] = (width * sizes.parameters, "a second copy of the model as it starts")
         else:
             rows["reference model"] = (0, "the policy with its adapters off")
+    if isinstance(recipe, RlRecipe) and recipe.reward is not None:
+        size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
+        rows["reward model"] = (size, "if it is as large as the policy")
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
     if recipe.model.gradient_checkpointing:
         per_token = width * (sizes.layers * sizes.hidden + _layer_activations(sizes))
