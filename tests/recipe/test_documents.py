@@ -1,0 +1,316 @@
+"""The recipes of the HelpSteer3 and rationale experiments: they resolve, say what their pages say, and run."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.cli.main import main
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.notes import notes
+from posttrain.recipe.pipeline import load_pipeline
+from posttrain.runs.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+STAGES = {
+    "recipes/helpsteer3/reward.yaml": "reward",
+    "recipes/helpsteer3/rl.yaml": "rl",
+    "recipes/rlhf/sft.yaml": "sft",
+    "recipes/rlhf/dpo.yaml": "dpo",
+    "recipes/rlhf/reward.yaml": "reward",
+}
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("helpsteer3", "rlhf")}
+SECTIONS = {
+    found[1]: found[2]
+    for page in PAGES.values()
+    for found in re.finditer(r"^## [^\n]*`(recipes/\S+)`\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+}
+"""Path of a recipe -> the section of a page about it."""
+HELPSTEER_ROWS = 40
+"""Of each split."""
+SPLITS = {"train": 0, "validation": 1001}
+"""Split -> number of its first row."""
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def table(section):
+    """The cells of the rows below the headings of the section's table."""
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    assert lines[0] == "| theirs | theirs value | our key | our value | what differs and why |"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def flags_of(section):
+    """The flags of the original command with their values; `set` where there is none."""
+    command = next(block for block in re.findall(r"```\n(.*?)```", section, re.S) if "\n\nposttrain" in block)
+    words = shlex.split(command.split("\n\n")[0].replace("\\\n", " "))
+    flags = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--") and word != "--module":
+            flags[word] = "set" if after.startswith("--") else after
+    return flags
+
+
+def values_at(values, key):
+    """What the dumped recipe says at a dotted key; a list of sources is its paths."""
+    for part in key.split("."):
+        values = values[part]
+    if isinstance(values, list) and values and isinstance(values[0], dict):
+        values = [source["path"] for source in values]
+        values = values[0] if len(values) == 1 else values
+    return values
+
+
+@pytest.mark.parametrize("path", STAGES)
+def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
+    assert main([STAGES[path], path, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"recipe ({STAGES[path]})" in said
+    assert "note:" not in said
+    assert notes(load_recipe([path], [], STAGES[path])) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "chain"),
+    [
+        ("helpsteer3", [("reward", [], "Qwen/Qwen3-8B"), ("rl", ["reward"], "Qwen/Qwen3-8B")]),
+        (
+            "rlhf",
+            [
+                ("sft", [], "Qwen/Qwen3-4B"),
+                ("dpo", ["sft"], "runs/rlhf/sft/model"),
+                ("reward", ["sft"], "runs/rlhf/sft/model"),
+            ],
+        ),
+    ],
+)
+def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
+    file = f"recipes/{folder}/pipeline.yaml"
+    assert main(["pipeline", file, "--dry-run"]) == 0
+    assert "note:" not in capsys.readouterr().out
+    stages = load_pipeline(file, []).stages
+    assert [(stage.name, stage.inputs, stage.recipe.model.path) for stage in stages] == chain
+    for stage in stages:
+        alone = load_recipe([f"recipes/{folder}/{stage.name}.yaml"], [], stage.name).model_dump()
+        chained = stage.recipe.model_dump()
+        differing = {key for key in alone if alone[key] != chained[key]}
+        assert differing <= {"name", "runs", *({"model"} if stage.upstream else {"reward"})}
+    if folder == "helpsteer3":
+        assert stages[1].recipe.reward.path == "runs/helpsteer3/reward/model"
+
+
+@pytest.mark.parametrize("path", STAGES)
+def test_the_table_says_what_the_recipe_says(path):
+    recipe = load_recipe([path], [], STAGES[path]).model_dump(mode="json")
+    checked = 0
+    for theirs, _, keys, values, _ in table(SECTIONS[path]):
+        assert len(quoted(keys)) == len(quoted(values)), theirs
+        assert quoted(keys) or (keys, values) == ("–", "–"), theirs
+        for key, value in zip(quoted(keys), quoted(values), strict=True):
+            # As our own overrides are read: YAML, in which 1e-5 is a number.
+            wanted = yaml.safe_load(re.sub(r"^(\d+(\.\d+)?)e", lambda m: f"{float(m[1])}e", value))
+            assert values_at(recipe, key) == wanted, f"{theirs}: {key}"
+            checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("path", STAGES)
+def test_the_table_has_every_flag_of_the_command(path):
+    flags = flags_of(SECTIONS[path])
+    rows = {quoted(theirs)[0]: value.strip("`") for theirs, value, *_ in table(SECTIONS[path]) if theirs[0] == "`"}
+    assert rows == flags
+    assert len(flags) >= 9
+
+
+@pytest.mark.parametrize("path", STAGES)
+def test_what_a_recipe_sets_is_in_the_table(path):
+    """A number that nobody can trace to the original would not be noticed."""
+    named = {key for _, _, keys, _, _ in table(SECTIONS[path]) for key in quoted(keys)}
+    given = yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+    def leaves(value, place=()):
+        if not isinstance(value, dict):
+            return [".".join(place)]
+        return [leaf for key, inner in value.items() for leaf in leaves(inner, (*place, key))]
+
+    # What the first held-out seeds are follows from their number.
+    own = {"stage", "environment.prompts", "evaluation.seeds.start", "evaluation.final_seeds.start"}
+    assert set(leaves(given)) - own <= named
+
+
+def test_the_numbers_of_the_documents_multiply_out():
+    rl = load_recipe(["recipes/helpsteer3/rl.yaml"], [], "rl")
+    answers = rl.rollout.groups_per_step * rl.rollout.episodes_per_group
+    assert answers == 2 * 8 == rl.loss.constant
+    assert rl.steps * answers == 50_000
+    held_out = rl.evaluation.seeds.count + rl.evaluation.final_seeds.count
+    assert rl.seeds.start == held_out == 400
+    for name, updates, share in (("sft", 3 * -(-5000 // 64), 0.03), ("dpo", -(-10_000 // 240), 0.03)):
+        recipe = load_recipe([f"recipes/rlhf/{name}.yaml"], [], name)
+        assert f"{updates} updates" in (ROOT / f"recipes/rlhf/{name}.yaml").read_text()
+        assert recipe.optimizer.warmup_updates == -(-updates * share // 1)
+
+
+def test_every_command_of_the_pages_resolves(capsys):
+    seen = 0
+    for page in PAGES.values():
+        blocks = [block.replace("\\\n", " ") for block in re.findall(r"```\n(.*?)```", page, re.S)]
+        commands = [line for block in blocks for line in block.splitlines() if line.startswith("posttrain ")]
+        commands += re.findall(r"`(posttrain [^`]+)`", re.sub(r"```.*?```", "", page, flags=re.S))
+        for command in commands:
+            verb, *words = shlex.split(command)[1:]
+            if verb == "data" or "install" in words:
+                continue
+            seen += 1
+            assert main([verb, *words, *([] if "--dry-run" in words else ["--dry-run"])]) == 0, command
+            assert "note:" not in capsys.readouterr().out, command
+    assert seen >= 15
+
+
+def helpsteer_rows(start):
+    """Rows as the data set publishes them; the better answer says the word that was asked for."""
+    rows = []
+    for number in range(start, start + HELPSTEER_ROWS):
+        sign = (-1) ** number
+        good, bad = f"Goal {number}", f"Holes {number} Holes"
+        first, second = (good, bad) if sign < 0 else (bad, good)
+        rows.append(
+            {
+                "domain": "general" if number % 3 else "stem",
+                "language": "english" if number % 8 else "python",
+                "context": [{"role": "user", "content": f"Task {number}: say Goal."}],
+                "response1": first,
+                "response2": second,
+                "overall_preference": sign * (1 + number % 3) if number % 10 else 0,
+                "individual_preference": [
+                    {"score": sign, "reasoning": f"Response {1 if sign < 0 else 2} is better.", "feedback1": ""}
+                ],
+            }
+        )
+    return rows
+
+
+def write_jsonl(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def updates_of(run):
+    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
+
+
+@pytest.mark.timeout(300)
+def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeypatch, capsys):
+    """The commands and the code of the page, in their order, with a tiny model."""
+    sources = {name: write_jsonl(tmp_path / f"{name}.jsonl", helpsteer_rows(at)) for name, at in SPLITS.items()}
+    monkeypatch.chdir(tmp_path)
+    for name, short in (("train", "train"), ("validation", "val")):
+        assert main(["data", "convert", "helpsteer3", sources[name], "--out", f"data/helpsteer3_{short}.jsonl"]) == 0
+    pairs = [json.loads(line) for line in Path("data/helpsteer3_train.jsonl").read_text().splitlines()]
+    assert len(pairs) > 25
+    assert all(pair["chosen"][-1]["content"].startswith("Goal") for pair in pairs)
+
+    code = re.search(r"```python\n(.*?)```", PAGES["helpsteer3"], re.S)[1]
+    changed = code.replace('"Qwen/Qwen3-8B"', repr(str(tiny_model))).replace(
+        'path="nvidia/HelpSteer3", split=split', 'path=f"{split}.jsonl"'
+    )
+    changed = changed.replace("400)", "6)")
+    assert changed.count("6)") == 1
+    exec(compile(changed, "docs/helpsteer3.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert f"validation: 6 prompts\ntrain: {HELPSTEER_ROWS - 5} prompts" in said
+
+    words = [
+        str(ROOT / "recipes/helpsteer3/pipeline.yaml"),
+        *(
+            f"stages.{stage}.model.{key}"
+            for stage in ("reward", "rl")
+            for key in (f"path={tiny_model}", "dtype=float32")
+        ),
+        "stages.reward.steps=2",
+        "stages.reward.epochs=1",
+        "stages.reward.rows_per_update=4",
+        "stages.reward.data.held_out=4",
+        "stages.reward.optimizer.warmup_updates=1",
+        "stages.reward.data.cache=cache",
+        "stages.rl.steps=2",
+        "stages.rl.reward.dtype=float32",
+        "stages.rl.rollout.tokens_per_turn=6",
+        "stages.rl.seeds.start=6",
+        "stages.rl.seeds.count=20",
+        "stages.rl.evaluation.every=2",
+        "stages.rl.evaluation.seeds.count=2",
+        "stages.rl.evaluation.final_seeds.start=2",
+        "stages.rl.evaluation.final_seeds.count=4",
+    ]
+    assert main(["pipeline", *words, "--only", "reward"]) == 0
+    reward, rl = (tmp_path / "runs" / "helpsteer3" / name for name in ("reward", "rl"))
+    assert len(updates_of(reward)) == 2
+    assert not rl.exists()
+    assert main(["pipeline", *words, "--from", "rl"]) == 0
+    assert [line["step"] for line in updates_of(rl)] == [1, 2]
+    assert all(line["kl/coefficient"] == 0.05 for line in updates_of(rl))
+    assert (rl / "model" / "model.safetensors").is_file()
+    assert (rl / "lineage.json").is_file()
+    capsys.readouterr()
+    assert main(["pipeline", *words]) == 0
+    said = capsys.readouterr().out
+    assert "stage reward: finished, nothing has changed\nstage rl: finished, nothing has changed" in said
+    assert main(["pipeline", *words, "stages.reward.optimizer.learning_rate=2e-5"]) == 0
+    said = capsys.readouterr().out
+    assert "stage reward: runs (its recipe has changed)" in said
+    assert "stage rl: runs (stage reward has changed)" in said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "domain",
+    [
+        "none",
+        pytest.param(
+            "domain",
+            marks=pytest.mark.xfail(
+                raises=AssertionError, strict=True, reason="the final table of sft stops at the loss of a domain"
+            ),
+        ),
+    ],
+)
+def test_the_rationale_pipeline_runs_on_small_data(domain, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--train", "8", "--val", "3", "--test", "3"]
+    assert main(["data", "rationales", "--out", "data/rationales", *sizes]) == 0
+    words = [str(ROOT / "recipes/rlhf/pipeline.yaml"), f"stages.sft.model.path={tiny_model}"]
+    for stage in ("sft", "dpo", "reward"):
+        words += [
+            f"stages.{stage}.{change}"
+            for change in (
+                "model.dtype=float32",
+                "data.cache=cache",
+                "rows_per_update=4",
+                "steps=2",
+                "epochs=1",
+                "evaluation.every=2",
+                "optimizer.warmup_updates=1",
+                "sinks=[]",
+            )
+        ]
+    words += ["stages.dpo.reference_cache=false", f"stages.sft.data.columns.domain={domain}"]
+    assert main(["pipeline", *words]) == 0
+    for stage in ("sft", "dpo", "reward"):
+        run = tmp_path / "runs" / "rlhf" / stage
+        assert [line["step"] for line in updates_of(run)] == [1, 2]
+        assert (run / "model" / "model.safetensors").is_file()
+    config = json.loads((tmp_path / "runs/rlhf/reward/model/config.json").read_text())
+    assert {"mean", "std"} <= set(config)
