@@ -40,6 +40,12 @@ def in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+def blocks(text, language=""):
+    """The fenced blocks in a language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    return [block for name, block in found if name == language]
+
+
 def table(section):
     """The cells of the rows below the headings of the section's table."""
     lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -53,7 +59,7 @@ def quoted(cell):
 
 def flags_of(section):
     """The flags of the original command with their values; `set` where there is none."""
-    command = next(block for block in re.findall(r"```\n(.*?)```", section, re.S) if "\n\nposttrain" in block)
+    command = next(block for block in blocks(section) if "\n\nposttrain" in block)
     words = shlex.split(command.split("\n\n")[0].replace("\\\n", " "))
     flags = {}
     for word, after in zip(words, [*words[1:], "--"], strict=True):
@@ -165,9 +171,9 @@ def test_the_numbers_of_the_documents_multiply_out():
 def test_every_command_of_the_pages_resolves(capsys):
     seen = 0
     for page in PAGES.values():
-        blocks = [block.replace("\\\n", " ") for block in re.findall(r"```\n(.*?)```", page, re.S)]
-        commands = [line for block in blocks for line in block.splitlines() if line.startswith("posttrain ")]
-        commands += re.findall(r"`(posttrain [^`]+)`", re.sub(r"```.*?```", "", page, flags=re.S))
+        lines = [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
+        commands = [line for line in lines if line.startswith("posttrain ")]
+        commands += re.findall(r"`(posttrain [^`]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S))
         for command in commands:
             verb, *words = shlex.split(command)[1:]
             if verb == "data" or "install" in words:
@@ -175,7 +181,7 @@ def test_every_command_of_the_pages_resolves(capsys):
             seen += 1
             assert main([verb, *words, *([] if "--dry-run" in words else ["--dry-run"])]) == 0, command
             assert "note:" not in capsys.readouterr().out, command
-    assert seen >= 15
+    assert seen == 19
 
 
 def helpsteer_rows(start):
@@ -222,7 +228,7 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
     assert len(pairs) > 25
     assert all(pair["chosen"][-1]["content"].startswith("Goal") for pair in pairs)
 
-    code = re.search(r"```python\n(.*?)```", PAGES["helpsteer3"], re.S)[1]
+    code = blocks(PAGES["helpsteer3"], "python")[0]
     changed = code.replace('"Qwen/Qwen3-8B"', repr(str(tiny_model))).replace(
         'path="nvidia/HelpSteer3", split=split', 'path=f"{split}.jsonl"'
     )
