@@ -15,17 +15,27 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     for line in block.splitlines()
 ]
-LONG = ("rl", "sft", "evaluate", "pipeline")
+LONG = ("rl", "sft", "reward", "dpo", "evaluate", "pipeline")
 
 
 @pytest.fixture(autouse=True)
-def in_a_copy(tmp_path, monkeypatch, finished_run):
-    """Run where nothing of the checkout can be changed, with the runs the README speaks of."""
+def in_a_copy(tmp_path, monkeypatch, finished_run, rationales):
+    """Run where nothing of the checkout can be changed, with the runs and the data the README speaks of."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "rationales").symlink_to(rationales)
     for name in ("demo/rl", "first"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name).symlink_to(finished_run)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def rationales(tmp_path_factory):
+    """The data that the README's commands make and read."""
+    from posttrain.data.rationales.dataset import write_dataset
+
+    write_dataset(out := tmp_path_factory.mktemp("data") / "rationales", 0, {"train": 400, "val": 50, "test": 50})
+    return out
 
 
 @pytest.fixture(scope="module")
