@@ -212,7 +212,12 @@ def test_an_inverted_file_is_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("name", "out", "more", "message"),
     [
-        ("helpsteer4", "out.jsonl", {}, "there is no converter 'helpsteer4'; use one of helpsteer3, gsm8k"),
+        (
+            "helpsteer4",
+            "out.jsonl",
+            {},
+            "there is no converter 'helpsteer4'; use one of helpsteer3, helpsteer3_prompts, gsm8k",
+        ),
         ("gsm8k", "out.csv", {}, "rows are written as .jsonl or .parquet"),
         ("gsm8k", "out.jsonl", {"language": "english"}, "gsm8k does not tell languages apart"),
         ("gsm8k", "out.jsonl", {"source": "missing.jsonl"}, "missing.jsonl: there is no such file"),

@@ -29,14 +29,26 @@ _WORDS = re.compile(r"response\s*([12])\s+is\s+(?:the\s+|much\s+|far\s+|slightly
 """An annotator naming the better response."""
 
 
+def helpsteer3_prompts(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
+    """What is to be answered, whatever the preference, or why the row is left out."""
+    if _speaks_otherwise(row, language):
+        return f"language is not {language}"
+    prompt = {"context_messages": row.get("context")}
+    return {**prompt, "domain": row["domain"]} if row.get("domain") is not None else prompt
+
+
+def _speaks_otherwise(row: dict[str, Any], language: str) -> bool:
+    spoken = row.get("language")
+    return language != ANY and not (isinstance(spoken, str) and spoken.lower() == language.lower())
+
+
 def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
     """A preference pair, or why the row gives none.
 
     `overall_preference` goes from -3 (response 1 is much better) to 3 (response 2 is much better), by the data set's
     card; 0 says that they are about the same. The margin is its size.
     """
-    spoken = row.get("language")
-    if language != ANY and not (isinstance(spoken, str) and spoken.lower() == language.lower()):
+    if _speaks_otherwise(row, language):
         return f"language is not {language}"
     preference: Any = row.get("overall_preference")
     if isinstance(preference, bool) or preference not in range(-3, 4):
@@ -163,6 +175,7 @@ class Converter:
 
 CONVERTERS = {
     "helpsteer3": Converter(helpsteer3, "pair", "nvidia/HelpSteer3", language="english", check=check_sign),
+    "helpsteer3_prompts": Converter(helpsteer3_prompts, "prompt", "nvidia/HelpSteer3", language="english"),
     "gsm8k": Converter(gsm8k, "conversation", "openai/gsm8k", subset="main"),
     "ultrafeedback_binarized": Converter(
         ultrafeedback_binarized, "pair", "HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"
@@ -196,11 +209,12 @@ def convert_rows(
     language: str | None = None,
     split: str | None = None,
     limit: int | None = None,
+    shuffle: bool = False,
 ) -> Conversion:
     """Write the rows of the data set `name` to the .jsonl or .parquet file `out`, whole or not at all.
 
     `source`: a local file or directory, or a hub id; None reads the published data set. `limit`: rows written, after
-    the filters. InputError where `out` has another suffix, where `name` or `source` does not exist, where no row is left, and where most of a sample
+    the filters; with `shuffle`, drawn from all of them, in an order of their own. InputError where `out` has another suffix, where `name` or `source` does not exist, where no row is left, and where most of a sample
     contradicts the sign of the preferences.
     """
     converter = CONVERTERS.get(name)
@@ -216,7 +230,7 @@ def convert_rows(
     sample: list[dict[str, Any]] = []
     draws = random_stream("convert", "sign check")
     for origin, row in read_rows(place):
-        if len(written) == limit:
+        if len(written) == limit and not shuffle:
             break
         done.read += 1
         if isinstance(row, str):
@@ -236,6 +250,9 @@ def convert_rows(
             sample.append(row)
         elif (slot := int(draws.integers(len(written)))) < SAMPLE:
             sample[slot] = row
+    if shuffle:
+        order = random_stream("convert", "shuffle").permutation(len(written))[:limit]
+        written = [written[place] for place in order]
     done.written = len(written)
     if not written:
         raise InputError(f"{place.path}: no row to write; {'; '.join(done.lines()[1:]) or 'there are no rows'}")

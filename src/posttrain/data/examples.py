@@ -142,15 +142,27 @@ def verdict(row: Any, origin: str, columns: ColumnsRecipe) -> Verdict | str:
 
 
 def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> Prompt | str:
-    """From a prompt; whatever else the row holds goes with it."""
+    """From a prompt, or from what comes before the last answer of a conversation or of a pair's chosen one; whatever
+    else the row holds goes with it.
+    """
     try:
-        messages = _prompt(_cells(row), columns)
+        messages = _prompt(_cells(row), columns) or _before_answer(row, columns)
         if messages is None:
             raise _absent(row, columns.prompt, columns.context_messages)
         check_value(row, "the row", json_only=False)
         return Prompt(messages, origin, row, _domain(row, columns), _tools(row, columns))
     except Unusable as problem:
         return str(problem)
+
+
+def _before_answer(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:
+    for name in (columns.messages, columns.chosen):
+        if isinstance(row.get(name), list):
+            messages = messages_of(row[name], name)
+            check_conversation(messages)
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            return messages[:last]
+    return None
 
 
 RowFunction = Callable[[Any, str, ColumnsRecipe], Example | str]

@@ -185,11 +185,12 @@ def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:
             ends = np.cumsum(stored["lengths"])[:-1]
             pieces = zip(np.split(stored["ids"], ends), np.split(stored["trained"], ends), strict=True)
             streams = [TokenStream(ids, trained) for ids, trained in pieces]
-            heads, problems = json.loads(stored["heads"].tobytes())
-    except (OSError, ValueError, KeyError):
+            heads, state = json.loads(stored["heads"].tobytes())
+        problems = Problems.from_state(state)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     rows, place = [], 0
     for origin, domain, margin, good, count in heads:
         rows.append(TokenRow(streams[place : place + count], origin, domain, margin, good))
         place += count
-    return rows, Problems.from_state(problems)
+    return rows, problems

@@ -77,6 +77,11 @@ class Environment(ABC):
         """What the user should know of the tasks of these seeds before a run; InputError where a seed has no task."""
         return []
 
+    @classmethod
+    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+        """What to call the task of `seed` in messages."""
+        return f"environment seed {seed}"
+
     def expert(self) -> str:
         """The answer text of an optimal policy in the current state; NotImplementedError where none is known."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")

@@ -45,6 +45,8 @@ class TextTaskRecipe(EnvironmentRecipe):
     """What the columns of `prompts` are called."""
     reasoning_gym: ReasoningGymRecipe | None = None
     """Tasks of reasoning-gym instead of `prompts`; its own verifier scores unless `rule` or `judge` is given."""
+    strict: bool = False
+    """Whether a row that cannot be used is an error; otherwise such rows are left out, counted and named."""
     system: str | None = None
     """System message put before every prompt; it takes the place of one that the row has."""
     rule: str | None = Field(None, pattern=r"^.+:\w+$")
@@ -116,6 +118,7 @@ class TextTask(Environment):
             cls.task_count(recipe)
             return []
         table = prompt_table(recipe)
+        table.problems.raise_if(recipe.strict)
         for key, seeds in (
             ("seeds", training),
             ("evaluation.seeds", held_out[0]),
@@ -132,6 +135,13 @@ class TextTask(Environment):
         if known:
             messages.append(f"{known} of the held-out prompts are also trained on, word for word; move them apart")
         return messages
+
+    @classmethod
+    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+        """The file and row of `seed`."""
+        assert isinstance(recipe, TextTaskRecipe)
+        rows = prompt_table(recipe).rows if recipe.reasoning_gym is None else []
+        return rows[seed].origin if seed < len(rows) else f"environment seed {seed}"
 
     def reset(self, seed: int) -> Observation:
         """Show the prompt of row `seed`; InputError for a seed beyond the last row."""

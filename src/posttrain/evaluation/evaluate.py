@@ -6,8 +6,10 @@ from posttrain.rollout.driver import Place, Player, play_all
 from posttrain.rollout.streams import Episode
 
 
-def evaluate(player: Player, recipe: EvaluationRecipe, run_seed: int) -> tuple[Evaluation, list[Episode]]:
-    """Play every held-out seed; returns the summary and the episodes.
+def evaluate(
+    player: Player, recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
+) -> tuple[Evaluation, list[Episode]]:
+    """Play every held-out seed that is not `left_out`; returns the summary and the episodes.
 
     The random numbers depend on the run seed and the held-out seed alone, so two evaluations of one run differ by
     the policy and by nothing else. `player.sampling` should be `recipe.sampling`.
@@ -15,6 +17,7 @@ def evaluate(player: Player, recipe: EvaluationRecipe, run_seed: int) -> tuple[E
     places = [
         Place(seed, group, index, (run_seed, "evaluation", group, index))
         for group, seed in enumerate(range(recipe.seeds.start, recipe.seeds.stop))
+        if seed not in left_out
         for index in range(recipe.episodes_per_seed)
     ]
     episodes = play_all(player, places)

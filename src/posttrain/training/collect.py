@@ -18,8 +18,9 @@ from posttrain.seeds import random_stream
 class TaskOrder:
     """Environment seeds in an order shuffled anew for each pass; `drawn` says how far it has come."""
 
-    def __init__(self, seeds: SeedRange, run_seed: int, drawn: int = 0) -> None:
-        self.seeds = seeds
+    def __init__(self, seeds: SeedRange, run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()) -> None:
+        """`left_out`: seeds of the range that are never drawn."""
+        self.seeds = [seed for seed in range(seeds.start, seeds.stop) if seed not in left_out]
         self.run_seed = run_seed
         self.drawn = drawn
 
@@ -27,8 +28,8 @@ class TaskOrder:
         """The next `count` environment seeds."""
         taken = []
         for number in range(self.drawn, self.drawn + count):
-            passes, place = divmod(number, self.seeds.count)
-            taken.append(self.seeds.start + int(self._order(passes)[place]))
+            passes, place = divmod(number, len(self.seeds))
+            taken.append(self.seeds[int(self._order(passes)[place])])
         self.drawn += count
         return taken
 
@@ -39,7 +40,7 @@ class TaskOrder:
         self.drawn = state["drawn"]
 
     def _order(self, passes: int) -> np.ndarray:
-        return random_stream(self.run_seed, "tasks", passes).permutation(self.seeds.count)
+        return random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
 
 
 @dataclass

@@ -8,17 +8,20 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
 from posttrain.training.measure import EVALUATED
-from posttrain.training.playing import Playing, check_tasks
+from posttrain.training.playing import Playing
 from posttrain.training.reward_scorer import open_scorer
 from posttrain.training.table import write_tables
+from posttrain.training.tasks import check_tasks, too_long
 
 
 def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> None:
     """Play `evaluation.final_seeds`, write episodes, metrics and report, and print the table."""
-    for message in check_tasks(recipe):
-        console.print(message, highlight=False)
+    messages = check_tasks(recipe)
     policy = Policy(recipe.model, recipe.seed)
     playing = Playing(recipe, policy, directory, open_scorer(recipe.reward, policy))
+    playing.left_out, about_prompts = too_long(recipe, playing.renderer)
+    for message in [*messages, *about_prompts]:
+        console.print(message, highlight=False)
     with MetricsLog(directory, recipe.sinks) as log:
         for name, values in playing.references().items():
             log.write(0, "baseline", {"player": name, **values})

@@ -40,12 +40,12 @@ class LossMeasure:
         rows = []
         for player, title in ((START, START), (TRAINED, "trained model")):
             values = lines.get(player, {})
-            for key in [key for key in values if key.startswith("test/loss") and "_" not in key.split("/")[1]]:
-                domain = key.removeprefix("test/loss").removeprefix("/") or "all"
-                loss, low, high = (values[f"{key}{limit}"] for limit in ("", "_low", "_high"))
+            for key in [key for key in values if key.startswith("test/rows")]:
+                suffix = key.removeprefix("test/rows")
+                loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
                 interval = f"[{low:.4f}, {high:.4f}]" if low is not None else "–"
                 note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED else ""
-                count = values[key.replace("test/loss", "test/rows")]
+                domain, count = suffix.removeprefix("/") or "all", values[key]
                 rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
         headings = ("player", "rows of", "loss", "95% interval", "perplexity", "n", "note")
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
@@ -75,8 +75,8 @@ class LossMeasure:
             estimate = bootstrap_ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
             suffix = "" if domain is None else f"/{domain}"
             values[f"{name}/loss{suffix}"] = estimate.value
-            values[f"{name}/loss{suffix}_low"] = estimate.low
-            values[f"{name}/loss{suffix}_high"] = estimate.high
+            values[f"{name}/loss_low{suffix}"] = estimate.low
+            values[f"{name}/loss_high{suffix}"] = estimate.high
             values[f"{name}/rows{suffix}"] = len(chosen)
         values[f"{name}/perplexity"] = math.exp(values[f"{name}/loss"])
         return values

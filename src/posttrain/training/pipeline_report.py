@@ -35,8 +35,8 @@ def combined_rows(pipeline: PipelineRecipe) -> list[PlayRow]:
                 references[row.player] = row
             elif row.player != START:
                 rows.append(replace(row, player=f"after {stage.name}"))
-            elif stage.upstream is None and not rows:
-                rows.append(replace(row, player=UNTRAINED))
+            elif not rows:
+                rows.append(replace(row, player=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
     first = [references["random policy"]] if "random policy" in references else []
     return [*first, *rows, *([references["optimal policy"]] if "optimal policy" in references else [])]
 

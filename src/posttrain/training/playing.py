@@ -19,18 +19,6 @@ from posttrain.training.measure import EVALUATED, START, TRAINED
 _TITLES = {"random": "random policy", "optimal": "optimal policy", TRAINED: "trained model", EVALUATED: "model"}
 
 
-def check_tasks(recipe: RlRecipe | EvaluateRecipe) -> list[str]:
-    """What the environment has to say of the recipe's seeds; InputError where one of them has no task."""
-    evaluation = recipe.evaluation
-    held_out = [range(s.start, s.stop) for s in (evaluation.seeds, evaluation.final_seeds)]
-    training = range(0)
-    if isinstance(recipe, RlRecipe):
-        training = range(recipe.seeds.start, recipe.seeds.stop)
-    else:
-        held_out = held_out[1:]
-    return environment_class(recipe.environment.type).check_tasks(recipe.environment, training, held_out)
-
-
 class Playing:
     """The engine, and held-out episodes as a `Measure`."""
 
@@ -48,6 +36,8 @@ class Playing:
         self.policy = policy
         self.run = run
         self.scorer = scorer
+        self.left_out: frozenset[int] = frozenset()
+        """Held-out seeds that are not played."""
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
         self.engine = LocalEngine(policy, recipe.engine)
 
@@ -124,6 +114,6 @@ class Playing:
 
     def _play(self, seeds: SeedRange, step: int, split: str) -> dict[str, Any]:
         recipe = self.recipe.evaluation.model_copy(update={"seeds": seeds})
-        result, episodes = evaluate(self.player(recipe.sampling), recipe, self.recipe.seed)
+        result, episodes = evaluate(self.player(recipe.sampling), recipe, self.recipe.seed, self.left_out)
         write_episodes(self.run.episodes, step, split, episodes, None)  # type: ignore[arg-type]
         return result.metrics()

@@ -21,11 +21,12 @@ from posttrain.training.forward import logprobs, token_forward
 from posttrain.training.guards import Guards
 from posttrain.training.learner import Learner, Totals, add_totals, means
 from posttrain.training.objectives import PolicyObjective
-from posttrain.training.playing import Playing, check_tasks
+from posttrain.training.playing import Playing
 from posttrain.training.reward_scorer import RunningStatistics, open_scorer
 from posttrain.training.scoring import samples_of, score
 from posttrain.training.statistics import StepCounters, rollout_metrics
 from posttrain.training.table import finish, measure_start
+from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.trainer import Trainer
 
 
@@ -38,9 +39,12 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     trainer = Trainer(recipe, run, policy, forward, total_steps=recipe.steps, total_updates=updates)
     scorer = open_scorer(recipe.reward, policy)
     playing = Playing(recipe, policy, run, scorer)
-    trainer.measures, trainer.messages = [playing], [*about_tasks, *playing.about_the_template()]
+    playing.left_out, about_prompts = too_long(recipe, playing.renderer)
+    trainer.measures = [playing]
+    trainer.messages = [*about_tasks, *about_prompts, *playing.about_the_template()]
     trainer.choice = playing.choice(recipe.evaluation.metric)
-    tasks, kl, guards = TaskOrder(recipe.seeds, recipe.seed), KlController(recipe.kl), Guards(recipe.guards)
+    tasks = TaskOrder(recipe.seeds, recipe.seed, left_out=playing.left_out)
+    kl, guards = KlController(recipe.kl), Guards(recipe.guards)
     running = RunningStatistics(recipe.reward)
     trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards, "reward": running}
     if resume:

@@ -1,0 +1,152 @@
+"""RL on prompts of a file, paid by a rule or by a reward model; prompts that do not fit; a killed run."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from posttrain.errors import InputError
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.stages import Recipe
+from posttrain.rollout.store import episodes_file, read_episodes
+from posttrain.training.stage import run_stage
+from tests.training import small
+from tests.training.preferences import write_jsonl
+
+RULE = '''def letters(answer, row):
+    """Half a point for every different letter of the word that is asked for."""
+    return 0.5 * len(set(answer) & set(row["word"]))
+'''
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory) -> Path:
+    """An exported reward model, untrained but with statistics."""
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=5)
+    model.set_statistics(0.1, 0.5)
+    model.export(directory)
+    return directory
+
+
+def values(tiny: Path, folder: Path, long: int = 0, **changes) -> dict:
+    """Two steps on 20 prompts, of which the first `long` do not fit."""
+    (folder / "rules.py").write_text(RULE)
+    rows = [{"prompt": f"Say {'very ' * 40 * (n < long)}word {n}.", "word": "Goal dragon"} for n in range(20)]
+    recipe = {
+        "stage": "rl",
+        "name": "text",
+        "runs": str(folder),
+        "model": {"path": str(tiny), "threads": 1},
+        "environment": {
+            "type": "text_task",
+            "prompts": write_jsonl(folder / "prompts.jsonl", rows),
+            "rule": f"{folder / 'rules.py'}:letters",
+            "success_reward": None,
+        },
+        "steps": 2,
+        "seeds": {"start": 0, "count": 10},
+        "rollout": {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 8, "tokens_per_episode": 90},
+        "optimizer": {"learning_rate": 1e-3},
+        "evaluation": {
+            "every": 1,
+            "seeds": {"start": 10, "count": 4},
+            "final_seeds": {"start": 14, "count": 6},
+            "sampling": {"temperature": 1.0},
+        },
+        "checkpoint": {"every": 1},
+    }
+    return recipe | changes
+
+
+def run(recipe: dict):
+    directory = run_stage(TypeAdapter(Recipe).validate_python(recipe), console=Console(file=io.StringIO(), width=200))
+    return directory, [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+
+
+def test_a_rule_pays_and_the_return_chooses_the_best(tiny_model, tmp_path):
+    directory, lines = run(values(tiny_model, tmp_path))
+    final = next(line for line in lines if line["kind"] == "final")
+    assert final["n"] == 6
+    assert final["return_low"] < final["return"] < final["return_high"]
+    assert "success" not in final
+    assert "rollout/success" not in next(line for line in lines if line["kind"] == "train")
+    table = json.loads((directory.path / "results.json").read_text())["tables"][0]
+    assert [row[1] for row in table["rows"]] == ["–", "–"]
+    curve = {line["step"]: line["return"] for line in lines if line["kind"] == "evaluation"}
+    assert curve[final["best_step"]] == max(curve.values())
+
+
+def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, tmp_path):
+    directory, lines = run(values(tiny_model, tmp_path, long=3))
+    told = [line["message"] for line in lines if line["kind"] == "warning"]
+    (message,) = [text for text in told if "no room" in text]
+    assert message.startswith(
+        "3 rows dropped: prompt leaves no room for an answer within rollout.tokens_per_episode = 90"
+    )
+    assert "prompts.jsonl row 1, row 2, row 3" in message
+    for step in (1, 2):
+        episodes, _ = read_episodes(episodes_file(directory.episodes, step, "train"))
+        assert len(episodes) == 6
+        assert all(episode.seed >= 3 and episode.failure is None for episode in episodes)
+
+
+def test_strict_makes_a_long_prompt_an_error(tiny_model, tmp_path):
+    recipe = values(tiny_model, tmp_path, long=1)
+    recipe["environment"]["strict"] = True
+    with pytest.raises(InputError, match=r"^prompts\.jsonl row 1: prompt leaves no room"):
+        run(recipe)
+
+
+def test_a_seed_without_a_row_stops_before_the_model_is_loaded(tiny_model, tmp_path):
+    recipe = values(tiny_model, tmp_path, model={"path": "/nowhere"})
+    recipe["evaluation"]["final_seeds"]["count"] = 7
+    with pytest.raises(
+        InputError, match=r"evaluation\.final_seeds go to 20, but environment\.prompts has 20 usable rows"
+    ):
+        run(recipe)
+
+
+def test_a_prompt_on_both_sides_is_told(tiny_model, tmp_path):
+    recipe = values(tiny_model, tmp_path)
+    rows = [{"prompt": f"Say word {n % 14}.", "word": "Goal"} for n in range(20)]
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
+    _, lines = run(recipe | {"steps": 1})
+    assert any("6 of the held-out prompts are also trained on" in line.get("message", "") for line in lines)
+
+
+@pytest.mark.parametrize("normalise", ["stored", "running", "none"])
+def test_a_reward_model_pays_what_it_says(normalise, tiny_model, reward_model, tmp_path):
+    recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalise": normalise, "clip": None})
+    del recipe["environment"]["rule"]
+    directory, _ = run(recipe)
+    paid = []
+    for step in (1, 2):
+        episodes, _ = read_episodes(episodes_file(directory.episodes, step, "train"))
+        paid.append([episode.total_reward for episode in episodes])
+        for episode in episodes:
+            raw = episode.turns[-1].info["reward_model"]
+            expected = (raw - 0.1) / 0.5 if normalise == "stored" else raw
+            assert episode.total_reward == pytest.approx(expected, abs=1e-5)
+    state = json.loads((sorted(directory.checkpoints.glob("step_*"))[-1] / "state.json").read_text())["reward"]
+    assert state["count"] == (12 if normalise == "running" else 0)
+    assert len({round(r, 6) for rewards in paid for r in rewards}) > 6
+
+
+def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_model, reward_model, tmp_path):
+    recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalise": "running"})
+    recipe["rollout"]["missing_end_penalty"] = 0.5
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    assert small.run(recipe | {"runs": str(tmp_path / "whole")}) == 0
+    killed = recipe | {"runs": str(tmp_path / "killed")}
+    assert small.run(killed, die_at=("posttrain.training.learner:Learner.update", 2)) == -9
+    assert small.run(killed, resume=True) == 0
+    whole, again = tmp_path / "whole" / "text", tmp_path / "killed" / "text"
+    assert small.weights(whole) == small.weights(again)
+    assert small.metrics(whole) == small.metrics(again)
+    assert small.episodes(whole) == small.episodes(again)
