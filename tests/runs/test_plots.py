@@ -43,8 +43,34 @@ def lines_of(figure: Figure, axes: int = 0) -> dict[str, Any]:
     return {str(line.get_label()): line for line in figure.axes[axes].lines}
 
 
+def comparing(step: int) -> dict[str, float]:
+    """A training line of a preference stage."""
+    return {
+        "loss/preference": 0.7 - 0.01 * step,
+        "preference/chosen": 0.1 * step,
+        "preference/rejected": -0.1 * step,
+        "preference/margin": 0.2 * step,
+        "preference/accuracy": 0.6,
+        "policy/chosen_logprob": -1.0,
+        "policy/rejected_logprob": -1.2,
+    }
+
+
+def ranked(loss: float, accuracy: float) -> dict[str, float]:
+    """An evaluation line of a preference stage, with two domains."""
+    found = {}
+    for suffix in ("", "/law", "/medicine"):
+        for name, value, half in (("loss", loss, 0.05), ("accuracy", accuracy, 0.1)):
+            found[f"validation/{name}{suffix}"] = value
+            found[f"validation/{name}_low{suffix}"] = value - half
+            found[f"validation/{name}_high{suffix}"] = value + half
+        found[f"validation/rows{suffix}"] = 20
+    return found
+
+
 def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
-    logged(run, [(step, "train", train(step)) for step in range(1, 6)] + [(5, "evaluation", evaluation(0.5))])
+    lines = [(step, "train", train(step) | comparing(step)) for step in range(1, 6)]
+    logged(run, [*lines, (5, "evaluation", evaluation(0.5) | ranked(0.6, 0.7))])
     drawn = plots.draw_plots(run)
     assert [path.name for path in drawn] == [f"{name}.png" for name in plots.TITLES]
     for path in drawn:
@@ -52,6 +78,25 @@ def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
         assert image.shape[1] >= 1000
         assert np.ptp(image[..., :3], axis=-1).max() > 0.3  # Something in it is coloured.
     assert sorted(run.plots.iterdir()) == sorted(drawn)
+
+
+def test_held_out_rows_have_a_band_and_domains_a_figure_of_their_own(run: RunDirectory) -> None:
+    lines = logged(
+        run,
+        [(step, "train", comparing(step)) for step in range(1, 6)]
+        + [(step, "evaluation", ranked(0.7 - 0.02 * step, 0.5 + 0.05 * step)) for step in (0, 3, 5)],
+    )
+    figure = plots._figure("rows", lines)
+    assert figure is not None
+    loss, accuracy = figure.axes
+    assert {"training rows", "validation rows"} <= set(lines_of(figure, 0))
+    np.testing.assert_allclose(lines_of(figure, 0)["validation rows"].get_ydata(), [0.7, 0.64, 0.6])
+    for axes in (loss, accuracy):
+        assert len(axes.collections) >= 1  # the band
+    domains = plots._figure("domains", lines)
+    assert domains is not None
+    assert [set(lines_of(domains, place)) >= {"law", "medicine"} for place in (0, 1)] == [True, True]
+    assert plots._figure("learning_curve", lines) is None
 
 
 def test_plots_without_data_are_left_out(run: RunDirectory) -> None:

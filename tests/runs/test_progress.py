@@ -26,6 +26,18 @@ def test_without_a_terminal_each_update_is_one_plain_line() -> None:
     assert all(line.isprintable() for line in lines)
 
 
+def test_an_evaluation_on_rows_says_what_it_measured() -> None:
+    out = io.StringIO()
+    found = {"validation/loss": 0.61, "validation/accuracy": 0.6, "validation/rows": 50}
+    limits = {"validation/accuracy_low": 0.46, "validation/accuracy_high": 0.72}
+    with Progress(9, "ranking", console=Console(file=out, width=40)) as progress:
+        progress.update(3, {"loss/preference": 0.7, "preference/accuracy": 0.5625, "preference/margin": 0.1})
+        progress.update(3, {**found, **limits})
+    trained, evaluated = out.getvalue().splitlines()[1:]
+    assert trained.startswith("step 3/9  loss 0.7000  accuracy 56%  margin 0.100  left ")
+    assert evaluated == "step 3/9  evaluation  validation loss 0.6100  accuracy 60.0% [46.0, 72.0]  rows 50"
+
+
 def test_in_a_terminal_the_numbers_stay_in_place() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, highlight=False)

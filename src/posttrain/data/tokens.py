@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe, SourceRecipe
 
 Kind = Literal["conversation", "pair", "verdict"]
-VERSION = 1
+VERSION = 2
 """Of the rendering and of the file; another version is computed anew."""
 
 
@@ -32,6 +33,8 @@ class TokenRow:
     domain: str | None = None
     margin: float = 0.0
     good: bool = True
+    asked: str = ""
+    """Digest of the messages before the first answer, where their tokens are trained too (`loss_on: all`)."""
 
     @property
     def tokens(self) -> int:
@@ -40,7 +43,9 @@ class TokenRow:
 
     @property
     def prompt(self) -> bytes:
-        """What comes before the first trained token."""
+        """The same for rows with the same prompt: the tokens before the first trained one, or what `asked` says."""
+        if self.asked:
+            return self.asked.encode()
         first = self.streams[0]
         return first.ids[: int(np.argmax(first.trained))].tobytes()
 
@@ -87,19 +92,24 @@ def tokenise(
         except InputError as error:
             problems.add("the chat template refuses the conversation", example.origin, str(error))
             continue
-        fitting = _fit(row, recipe, problems)
-        if fitting is not None and isinstance(example, Pair) and _alike(*fitting.streams):
+        fitting = _fit(row, recipe, problems, compared=not isinstance(example, Conversation))
+        if fitting is None:
+            continue
+        if isinstance(example, Pair) and _alike(*fitting.streams):
             problems.add(
                 "chosen and rejected have the same tokens", example.origin, f"within {recipe.max_tokens} tokens"
             )
-        elif fitting is not None:
-            yield fitting
+            continue
+        if fitting is not row:
+            problems.note("cut to data.max_tokens", row.origin)
+        yield fitting
 
 
 def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
     if isinstance(example, Conversation):
         streams = render_conversation(renderer, example.messages, loss_on, example.tools)
-        return TokenRow(streams, example.origin, example.domain)
+        asked = _asked(example) if loss_on == "all" else ""
+        return TokenRow(streams, example.origin, example.domain, asked=asked)
     if isinstance(example, Verdict):
         streams = _answers(renderer, example.prompt, example.completion, example.tools)
         return TokenRow(streams, example.origin, example.domain, good=example.good)
@@ -110,6 +120,11 @@ def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
         for stream in _answers(renderer, example.prompt, side, example.tools)
     ]
     return TokenRow(streams, example.origin, example.domain, margin=example.margin or 0.0)
+
+
+def _asked(example: Conversation) -> str:
+    first = next(place for place, message in enumerate(example.messages) if message["role"] == "assistant")
+    return hashlib.blake2b(json.dumps([example.messages[:first], example.tools]).encode(), digest_size=16).hexdigest()
 
 
 def _answers(
@@ -123,8 +138,12 @@ def _answers(
     return streams
 
 
-def _fit(row: TokenRow, recipe: DataRecipe, problems: Problems) -> TokenRow | None:
-    """The row within the token limit; None, and counted, where nothing of it can be used."""
+def _fit(row: TokenRow, recipe: DataRecipe, problems: Problems, compared: bool) -> TokenRow | None:
+    """The row within the token limit; None, and counted, where nothing of it can be used.
+
+    `compared`: every stream is an answer that is needed. The later streams of a conversation, each with its history,
+    may be left out.
+    """
     long = [stream for stream in row.streams if len(stream.ids) > recipe.max_tokens]
     if not row.streams:
         problems.add("nothing is trained", row.origin, "no answer of the conversation carries loss")
@@ -136,11 +155,11 @@ def _fit(row: TokenRow, recipe: DataRecipe, problems: Problems) -> TokenRow | No
     if not long:
         return row
     cut = [stream.cut(recipe.max_tokens) for stream in row.streams]
-    if any(not stream.trained.any() for stream in cut):
+    left = [stream for stream in cut if stream.trained.any()]
+    if not left or (compared and len(left) < len(cut)):
         problems.add("prompt longer than data.max_tokens", row.origin, "cutting it leaves nothing of an answer")
         return None
-    problems.note("cut to data.max_tokens", row.origin)
-    return replace(row, streams=cut)
+    return replace(row, streams=left)
 
 
 def _alike(chosen: TokenStream, rejected: TokenStream) -> bool:
@@ -151,18 +170,20 @@ def _digest(examples: list[Example], recipe: DataRecipe, renderer: Renderer, los
     """Of everything that the tokens depend on."""
     tokenizer = renderer.tokenizer
     digest = hashlib.blake2b(digest_size=16)
-    settings = [VERSION, recipe.max_tokens, recipe.overlong, loss_on, sorted(renderer.end_tokens), tokenizer.eos_token]
-    for part in (settings, tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()):
+    settings = [VERSION, recipe.max_tokens, recipe.overlong, loss_on, sorted(renderer.end_tokens)]
+    # Templates read the special tokens, and keys of tools in the order in which they stand.
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    for part in (settings, special, tokenizer.chat_template, tokenizer.backend_tokenizer.to_str()):
         digest.update(json.dumps(part).encode())
     for example in examples:
-        digest.update(json.dumps(asdict(example), sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
+        digest.update(json.dumps(asdict(example)).encode())
     return digest.hexdigest()
 
 
 def _write(file: Path, rows: list[TokenRow], problems: Problems) -> None:
     """Keep the rows; a cache that cannot be written is no reason to stop."""
     streams = [stream for row in rows for stream in row.streams]
-    heads = [[row.origin, row.domain, row.margin, row.good, len(row.streams)] for row in rows]
+    heads = [[row.origin, row.domain, row.margin, row.good, row.asked, len(row.streams)] for row in rows]
     arrays: dict[str, Any] = {
         "ids": np.concatenate([s.ids for s in streams]) if streams else np.zeros(0, dtype=np.int64),
         "trained": np.concatenate([s.trained for s in streams]) if streams else np.zeros(0, dtype=bool),
@@ -175,22 +196,22 @@ def _write(file: Path, rows: list[TokenRow], problems: Problems) -> None:
         np.savez(aside, **arrays)
         aside.replace(file)
     except OSError:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
 
 
 def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:
-    """What `_write` kept; None where there is nothing whole."""
+    """What `_write` kept; None where there is nothing whole, whatever else stands there."""
     try:
         with np.load(file) as stored:
             ends = np.cumsum(stored["lengths"])[:-1]
             pieces = zip(np.split(stored["ids"], ends), np.split(stored["trained"], ends), strict=True)
             streams = [TokenStream(ids, trained) for ids, trained in pieces]
             heads, state = json.loads(stored["heads"].tobytes())
-        problems = Problems.from_state(state)
-    except (OSError, ValueError, KeyError, TypeError):
+        rows, place = [], 0
+        for origin, domain, margin, good, asked, count in heads:
+            rows.append(TokenRow(streams[place : place + count], origin, domain, margin, good, asked))
+            place += count
+        return rows, Problems.from_state(state)
+    except Exception:  # damage has no one type: zip, npy and JSON each have theirs
         return None
-    rows, place = [], 0
-    for origin, domain, margin, good, count in heads:
-        rows.append(TokenRow(streams[place : place + count], origin, domain, margin, good))
-        place += count
-    return rows, problems

@@ -4,7 +4,6 @@ import io
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,14 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.panels import PANELS, TITLES, Line, Panel, Series, domain_panels, limits_of, series_of
 
 # Okabe and Ito's palette can be told apart with any kind of colour vision; yellow is left out, it is faint on white.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#6E6E6E"
 PHASES = {
     "rollout": BLUE,
+    "rows": RED,
     "credit": SKY,
     "update": ORANGE,
     "evaluation": GREEN,
@@ -50,87 +51,6 @@ _STYLE: dict[Any, Any] = {
 }
 
 _OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-
-Line = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Series:
-    """Values of one metric: steps, values, and the steps at which it was NaN or infinite."""
-
-    steps: list[int]
-    values: list[float]
-    nonfinite: list[int]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes: a title, the unit of its y axis, and the metrics on it as key -> label."""
-
-    title: str
-    unit: str
-    metrics: dict[str, str]
-    percent: bool = False
-    logarithmic: bool = False
-
-
-PANELS = {
-    "reward": [
-        Panel("Return", "reward per episode", {"rollout/return": "mean return of training episodes"}),
-        Panel(
-            "Spread inside groups", "standard deviation", {"reward/group_spread": "mean spread of a group's returns"}
-        ),
-    ],
-    "kl": [
-        Panel("Distance from the reference model", "nats per token", {"policy/kl": "Kullback-Leibler divergence"}),
-        Panel("Penalty", "coefficient", {"kl/coefficient": "KL coefficient"}),
-    ],
-    "entropy": [
-        Panel("Entropy", "nats per sampled token", {"policy/entropy": "entropy of the policy"}),
-        Panel(
-            "Repetition",
-            "share of sampled tokens",
-            {"policy/repeated_share": "same token twice in a row"},
-            percent=True,
-        ),
-    ],
-    "lengths": [
-        Panel(
-            "Answers", "tokens per answer", {"rollout/tokens_per_answer": "training", "tokens_per_answer": "held-out"}
-        ),
-        Panel("Episodes", "turns per episode", {"rollout/turns": "training", "turns": "held-out"}),
-        Panel(
-            "Not understood",
-            "share of answers",
-            {"rollout/rejected_share": "training", "rejected_share": "held-out"},
-            percent=True,
-        ),
-    ],
-    "optimization": [
-        Panel(
-            "Loss",
-            "loss",
-            {"loss/total": "total", "loss/policy": "policy", "loss/kl": "KL", "loss/nll": "supervised, nats"},
-        ),
-        Panel("Gradient", "norm before clipping", {"optimizer/gradient_norm": "gradient norm"}, logarithmic=True),
-        Panel(
-            "Engine against learner",
-            "mean |difference|, nats",
-            {"policy/mismatch": "log-probability mismatch"},
-            logarithmic=True,
-        ),
-        Panel("Step size", "learning rate", {"optimizer/learning_rate": "learning rate"}),
-    ],
-}
-TITLES = {
-    "learning_curve": "Success",
-    "reward": "Reward",
-    "kl": "Kullback-Leibler divergence",
-    "entropy": "Entropy and repetition",
-    "lengths": "Lengths",
-    "optimization": "Optimization",
-    "time": "Time per phase",
-}
 
 
 def draw_plots(run: RunDirectory) -> list[Path]:
@@ -161,12 +81,12 @@ def _figure(name: str, lines: list[Line]) -> Figure | None:
         return _learning_curve(lines)
     if name == "time":
         return _time(lines)
-    return _panels(lines, PANELS[name])
+    return _panels(lines, domain_panels(lines) if name == "domains" else PANELS[name])
 
 
 def _learning_curve(lines: list[Line]) -> Figure | None:
-    held_out = _series(lines, "success", "evaluation")
-    training = _series(lines, "rollout/success", "train")
+    held_out = series_of(lines, "success", "evaluation")
+    training = series_of(lines, "rollout/success", "train")
     if not any(series and series.values for series in (held_out, training)):
         return None
     figure, (axes,) = _axes(1)
@@ -181,7 +101,7 @@ def _learning_curve(lines: list[Line]) -> Figure | None:
             label = f"training, mean of {SMOOTHED_STEPS} steps"
             axes.plot(training.steps, _smoothed(training.values), color=ORANGE, linewidth=1.4, label=label)
     if held_out is not None:
-        _band(axes, lines)
+        _band(axes, lines, "success", BLUE)
         axes.plot(held_out.steps, held_out.values, color=BLUE, marker="o", label="held-out seeds", zorder=4)
     _baselines(axes, lines)
     axes.set_ylim(-0.03, 1.05)
@@ -190,22 +110,18 @@ def _learning_curve(lines: list[Line]) -> Figure | None:
     return figure
 
 
-def _band(axes: Axes, lines: list[Line]) -> None:
-    rows = [
-        (line["step"], line["success_low"], line["success_high"], line["success"])
-        for line in lines
-        if line["kind"] == "evaluation"
-        and None not in (line.get("success_low"), line.get("success_high"), line.get("success"))
-    ]
+def _band(axes: Axes, lines: list[Line], key: str, color: str) -> None:
+    """The 95% interval of the held-out metric `key`, where it has one."""
+    rows = limits_of(lines, key)
     if not rows:
         return
-    steps, low, high, middle = (list(column) for column in zip(*sorted(rows), strict=True))
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.18, linewidth=0)
+    steps, low, middle, high = (list(column) for column in zip(*rows, strict=True))
+    axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
     if len(rows) <= 12:
         # A band over one point has no area; few points bear bars as well.
         below = [max(0.0, m - bound) for m, bound in zip(middle, low, strict=True)]
         above = [max(0.0, bound - m) for m, bound in zip(middle, high, strict=True)]
-        axes.errorbar(steps, middle, [below, above], fmt="none", ecolor=BLUE, elinewidth=1.0, capsize=3, alpha=0.7)
+        axes.errorbar(steps, middle, [below, above], fmt="none", ecolor=color, elinewidth=1.0, capsize=3, alpha=0.7)
 
 
 def _baselines(axes: Axes, lines: list[Line]) -> None:
@@ -239,8 +155,8 @@ def _baselines(axes: Axes, lines: list[Line]) -> None:
 def _panels(lines: list[Line], panels: list[Panel]) -> Figure | None:
     filled = []
     for panel in panels:
-        found = {label: _series(lines, key) for key, label in panel.metrics.items()}
-        present = {label: series for label, series in found.items() if series is not None}
+        found = {key: series_of(lines, key) for key in panel.metrics}
+        present = {key: series for key, series in found.items() if series is not None}
         if present:
             filled.append((panel, present))
     if not filled:
@@ -248,9 +164,10 @@ def _panels(lines: list[Line], panels: list[Panel]) -> Figure | None:
     figure, all_axes = _axes(len(filled))
     for axes, (panel, present) in zip(all_axes, filled, strict=True):
         axes.set_title(panel.title)
-        for color, (label, series) in zip((BLUE, ORANGE, GREEN, PURPLE), present.items(), strict=False):
+        for color, (key, series) in zip((BLUE, ORANGE, GREEN, PURPLE, RED, SKY), present.items(), strict=False):
             marker = "o" if len(series.steps) <= 40 else ""
-            axes.plot(series.steps, series.values, color=color, marker=marker, label=label)
+            axes.plot(series.steps, series.values, color=color, marker=marker, label=panel.metrics[key])
+            _band(axes, lines, key, color)
         _scale(axes, [value for series in present.values() for value in series.values], panel.logarithmic)
         _mark_nonfinite(axes, present)
         _finish(axes, panel.unit, panel.percent)
@@ -305,17 +222,6 @@ def _time(lines: list[Line]) -> Figure | None:
     if len(centres) == 1:
         axes.set_xlim(centres[0] - 3, centres[0] + 3)
     return figure
-
-
-def _series(lines: list[Line], key: str, kind: str | None = None) -> Series | None:
-    """The metric `key` in order of step; None where no line has it. Held-out keys have no slash."""
-    kind = kind or ("train" if "/" in key else "evaluation")
-    rows = sorted((line for line in lines if line["kind"] == kind and key in line), key=lambda line: line["step"])
-    numbers = [(row["step"], float(row[key])) for row in rows if isinstance(row[key], (int, float))]
-    nonfinite = [row["step"] for row in rows if key in row.get("nonfinite", ())]
-    if not numbers and not nonfinite:
-        return None
-    return Series([step for step, _ in numbers], [value for _, value in numbers], nonfinite)
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

@@ -43,9 +43,9 @@ class Progress:
             self._live = None
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show the values of a train line (`rollout/...`) or of an evaluation line (`success`, ...) of the metrics."""
+        """Show the values of a train line, or of an evaluation line (`success`, `return`, `validation/...`)."""
         self.step = step
-        is_evaluation = "success" in values
+        is_evaluation = any(key in values for key in ("success", "return", "validation/loss"))
         if is_evaluation:
             self._evaluation = dict(values)
         else:
@@ -53,12 +53,13 @@ class Progress:
         if self._live is None:
             cells = [f"step {step}/{self.total_steps}"]
             if is_evaluation:
-                cells += ["evaluation", f"success {rate(values, 'success')}", f"n {values.get('n', '?')}"]
-                cells += _cell("return", values.get("return"), "{:.3f}")
+                cells += ["evaluation", *_measured(values)]
             else:
                 cells += _cell("success", values.get("rollout/success"), "{:.1%}")
                 cells += _cell("return", values.get("rollout/return"), "{:.3f}")
                 cells += _cell("loss", _loss(values), "{:.4f}")
+                cells += _cell("accuracy", values.get("preference/accuracy"), "{:.0%}")
+                cells += _cell("margin", values.get("preference/margin"), "{:.3f}")
                 cells += _cell("tokens/s", values.get("speed/tokens_per_second"), "{:,.0f}")
                 cells.append(f"left {self.time_left()}")
             self._print("  ".join(cells))
@@ -92,7 +93,7 @@ class Progress:
             Text(f"left {self.time_left()}", style="cyan"),
         )
         numbers = [
-            _labelled("success", rate(self._evaluation, "success"), "bold green"),
+            Text("  ".join(_measured(self._evaluation)), style="bold green"),
             *self._training_numbers(),
             _labelled("tokens/s", _shown(self._training.get("speed/tokens_per_second"), "{:,.0f}"), "cyan"),
         ]
@@ -105,6 +106,17 @@ class Progress:
             _labelled("in training", rate(self._training, "rollout/success"), "green"),
             _labelled("reward", _shown(self._training.get("rollout/return"), "{:.3f}"), "magenta"),
         ]
+
+
+def _measured(values: Mapping[str, Any]) -> list[str]:
+    """What an evaluation found, in cells."""
+    cells = [f"success {rate(values, 'success')}"] if "success" in values else []
+    cells += _cell("n", values.get("n"), "{}")
+    cells += _cell("return", values.get("return"), "{:.3f}")
+    cells += _cell("validation loss", values.get("validation/loss"), "{:.4f}")
+    if "validation/accuracy" in values:
+        cells.append(f"accuracy {rate(values, 'validation/accuracy')}")
+    return [*cells, *_cell("rows", values.get("validation/rows"), "{}")]
 
 
 def rate(values: Mapping[str, Any], key: str) -> str:

@@ -129,7 +129,7 @@ def _changed(run: RunDirectory) -> str:
 
 
 def _plots(run: RunDirectory) -> str:
-    from posttrain.runs.plots import TITLES
+    from posttrain.runs.panels import TITLES
 
     images = [
         f"![{title}](plots/{name}.png)" for name, title in TITLES.items() if (run.plots / f"{name}.png").is_file()

@@ -1,14 +1,16 @@
 """Log-probabilities of rows under the reference model: computed once, kept on disk by content."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from posttrain.models.forward import TokenScores
+from posttrain.models.forward import TokenScores, transformer
 from posttrain.models.policy import Policy
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.rollout.streams import Stream
@@ -71,10 +73,10 @@ class References:
         try:
             with np.load(file) as stored:
                 values = stored["logprobs"]
-        except (OSError, ValueError, KeyError):
-            return False
-        ends = np.cumsum([lengths[name] for name in wanted])
-        if ends[-1] != len(values):
+            ends = np.cumsum([lengths[name] for name in wanted])
+            if values.shape != (ends[-1],) or values.dtype != np.float32:
+                return False
+        except Exception:  # damage has no one type: zip and npy each have theirs
             return False
         self._known |= dict(zip(wanted, np.split(values, ends[:-1]), strict=True))
         return True
@@ -87,7 +89,8 @@ class References:
             np.savez(aside, logprobs=np.concatenate([self._known[name] for name in names]))
             aside.replace(file)
         except OSError:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink()
 
 
 def _alone(sample: Sample) -> Sample:
@@ -102,8 +105,11 @@ def _name(stream: Stream) -> bytes:
 
 
 def _digest_of(policy: Policy) -> str:
-    """Of all weights of the policy, bit for bit."""
+    """Of all weights of the policy, bit for bit, and of how they are used."""
     digest = hashlib.blake2b(digest_size=16)
+    settings = transformer(policy.model).config.to_dict()
+    # Where the model lies changes nothing.
+    digest.update(json.dumps({k: v for k, v in settings.items() if k != "_name_or_path"}, default=str).encode())
     for name, tensor in sorted(policy.model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

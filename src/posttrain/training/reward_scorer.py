@@ -1,11 +1,14 @@
 """Rewards of played episodes from a reward model, on the very tokens that were sampled."""
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from posttrain.data.chat import render_conversation
 from posttrain.data.rendering import Renderer
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
@@ -43,7 +46,7 @@ class RewardScorer:
                 )
             self.statistics = stored
         own, others = self.model.tokenizer, policy.tokenizer
-        self.same_tokens = own.get_vocab() == others.get_vocab() and own.chat_template == others.chat_template
+        self.same_tokens = _writing(own) == _writing(others)
         self.renderer = Renderer(own, self.model.end_tokens)
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
@@ -65,8 +68,9 @@ class RewardScorer:
         forward = reward_forward(self.model)
         found: dict[int, float] = {}
         for group in pack(samples, self.source.tokens_per_batch, "reward.tokens_per_batch"):
-            with_no_gradient = forward([samples[i] for i in group]).detach()
-            found |= dict(zip(group, with_no_gradient.cpu().tolist(), strict=True))
+            with torch.no_grad():
+                rewards = forward([samples[i] for i in group])
+            found |= dict(zip(group, rewards.cpu().tolist(), strict=True))
         return [found[i] for i in range(len(samples))]
 
     def _sample(self, episode: Episode) -> Sample:
@@ -75,12 +79,19 @@ class RewardScorer:
         if self.same_tokens:
             return Sample(_until_last_answer(episode), label, none)
         last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
-        prompt = self.renderer.prompt(episode.messages[:last])
-        ended = episode.turns[-1].stop_reason not in CUT_OFF
-        text = episode.messages[last]["content"]
-        answer = self.renderer.answer(text) if ended else self.renderer.encode(text)
-        ids = np.array([*prompt, *answer], dtype=np.int64)
-        return Sample(stream_of(ids, np.arange(len(ids)) >= len(prompt)), label, none)
+        # As the rows of its training were, whose answers end with the end token that its own template gives them.
+        rendered = render_conversation(self.renderer, episode.messages[: last + 1], "last_assistant")[0]
+        if episode.turns[-1].stop_reason in CUT_OFF:
+            rendered = rendered.cut(len(rendered.ids) - 1)
+        answer = rendered.trained.copy()
+        answer[-1] = True  # also where the template leaves nothing of an answer that was cut off
+        return Sample(stream_of(rendered.ids, answer), label, none)
+
+
+def _writing(tokenizer: Any) -> tuple[Any, ...]:
+    """What makes two tokenizers write the same conversation with the same tokens."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return tokenizer.get_vocab(), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
 
 
 def _until_last_answer(episode: Episode) -> Stream:
@@ -124,9 +135,12 @@ class RunningStatistics:
 
     def correction(self, info: dict[str, Any]) -> float:
         """What to add to a raw reward that was paid with `info`, so that it becomes the scaled one."""
-        if not self.active or RAW not in info or self.count < 2 or self.squares <= 0:
+        if not self.active or RAW not in info:
             return 0.0
         assert self.source is not None
+        if self.count < 2 or self.squares <= 0:
+            # All rewards so far are alike, and none of them is better than the mean.
+            return -info[RAW]
         std = math.sqrt(self.squares / (self.count - 1))
         return scaled(info[RAW], self.mean, std, self.source.clip) - info[RAW]
 

@@ -54,11 +54,12 @@ def load_data(
     problems = Problems()
 
     def read(name: str) -> list[list[TokenRow]]:
-        sources = getattr(recipe, name)
+        sources, own = getattr(recipe, name), Problems()
         limit = recipe.max_rows if name == "train" else None
-        found = load_rows(kind, recipe, sources, limit, renderer, loss_on, problems) if sources else []
+        found = load_rows(kind, recipe, sources, limit, renderer, loss_on, own) if sources else []
         if sources and not any(found):
-            problems.require_any(", ".join(source.path for source in sources))
+            own.require_any(", ".join(source.path for source in sources))
+        problems.include(own)
         return found
 
     validation = [row for rows in read("validation") for row in rows]
@@ -97,7 +98,10 @@ def hold_out(sources: list[list[TokenRow]], count: int, seed: int) -> tuple[list
 
 
 class EpochRows:
-    """Each epoch goes through the rows once, or as often as their source's weight says, in an order of its own."""
+    """Each epoch goes through the rows once, or as often as their source's weight says, in an order of its own.
+
+    Every source that has rows gives at least one, however small its weight.
+    """
 
     def __init__(
         self, sources: list[list[TokenRow]], weights: Sequence[float], rows_per_update: int, seed: int
@@ -107,10 +111,12 @@ class EpochRows:
         self.seed = seed
         starts = np.cumsum([0, *map(len, sources)])
         self._sources = [np.arange(start, start + len(rows)) for start, rows in zip(starts, sources, strict=False)]
-        self._takes = [round(weight * len(rows)) for weight, rows in zip(weights, sources, strict=True)]
+        self._takes = [
+            max(round(weight * len(rows)), min(len(rows), 1)) for weight, rows in zip(weights, sources, strict=True)
+        ]
         self.updates_per_epoch = math.ceil(sum(self._takes) / rows_per_update)
         if not self.updates_per_epoch:
-            raise InputError("data.train: the weights leave no row to train on; raise them")
+            raise InputError("data.train: there is no row to train on; name files that have some")
 
     def batch(self, step: int) -> list[TokenRow]:
         epoch, part = divmod(step, self.updates_per_epoch)
