@@ -204,10 +204,12 @@ def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:
     """What `_write` kept; None where there is nothing whole, whatever else stands there."""
     try:
         with np.load(file) as stored:
-            ends = np.cumsum(stored["lengths"])[:-1]
-            pieces = zip(np.split(stored["ids"], ends), np.split(stored["trained"], ends), strict=True)
-            streams = [TokenStream(ids, trained) for ids, trained in pieces]
+            ids, trained, lengths = stored["ids"], stored["trained"], stored["lengths"]
             heads, state = json.loads(stored["heads"].tobytes())
+        if (ids.dtype, trained.dtype) != (np.int64, bool) or not len(ids) == len(trained) == lengths.sum():
+            return None
+        ends = np.cumsum(lengths)[:-1]
+        streams = [TokenStream(*pieces) for pieces in zip(np.split(ids, ends), np.split(trained, ends), strict=True)]
         rows, place = [], 0
         for origin, domain, margin, good, asked, count in heads:
             rows.append(TokenRow(streams[place : place + count], origin, domain, margin, good, asked))

@@ -1,0 +1,406 @@
+"""Rows as tokens: the limit, what is dropped and what is cut, and the cache that knows rows by their content."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.data import tokens
+from posttrain.data.problems import Problems
+from posttrain.data.rendering import Renderer
+from posttrain.data.rows import Conversation, Pair, Verdict
+from posttrain.data.tokens import load_rows, tokenise
+from posttrain.recipe.data import DataRecipe
+from posttrain.training.rows import EpochRows, samples_of_row
+from tests.conftest import CHATML, make_tokenizer
+from tests.data.test_chat import DROPS_THINKING
+from tests.training.preferences import pair_rows, verdict_rows, write_jsonl
+
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML
+END = 2
+
+
+@cache
+def renderer(template: str = CHATML) -> Renderer:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    assert tokenizer.eos_token_id == END
+    return Renderer(tokenizer, frozenset({END}))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def made(examples, limit, overlong="cut", loss_on="assistant", template=CHATML):
+    recipe = DataRecipe(train="unread.jsonl", max_tokens=limit, overlong=overlong)
+    problems = Problems()
+    return list(tokenise(examples, recipe, renderer(template), loss_on, problems)), problems
+
+
+def length(example, **more):
+    (row,), _ = made([example], 100_000, **more)
+    return [len(stream.ids) for stream in row.streams]
+
+
+CHAT = Conversation([user("Say Goal."), said("Goal Goal Goal")], "a.jsonl row 1")
+
+
+# -- the limit ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlong", ["drop", "cut"])
+def test_a_row_of_just_the_limit_is_whole(overlong):
+    (whole,) = length(CHAT)
+    (row,), problems = made([CHAT], whole, overlong)
+    assert row.streams[0].ids[-1] == END
+    assert row.streams[0].trained[-1]
+    assert problems.summary() == []
+
+
+def test_one_token_more_is_dropped_and_counted():
+    (whole,) = length(CHAT)
+    rows, problems = made([CHAT], whole - 1, "drop")
+    assert rows == []
+    assert problems.summary() == [
+        f"1 row dropped: longer than data.max_tokens (a.jsonl row 1; first: {whole} tokens, more than {whole - 1})"
+    ]
+
+
+def test_a_cut_answer_has_no_end_token():
+    (whole,) = length(CHAT)
+    for limit in range(whole - 3, whole):
+        (row,), problems = made([CHAT], limit)
+        stream = row.streams[0]
+        assert len(stream.ids) == limit
+        assert stream.trained.any()
+        assert END not in stream.ids[stream.trained]
+        assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 1)"]
+        assert problems.total == 0
+
+
+def test_earlier_answers_of_a_cut_conversation_keep_their_end():
+    chat = Conversation([user("a"), said("Goal"), user("b"), said("row column row column")], "a.jsonl row 1")
+    (whole,) = length(chat)
+    (row,), _ = made([chat], whole - 1)
+    stream = row.streams[0]
+    assert list(stream.ids[stream.trained]).count(END) == 1
+
+
+def test_a_prompt_longer_than_the_limit_is_counted():
+    rows, problems = made([CHAT], 8)
+    assert rows == []
+    assert problems.total == 1
+    assert problems.summary()[0].startswith("1 row dropped: prompt longer than data.max_tokens (a.jsonl row 1")
+
+
+def test_a_pair_with_one_long_prompt_is_dropped_whole():
+    # Chosen and rejected have histories of their own, and only one of them leaves room for its answer.
+    long = [user("a"), said("x " * 60, train=False), user("b"), said("Goal")]
+    pair = Pair([], long, [user("a"), said("dragon")], "a.jsonl row 1")
+    rows, problems = made([pair], 40)
+    assert rows == []
+    assert problems.total == 1
+
+
+def test_later_streams_without_room_are_left_out_of_a_cut_conversation():
+    thought = "<think>\n" + "hmm " * 4 + "\n</think>\n\n"
+    chat = [user("Say Goal."), said(thought + "Goal"), user("Say row. " * 12), said(thought + "row")]
+    example = Conversation(chat, "a.jsonl row 1")
+    first, second = length(example, template=DROPS_THINKING)
+    assert first < second
+    rows, problems = made([example], first, template=DROPS_THINKING)
+    assert [len(stream.ids) for row in rows for stream in row.streams] == [first]
+    assert rows[0].streams[0].ids[-1] == END
+    assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 1)"]
+
+
+def test_a_pair_alike_after_cutting_is_dropped_and_not_said_to_be_cut():
+    pair = Pair([user("Say Goal.")], [said("Goal Goal Goal Up")], [said("Goal Goal Goal Down")], "a.jsonl row 7")
+    limit = length(pair)[0] - 4
+    rows, problems = made([pair], limit)
+    assert rows == []
+    (line,) = problems.summary()
+    assert line.startswith("1 row dropped: chosen and rejected have the same tokens (a.jsonl row 7")
+
+
+def test_a_pair_that_a_template_makes_alike_is_dropped():
+    trimming = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
+    pair = Pair([user("Say Goal.")], [said("Goal")], [said("Goal ")], "a.jsonl row 1")
+    assert len(made([pair], 100)[0]) == 1
+    rows, problems = made([pair], 100, template=trimming)
+    assert rows == []
+    assert problems.total == 1
+
+
+def test_a_conversation_without_loss_is_counted():
+    chat = Conversation([user("a"), said("b", train=False)], "a.jsonl row 1")
+    rows, problems = made([chat], 100)
+    assert rows == []
+    assert "nothing is trained" in problems.summary()[0]
+
+
+def test_what_the_template_refuses_is_counted():
+    refusing = "{% if messages | length > 2 %}{{ raise_exception('two at most') }}{% endif %}" + CHATML
+    refused = Conversation([user("a"), said("b"), user("c"), said("d")], "a.jsonl row 2")
+    with_room = Renderer.__new__(Renderer)
+    with_room.tokenizer, with_room.end_tokens = make_tokenizer(), frozenset({END})
+    with_room.tokenizer.chat_template = refusing
+    problems = Problems()
+    recipe = DataRecipe(train="unread.jsonl", max_tokens=100)
+    rows = list(tokenise([CHAT, refused], recipe, with_room, "assistant", problems))
+    assert [row.origin for row in rows] == ["a.jsonl row 1"]
+    assert "two at most" in problems.summary()[0]
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=25).filter(str.strip)
+SPOKEN = st.one_of(TEXT, st.builds("<think>\n{}\n</think>\n\n{}".format, TEXT, TEXT))
+
+
+@st.composite
+def conversations(draw):
+    messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages += [user(draw(TEXT)), said(draw(SPOKEN), train=draw(st.booleans()))]
+    return Conversation(messages, "o row 1")
+
+
+@st.composite
+def pairs(draw):
+    prompt = [user(draw(TEXT))]
+    sides = [[said(draw(SPOKEN))] for _ in range(2)]
+    if draw(st.booleans()):
+        sides[0] = [said(draw(SPOKEN), train=False), user(draw(TEXT)), *sides[0]]
+    return Pair(prompt, *sides, "o row 1", margin=draw(st.none() | st.floats(0, 3)))
+
+
+@st.composite
+def verdicts(draw):
+    return Verdict([user(draw(TEXT))], [said(draw(SPOKEN))], draw(st.booleans()), "o row 1")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.one_of(conversations(), pairs(), verdicts()),
+    st.integers(8, 90),
+    st.sampled_from(["drop", "cut"]),
+    st.sampled_from(["assistant", "last_assistant", "all"]),
+    st.sampled_from([CHATML, DROPS_THINKING]),
+)
+def test_no_stream_is_over_the_limit_or_without_a_trained_token(example, limit, overlong, loss_on, template):
+    rows, problems = made([example], limit, overlong, loss_on, template)
+    whole, _ = made([example], 100_000, overlong, loss_on, template)
+    assert len(rows) + problems.total == 1
+    for row in rows:
+        assert len(row.streams) == 2 if isinstance(example, Pair) else len(row.streams) >= 1
+        assert not (isinstance(example, Pair) and np.array_equal(row.streams[0].ids, row.streams[1].ids))
+        for cut, stream in zip(row.streams, whole[0].streams, strict=False):
+            assert len(cut.ids) == len(cut.trained) <= limit
+            assert cut.trained.any()
+            assert not cut.trained[0]  # nothing predicts the first token
+            # Cutting takes the beginning of the whole, so an end token is trained only where the answer ends.
+            assert np.array_equal(cut.ids, stream.ids[: len(cut.ids)])
+            assert np.array_equal(cut.trained, stream.trained[: len(cut.ids)])
+            assert len(cut.ids) == min(limit, len(stream.ids))
+        if overlong == "drop":
+            assert [len(s.ids) for s in row.streams] == [len(s.ids) for s in whole[0].streams]
+        for sample in samples_of_row(row, 0 if not isinstance(example, Conversation) else -1):
+            assert sample.sampled_tokens == len(sample.advantages) > 0
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+ROWS = [{"messages": row["chosen"], "domain": row["domain"]} for row in pair_rows(6)]
+
+
+class Loader:
+    """Reads a file of rows through a cache, and counts how often rows are tokenised."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.tokenised = folder, 0
+        self.recipe = DataRecipe(train=str(folder / "a.jsonl"), max_tokens=40, cache=str(folder / "cache" / "tokens"))
+        original = tokens.tokenise
+
+        def counted(*arguments):
+            self.tokenised += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(tokens, "tokenise", counted)
+
+    def __call__(self, rows=None, kind="conversation", template=CHATML, loss_on="assistant", **changes):
+        """The rows, what was wrong with them, and whether they came from the cache."""
+        if rows is not None:
+            write_jsonl(self.folder / "a.jsonl", rows)
+        recipe, problems, before = self.recipe.model_copy(update=changes), Problems(), self.tokenised
+        (found,) = load_rows(kind, recipe, recipe.train, None, renderer(template), loss_on, problems)
+        return found, problems, self.tokenised == before
+
+    @property
+    def files(self):
+        return sorted((self.folder / "cache" / "tokens").iterdir())
+
+
+@pytest.fixture
+def loader(tmp_path, monkeypatch):
+    return Loader(tmp_path, monkeypatch)
+
+
+def plain(rows):
+    """Rows as values that can be compared, types of the arrays included."""
+    return [
+        (
+            row.origin,
+            row.domain,
+            row.margin,
+            row.good,
+            row.asked,
+            [(s.ids.dtype, s.trained.dtype, s.ids.tolist(), s.trained.tolist()) for s in row.streams],
+        )
+        for row in rows
+    ]
+
+
+LONG = {"messages": [user("Say Goal."), said("Goal " * 40)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [("conversation", [*ROWS, LONG, {"messages": []}]), ("pair", pair_rows(6)), ("verdict", verdict_rows(3))],
+)
+def test_the_same_rows_come_back_exactly_and_are_not_tokenised_again(loader, kind, rows):
+    first, problems, cached = loader(rows, kind)
+    assert not cached
+    assert len(first) >= 6
+    (file,) = loader.files
+    again, told, cached = loader(None, kind)
+    assert cached
+    assert loader.files == [file]
+    assert plain(again) == plain(first)
+    assert told.state() == problems.state()
+    if kind == "conversation":
+        assert problems.total == 2
+
+
+def test_rows_with_loss_on_everything_keep_their_prompts(loader):
+    first, _, _ = loader(ROWS, loss_on="all")
+    again, _, cached = loader(None, loss_on="all")
+    assert cached
+    assert len({row.prompt for row in first}) == len(ROWS)
+    assert [row.prompt for row in again] == [row.prompt for row in first]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": [*ROWS[:-1], {**ROWS[-1], "domain": "third"}]},
+        {"rows": ROWS[::-1]},
+        {"rows": ROWS[:-1]},
+        {"rows": [{**ROWS[0], "messages": [*ROWS[0]["messages"][:1], said("Goal")]}, *ROWS[1:]]},
+        {"rows": [{**ROWS[0], "messages": [ROWS[0]["messages"][0], {**ROWS[0]["messages"][1], "train": True}]}]},
+        {"template": CHATML + "\n"},
+        {"loss_on": "last_assistant"},
+        {"loss_on": "all"},
+        {"max_tokens": 41},
+        {"overlong": "cut"},
+    ],
+    ids=str,
+)
+def test_whatever_the_tokens_depend_on_makes_another_file(loader, change):
+    loader(ROWS)
+    _, _, cached = loader(**change)
+    assert not cached
+    assert len(loader.files) == 2
+
+
+def test_the_order_of_keys_in_tools_is_content(loader):
+    one = {"name": "add", "parameters": {}}
+    rows = [{**ROWS[0], "tools": [one]}]
+    first, _, _ = loader(rows, template=WITH_TOOLS, max_tokens=100)
+    turned = [{**ROWS[0], "tools": [dict(reversed(one.items()))]}]
+    second, _, cached = loader(turned, template=WITH_TOOLS, max_tokens=100)
+    assert not cached
+    assert plain(first) != plain(second)
+
+
+def test_special_tokens_that_a_template_writes_are_content(loader):
+    template = "{{ bos_token }}" + CHATML
+    loader(ROWS, template=template)
+    tokenizer = renderer(template).tokenizer
+    before = tokenizer.bos_token
+    try:
+        tokenizer.bos_token = "<|endoftext|>"
+        rows, _, cached = loader(None, template=template)
+    finally:
+        tokenizer.bos_token = before
+    assert not cached
+    assert all(row.streams[0].ids[0] == 0 for row in rows)
+
+
+def damages(whole: bytes):
+    draws = np.random.default_rng(0)
+    yield from (b"", b"PK", b"not a zip file", whole[: len(whole) // 2], whole[:-1], whole + b"x", b"\0" * len(whole))
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for place in draws.integers(0, len(whole), draws.integers(1, 4)):
+            damaged[place] ^= 1 << int(draws.integers(8))
+        yield bytes(damaged)
+
+
+def test_a_damaged_file_is_computed_anew(loader):
+    first, _, _ = loader(ROWS)
+    (file,) = loader.files
+    whole = file.read_bytes()
+    anew = 0
+    for damaged in damages(whole):
+        file.write_bytes(damaged)
+        rows, _, cached = loader()
+        assert plain(rows) == plain(first)
+        anew += not cached
+        assert loader.files == [file]
+        assert loader()[2], "the file is whole again"
+    assert anew > 30
+
+
+def test_a_file_of_another_form_is_computed_anew(loader):
+    first, _, _ = loader(ROWS)
+    (file,) = loader.files
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    for name in arrays:
+        np.savez(file, **{key: value for key, value in arrays.items() if key != name})
+        assert not loader()[2]
+        np.savez(file, **{**arrays, name: np.frombuffer(b"[[[1]], 2]", dtype=np.uint8)})
+        rows, _, cached = loader()
+        assert plain(rows) == plain(first)
+        assert not cached
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(loader, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    first, _, _ = loader(ROWS)
+    rows, _, cached = loader(cache=str(tmp_path / "file"))
+    assert plain(rows) == plain(first)
+    assert not cached
+    sealed = tmp_path / "sealed"
+    sealed.mkdir(mode=0o500)
+    assert plain(loader(cache=str(sealed))[0]) == plain(first)
+    assert plain(loader(cache=str(tmp_path / "file" / "below"))[0]) == plain(first)
+
+
+def test_sources_have_files_of_their_own(loader, tmp_path):
+    loader(ROWS)
+    other = write_jsonl(tmp_path / "b.jsonl", ROWS[:3])
+    recipe = DataRecipe(train=[str(tmp_path / "a.jsonl"), other], max_tokens=40, cache=loader.recipe.cache)
+    before = loader.tokenised
+    found = load_rows("conversation", recipe, recipe.train, None, renderer(), "assistant", Problems())
+    assert [len(rows) for rows in found] == [6, 3]
+    assert loader.tokenised == before + 1
+    assert EpochRows(found, [1, 1], 4, 0).updates_per_epoch == 3
