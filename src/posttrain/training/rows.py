@@ -66,7 +66,7 @@ def load_data(
     test = [row for rows in read("test") for row in rows]
     if recipe.streaming:
         problems.raise_if(recipe.strict)
-        streamed = StreamedRows(kind, recipe, renderer, loss_on, rows_per_update, seed, problems)
+        streamed = StreamedRows(kind, recipe, renderer, loss_on, rows_per_update, seed)
         return DataSet(streamed, 0, [], validation, test, problems)
     train = read("train")
     problems.raise_if(recipe.strict)
@@ -143,9 +143,10 @@ class StreamedRows:
         loss_on: LossOn,
         rows_per_update: int,
         seed: int,
-        problems: Problems,
     ) -> None:
         self.recipe = recipe
+        self.problems = Problems()
+        """Of the rows read so far, each counted once however often it was read."""
         self.rows_per_update = rows_per_update
         self.seed = seed
         self._read: Callable[[Problems], Iterator[TokenRow]] = lambda problems: tokenise(
@@ -155,7 +156,6 @@ class StreamedRows:
             loss_on,
             problems,
         )
-        self._problems = problems
         self._drawn: Iterator[TokenRow] = iter(())
         self._next_step = -1
 
@@ -163,22 +163,23 @@ class StreamedRows:
         """The next rows; InputError, if `strict`, as soon as one of those read cannot be used."""
         if step != self._next_step:
             # After a resume: the same rows are drawn again up to where the run was.
-            self._drawn = self._draw()
+            self.problems = Problems()
+            self._drawn = self._draw(self.problems)
             for _ in islice(self._drawn, step * self.rows_per_update):
                 pass
         self._next_step = step + 1
         rows = list(islice(self._drawn, self.rows_per_update))
-        self._problems.raise_if(self.recipe.strict)
+        self.problems.raise_if(self.recipe.strict)
         return rows
 
-    def _draw(self) -> Iterator[TokenRow]:
+    def _draw(self, problems: Problems) -> Iterator[TokenRow]:
         epoch = 0
         while True:
             held: list[TokenRow] = []
             draws = random_stream(self.seed, "streamed rows", epoch)
             found = 0
             # What is wrong with the rows is counted when they are first read.
-            for row in self._read(self._problems if epoch == 0 else Problems()):
+            for row in self._read(problems if epoch == 0 else Problems()):
                 found += 1
                 held.append(row)
                 if len(held) >= self.recipe.shuffle_rows:
@@ -186,7 +187,7 @@ class StreamedRows:
             while held:
                 yield held.pop(int(draws.integers(len(held))))
             if not found:
-                self._problems.require_any(", ".join(source.path for source in self.recipe.train))
+                problems.require_any(", ".join(source.path for source in self.recipe.train))
             epoch += 1
 
 

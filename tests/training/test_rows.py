@@ -1,0 +1,278 @@
+"""Rows on their way to the learner: epochs, weights, held-out rows, and rows that are streamed."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.data.chat import TokenStream
+from posttrain.data.rendering import Renderer
+from posttrain.data.tokens import TokenRow
+from posttrain.errors import InputError
+from posttrain.recipe.data import DataRecipe
+from posttrain.training.rows import EpochRows, StreamedRows, hold_out, load_data, samples_of_row
+from tests.conftest import make_tokenizer
+from tests.training.preferences import pair_rows, write_jsonl
+
+
+def row(name: str, prompt: int = 3) -> TokenRow:
+    ids = np.array([prompt, prompt, 7, 2], dtype=np.int64)
+    return TokenRow([TokenStream(ids, np.array([False, False, True, True]))], name)
+
+
+def sources(*lengths: int) -> list[list[TokenRow]]:
+    return [[row(f"{number}.{place}") for place in range(length)] for number, length in enumerate(lengths)]
+
+
+def epochs(order: EpochRows, count: int) -> list[list[str]]:
+    """The origins of each epoch, in order."""
+    per = order.updates_per_epoch
+    return [[r.origin for u in range(per) for r in order.batch(e * per + u)] for e in range(count)]
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(sum), st.integers(1, 7), st.integers(0, 5))
+def test_an_epoch_covers_each_row_once(lengths, rows_per_update, seed):
+    order = EpochRows(sources(*lengths), [1.0] * len(lengths), rows_per_update, seed)
+    names = sorted(r.origin for source in sources(*lengths) for r in source)
+    for epoch in epochs(order, 3):
+        assert sorted(epoch) == names
+    assert order.updates_per_epoch == -(-sum(lengths) // rows_per_update)
+    sizes = [len(order.batch(step)) for step in range(order.updates_per_epoch)]
+    assert all(size == rows_per_update for size in sizes[:-1])
+
+
+def test_weights_say_how_often_an_epoch_takes_a_source():
+    order = EpochRows(sources(10, 5, 7), [0.5, 2, 1], 4, 0)
+    halves = []
+    for epoch in epochs(order, 20):
+        counts = Counter(epoch)
+        assert sum(counts.values()) == 5 + 10 + 7
+        assert all(counts[f"1.{place}"] == 2 for place in range(5))
+        assert all(counts[f"2.{place}"] == 1 for place in range(7))
+        half = {name for name in counts if name.startswith("0.")}
+        assert len(half) == 5
+        assert all(counts[name] == 1 for name in half)
+        halves.append(frozenset(half))
+    # Each epoch takes a half of its own, and no row is forgotten for ever.
+    assert len(set(halves)) > 10
+    assert len(frozenset.union(*halves)) == 10
+
+
+def test_a_fraction_above_one_takes_some_rows_once_more():
+    (epoch,) = epochs(EpochRows(sources(6), [2.5], 4, 0), 1)
+    assert sorted(Counter(epoch).values()) == [2, 2, 2, 3, 3, 3]
+
+
+def test_a_source_with_a_small_weight_is_never_left_out():
+    for epoch in epochs(EpochRows(sources(1, 3, 9), [0.5, 0.1, 1], 4, 0), 5):
+        assert Counter(name[0] for name in epoch) == {"0": 1, "1": 1, "2": 9}
+
+
+def test_an_empty_source_is_nothing_to_stumble_over():
+    (epoch,) = epochs(EpochRows(sources(0, 3), [1, 1], 2, 0), 1)
+    assert len(epoch) == 3
+    with pytest.raises(InputError, match=r"^data\.train: there is no row"):
+        EpochRows(sources(0), [1], 2, 0)
+
+
+def test_each_epoch_and_seed_has_an_order_of_its_own_and_the_same_seed_the_same():
+    first, second, third = epochs(EpochRows(sources(20), [1], 4, 0), 3)
+    assert first != second != third != first
+    assert epochs(EpochRows(sources(20), [1], 4, 0), 3) == [first, second, third]
+    assert epochs(EpochRows(sources(20), [1], 4, 1), 1)[0] != first
+
+
+def test_a_batch_is_the_same_whatever_was_asked_before():
+    order = EpochRows(sources(9, 4), [1, 0.5], 4, 3)
+    asked = [12, 0, 5, 5, 3, 11, 0]
+    expected = {s: [r.origin for r in EpochRows(sources(9, 4), [1, 0.5], 4, 3).batch(s)] for s in set(asked)}
+    assert [[r.origin for r in order.batch(step)] for step in asked] == [expected[step] for step in asked]
+
+
+# -- held-out rows -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(3, 9), max_size=12), min_size=1, max_size=3), st.integers(1, 12), st.integers(0, 4)
+)
+def test_rows_of_one_prompt_stay_on_one_side(prompts, count, seed):
+    given_rows = [
+        [row(f"{number}.{place}", prompt) for place, prompt in enumerate(source)]
+        for number, source in enumerate(prompts)
+    ]
+    everything = [r.origin for source in given_rows for r in source]
+    sizes = Counter(prompt for source in prompts for prompt in source)
+    try:
+        kept, held = hold_out(given_rows, count, seed)
+    except InputError:
+        # At most the rows of one prompt more than was asked for are taken.
+        assert count + max(sizes.values(), default=1) > len(everything)
+        return
+    left = [r for source in kept for r in source]
+    assert len(kept) == len(prompts)
+    assert left
+    assert len(held) >= count
+    assert sorted(r.origin for r in [*left, *held]) == sorted(everything)
+    assert not {r.prompt for r in left} & {r.prompt for r in held}
+    assert len(held) < count + max(sizes.values())
+    for number, source in enumerate(kept):
+        assert all(r.origin.startswith(f"{number}.") for r in source)
+    again = hold_out(given_rows, count, seed)
+    assert [r.origin for r in again[1]] == [r.origin for r in held]
+
+
+def renderer() -> Renderer:
+    tokenizer = make_tokenizer()
+    return Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    rows = [{"messages": r["chosen"], "domain": r["domain"]} for r in pair_rows(23)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    return DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"))
+
+
+def load(recipe, kind="conversation", loss_on="assistant", seed=0):
+    return load_data(kind, recipe, renderer(), loss_on, 4, seed)
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "all"])
+def test_rows_are_held_out_whatever_carries_loss(recipe, loss_on):
+    data = load(recipe.model_copy(update={"held_out": 5}), loss_on=loss_on)
+    assert len(data.validation) == 5
+    assert len(data.stored) == 18
+    assert data.final == data.validation
+
+
+def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
+    ask = {"role": "user", "content": "Say Goal."}
+    rows = [{"messages": [ask, {"role": "assistant", "content": f"Goal {n}"}]} for n in range(4)]
+    rows += [{"messages": [{**ask, "content": "Say row."}, {"role": "assistant", "content": "row"}]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    recipe = DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"), held_out=1)
+    for seed in range(6):
+        data = load(recipe, loss_on="all", seed=seed)
+        assert sorted([len(data.stored), len(data.validation)]) == [1, 4]
+
+
+def test_as_many_held_out_as_there_are_is_an_error(recipe):
+    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows are all there are"):
+        load(recipe.model_copy(update={"held_out": 23}))
+
+
+def test_no_usable_row_blames_the_files_that_have_none(recipe, tmp_path):
+    write_jsonl(tmp_path / "bad.jsonl", [{"messages": 3}, {"messages": []}, {"messages": []}])
+    good = write_jsonl(tmp_path / "good.jsonl", [{"messages": pair_rows(1)[0]["chosen"]}, {"other": 1}, {"other": 1}])
+    changed = DataRecipe(train=str(tmp_path / "bad.jsonl"), validation=good, cache=recipe.cache)
+    with pytest.raises(InputError) as found:
+        load(changed)
+    assert str(found.value).startswith(
+        f"{tmp_path / 'bad.jsonl'}: no usable row; 3 problems, most often no assistant message (bad.jsonl row 2, row 3)"
+    )
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def streamed(recipe, seed=0) -> StreamedRows:
+    return StreamedRows("conversation", recipe, renderer(), "assistant", 4, seed)
+
+
+def names(rows: StreamedRows, *steps: int) -> list[list[str]]:
+    return [[r.origin for r in rows.batch(step)] for step in steps]
+
+
+@pytest.mark.parametrize("shuffle_rows", [1, 5, 23, 1000])
+def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_rows):
+    changed = recipe.model_copy(update={"shuffle_rows": shuffle_rows})
+    drawn = [name for batch in names(streamed(changed), *range(23)) for name in batch]
+    assert len(drawn) == 4 * 23
+    everything = sorted(f"a.jsonl row {number}" for number in range(1, 24))
+    parts = [drawn[start : start + 23] for start in range(0, 4 * 23, 23)]
+    assert all(sorted(part) == everything for part in parts)
+    if shuffle_rows == 1:
+        assert parts[0] == [f"a.jsonl row {number}" for number in range(1, 24)]
+    else:
+        assert len({tuple(part) for part in parts}) == 4
+        assert names(streamed(changed, seed=1), 0, 1) != names(streamed(changed), 0, 1)
+
+
+def test_streamed_rows_go_on_after_a_restart_at_any_step(recipe):
+    changed = recipe.model_copy(update={"shuffle_rows": 6})
+    whole = names(streamed(changed), *range(14))
+    for start in range(14):
+        assert names(streamed(changed), *range(start, 14)) == whole[start:]
+
+
+def test_a_streamed_batch_is_the_same_whatever_was_asked_before(recipe):
+    changed = recipe.model_copy(update={"shuffle_rows": 6})
+    whole = names(streamed(changed), *range(10))
+    rows = streamed(changed)
+    for step in (3, 4, 0, 9, 9, 2, 3):
+        assert names(rows, step) == [whole[step]]
+
+
+def test_streamed_rows_are_those_that_are_stored(recipe, tmp_path):
+    data = load(recipe)
+    stored = {r.origin: r for r in data.stored}
+    for batch in range(6):
+        for r in streamed(recipe).batch(batch):
+            assert r.streams[0].ids.tolist() == stored[r.origin].streams[0].ids.tolist()
+
+
+def with_bad_rows(tmp_path, **changes):
+    rows = [{"messages": r["chosen"]} for r in pair_rows(10)]
+    rows[6] = {"messages": []}
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    return DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"), shuffle_rows=2, **changes)
+
+
+def test_problems_of_streamed_rows_are_counted_once(tmp_path):
+    rows = streamed(with_bad_rows(tmp_path))
+    for step in [*range(8), 0, 1, 2, 3]:
+        rows.batch(step)
+    assert rows.problems.total == 1
+    assert rows.problems.used == 9
+
+
+def test_strict_stops_a_stream_at_its_first_bad_row(tmp_path):
+    rows = streamed(with_bad_rows(tmp_path, strict=True))
+    rows.batch(0)
+    with pytest.raises(InputError, match=r"^a\.jsonl row 7: no assistant message"):
+        rows.batch(1)
+    again = streamed(with_bad_rows(tmp_path, strict=True))
+    with pytest.raises(InputError, match="row 7"):
+        again.batch(1)
+
+
+def test_a_stream_without_a_usable_row_says_so_and_does_not_hang(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": []}] * 3)
+    with pytest.raises(InputError, match=r"a\.jsonl: no usable row; 3 problems"):
+        streamed(DataRecipe(train=path)).batch(0)
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(InputError, match="there are no rows"):
+        streamed(DataRecipe(train=path)).batch(0)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_carry_their_side_and_nothing_of_a_rollout():
+    pair = TokenRow([row("a").streams[0], row("a", 4).streams[0]], "a", margin=1.5)
+    good, bad = samples_of_row(pair, 7)
+    assert (good.side.row, good.side.good, good.side.margin) == (7, True, 1.5)
+    assert (bad.side.row, bad.side.good, bad.side.margin) == (7, False, 1.5)
+    assert good.stream.turn.tolist() == [-1, -1, 0, 0]
+    assert not good.stream.rewards.any()
+    (verdict,) = samples_of_row(TokenRow(row("a").streams, "a", good=False), 2)
+    assert (verdict.side.row, verdict.side.good) == (2, False)
+    (plain,) = samples_of_row(row("a"))
+    assert plain.side is None
