@@ -8,7 +8,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "transformers", "peft", "posttrain.training.rl", "posttrain.training.sft"]
+PRELOAD = [
+    "torch",
+    "transformers",
+    "peft",
+    *(f"posttrain.training.{stage}" for stage in ("rl", "sft", "dpo", "reward")),
+]
 
 
 def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
@@ -70,7 +75,8 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None)
     log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    environment_class(values["environment"]["type"])  # so that its module can be armed
+    if "environment" in values:
+        environment_class(values["environment"]["type"])  # so that its module can be armed
     if die_at is not None:
         _arm(*die_at)
     run_stage(TypeAdapter(Recipe).validate_python(values), resume=resume)

@@ -1,0 +1,414 @@
+"""A reward model's rewards of played episodes: on the tokens that were sampled, scaled as the recipe says."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.credit.assign import assign
+from posttrain.data.chat import render_conversation
+from posttrain.data.rendering import Renderer
+from posttrain.errors import InputError
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.reward import RewardSource
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.conversation import Conversation
+from posttrain.rollout.streams import Episode, Outcome, StopReason
+from posttrain.training.collect import Collected, _apply_failure_policy
+from posttrain.training.reward_scorer import RAW, RewardScorer, RunningStatistics, open_scorer, scaled
+from posttrain.training.scoring import samples_of, score
+from tests.conftest import CHATML, make_tokenizer
+
+MEAN, STD = 0.05, 0.4
+OTHER_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }}"
+    "{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+ANSWERS = ["Goal", "the goal is down there", "You walk on a frozen lake.", "é ü", "Up Up"]
+
+
+def exported(base, directory, tokenizer=None, statistics=(MEAN, STD)):
+    """A reward model at `directory`, of random weights, with another tokenizer where one is given."""
+    model = RewardModel(ModelRecipe(path=str(base)), seed=11)
+    if statistics is not None:
+        model.set_statistics(*statistics)
+    model.export(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory):
+    return exported(tiny_model, tmp_path_factory.mktemp("reward") / "model")
+
+
+def scorer(path, policy, **keys) -> RewardScorer:
+    return RewardScorer(RewardSource(path=str(path), **keys), policy)
+
+
+def episode(policy, answers=("Goal",), cut=False, group=0, ids=None, paid=0.0) -> Episode:
+    """Played by the driver's own bookkeeping. `ids`: the sampled tokens of the last answer, where they are not what
+    the tokenizer would make of its text."""
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+    conversation = Conversation(renderer, [{"role": "user", "content": f"Say {group}."}])
+    for number, answer in enumerate(answers):
+        last = number == len(answers) - 1
+        sampled = renderer.encode(answer) if ids is None or not last else list(ids)
+        done = not (cut and last)
+        sampled = [*sampled, policy.tokenizer.eos_token_id] if done else sampled
+        reason = StopReason.END_TOKEN if done else StopReason.TURN_BUDGET
+        conversation.answer(sampled, [-0.5] * len(sampled), reason)
+        conversation.reward(paid, {"success": True})
+        if not last:
+            conversation.observe([{"role": "user", "content": "And then?"}])
+    outcome = Outcome.TRUNCATED if cut else Outcome.TERMINATED
+    return Episode(7, group, 0, 0, conversation.streams(), conversation.turns, outcome, None, conversation.messages)
+
+
+def of_transformers(path, ids) -> float:
+    """What transformers says of token ids."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    with torch.no_grad():
+        return model(torch.tensor([list(map(int, ids))])).logits.item()
+
+
+# -- which tokens are read ---------------------------------------------------------------------------------------------
+
+
+def test_with_the_policys_tokenizer_the_sampled_tokens_themselves_are_read(tiny_policy, reward_model):
+    made = scorer(reward_model, tiny_policy)
+    assert made.same_tokens
+    # "Goal" letter by letter, as no tokenizer would write it.
+    letters = [tiny_policy.tokenizer.convert_tokens_to_ids(letter) for letter in "Goal"]
+    assert letters != tiny_policy.tokenizer("Goal", add_special_tokens=False)["input_ids"]
+    episodes = [
+        episode(tiny_policy, ["Goal"]),
+        episode(tiny_policy, ["Goal"], ids=letters),
+        episode(tiny_policy, ["Goal"], cut=True),
+        episode(tiny_policy, ["Up", "no, Down", "Left"]),
+        episode(tiny_policy, ["Up", "Down"], cut=True),
+    ]
+    found = made.scores(episodes)
+    for played, ours in zip(episodes, found, strict=True):
+        assert ours == pytest.approx(of_transformers(reward_model, played.streams[-1].ids), abs=1e-5)
+    assert len({round(value, 4) for value in found}) == 5
+    end = tiny_policy.tokenizer.eos_token_id
+    assert episodes[2].streams[0].ids[-1] != end == episodes[0].streams[0].ids[-1]
+
+
+def test_scores_are_those_of_the_episode_alone_whatever_the_packing(tiny_policy, reward_model):
+    episodes = [episode(tiny_policy, [ANSWERS[n % 5]], cut=n % 3 == 0, group=n // 2) for n in range(12)]
+    alone = [scorer(reward_model, tiny_policy).scores([e])[0] for e in episodes]
+    for budget in (64, 200, 4096):
+        packed = scorer(reward_model, tiny_policy, tokens_per_batch=budget).scores(episodes)
+        np.testing.assert_allclose(packed, alone, atol=1e-5)
+    assert scorer(reward_model, tiny_policy).scores([]) == []
+
+
+def test_tokens_after_the_last_answer_are_not_read(tiny_policy, reward_model):
+    played = episode(tiny_policy, ["Up", "Down"])
+    expected = scorer(reward_model, tiny_policy).scores([played])
+    stream = played.streams[0]
+    for name, value in (("ids", 9), ("sampled", False), ("logprobs", 0), ("rewards", 0), ("turn", -1)):
+        array = getattr(stream, name)
+        setattr(stream, name, np.concatenate([array, np.array([value, value], dtype=array.dtype)]))
+    assert scorer(reward_model, tiny_policy).scores([played]) == pytest.approx(expected, abs=1e-6)
+
+
+def other_tokenizer(kind):
+    tokenizer = make_tokenizer()
+    if kind == "merges":
+        from tokenizers import ByteLevelBPETokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        bpe = ByteLevelBPETokenizer()
+        special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+        lines = ["Goal goal Goal is down there", "You you walk"]
+        bpe.train_from_iterator(lines * 4, vocab_size=300, special_tokens=special, show_progress=False)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>"
+        )
+        tokenizer.chat_template = CHATML
+    elif kind == "template":
+        tokenizer.chat_template = OTHER_TEMPLATE
+    else:
+        assert kind == "end"
+        tokenizer.eos_token = "<|endoftext|>"
+        tokenizer.pad_token = "<|im_start|>"
+        tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["merges", "template", "end"])
+def test_another_tokenizer_reads_the_conversation_as_its_training_rows_were(kind, tiny_policy, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = other_tokenizer(kind)
+    base = tmp_path / "base"
+    shutil.copytree(tiny_policy.recipe.path, base)
+    if kind == "end":
+        (base / "generation_config.json").unlink(missing_ok=True)
+        AutoModelForCausalLM.from_pretrained(base).config.save_pretrained(base)
+    path = exported(base, tmp_path / "model", tokenizer)
+    made = scorer(path, tiny_policy)
+    assert not made.same_tokens
+    renderer = made.renderer
+    end = tokenizer.eos_token_id
+    for answers in (["Goal"], [" the goal is "], ["Up", "Down there"]):
+        whole, cut = (episode(tiny_policy, answers, cut=cut) for cut in (False, True))
+        (row,) = render_conversation(renderer, whole.messages, "last_assistant")
+        assert row.ids[-1] == end
+        ours = made.scores([whole, cut])
+        assert ours[0] == pytest.approx(of_transformers(path, row.ids), abs=1e-5)
+        assert ours[1] == pytest.approx(of_transformers(path, row.ids[:-1]), abs=1e-5)
+        assert abs(ours[0] - ours[1]) > 1e-5
+        assert row.ids.tolist() != whole.streams[-1].ids.tolist()
+
+
+def test_the_same_vocabulary_with_other_merges_is_another_tokenizer(tiny_policy, tmp_path):
+    import json
+
+    path = exported(tiny_policy.recipe.path, tmp_path / "model")
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["merges"].reverse()
+    file.write_text(json.dumps(content))
+    made = scorer(path, tiny_policy)
+    assert made.model.tokenizer.get_vocab() == tiny_policy.tokenizer.get_vocab()
+    assert not made.same_tokens
+
+
+def test_a_cut_answer_of_blanks_is_scored_too(tiny_policy, tmp_path):
+    path = exported(tiny_policy.recipe.path, tmp_path / "model", other_tokenizer("template"))
+    (value,) = scorer(path, tiny_policy).scores([episode(tiny_policy, [" \n "], cut=True)])
+    assert math.isfinite(value)
+
+
+def test_an_answer_longer_than_the_budget_names_episode_and_key(tiny_policy, reward_model):
+    from posttrain.errors import RunError
+
+    made = scorer(reward_model, tiny_policy, tokens_per_batch=16)
+    with pytest.raises(RunError, match=r"the episode of seed 7, group 3 has \d+ tokens.*reward\.tokens_per_batch"):
+        made.scores([episode(tiny_policy, ["Goal " * 20], group=3)])
+
+
+def test_scoring_leaves_no_gradient_and_takes_no_graph(tiny_policy, reward_model, monkeypatch):
+    made = scorer(reward_model, tiny_policy)
+    seen = []
+    original = RewardModel.rewards
+    monkeypatch.setattr(
+        RewardModel, "rewards", lambda self, *a: seen.append(original(self, *a)) or seen[-1].detach().clone()
+    )
+    made.scores([episode(tiny_policy)])
+    assert len(seen) == 1
+    assert not seen[0].requires_grad
+
+
+# -- what is paid ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("normalise", "clip"), [("stored", None), ("stored", 0.1), ("none", None), ("none", 0.01), ("running", 0.01)]
+)
+def test_the_reward_is_added_to_the_last_turn_and_its_last_token(normalise, clip, tiny_policy, reward_model):
+    made = scorer(reward_model, tiny_policy, normalise=normalise, clip=clip)
+    episodes = [episode(tiny_policy, ["Up", answer], paid=0.25) for answer in ANSWERS]
+    raw = np.array(made.scores(episodes))
+    made(episodes)
+    expected = (raw - MEAN) / STD if normalise == "stored" else raw
+    if clip is not None and normalise != "running":
+        assert (np.abs(expected) > clip).any()
+        expected = expected.clip(-clip, clip)
+    for played, value, said in zip(episodes, expected, raw, strict=True):
+        last = played.turns[-1]
+        assert last.info == {"success": True, RAW: said}
+        assert RAW not in played.turns[0].info
+        assert last.reward == pytest.approx(0.25 + value, abs=1e-6)
+        assert played.total_reward == pytest.approx(0.5 + value, abs=1e-6)
+        rewards = played.streams[0].rewards
+        assert rewards[last.stop - 1] == pytest.approx(0.25 + value, abs=1e-6)
+        assert rewards.sum() == pytest.approx(0.5 + value, abs=1e-6)
+        assert np.count_nonzero(rewards) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_fails_the_episode_and_is_no_zero(value, tiny_policy, reward_model, monkeypatch):
+    made = scorer(reward_model, tiny_policy, normalise="none")
+    episodes = [episode(tiny_policy, group=n) for n in range(3)]
+    failed = episode(tiny_policy, group=3)
+    failed.outcome, failed.failure = Outcome.FAILED, "the environment raised"
+    asked = []
+
+    def scores(self, played):
+        asked.extend(played)
+        return [1.0, value, 2.0]
+
+    monkeypatch.setattr(RewardScorer, "scores", scores)
+    made([*episodes, failed])
+    assert asked == episodes
+    assert [e.outcome for e in episodes] == [Outcome.TERMINATED, Outcome.FAILED, Outcome.TERMINATED]
+    assert episodes[1].failure == f"the reward model gave {value}"
+    assert RAW not in episodes[1].turns[-1].info
+    assert not episodes[1].success
+    assert failed.failure == "the environment raised"
+    assert [e.total_reward for e in episodes] == [1.0, 0.0, 2.0]
+    collected = Collected([], [])
+    recipe = RlRecipe(environment={"type": "bandit"}, rollout={"failures": {"policy": "drop", "max_share": 0.5}})
+    kept = _apply_failure_policy([*episodes, failed], recipe, collected)
+    assert kept == [episodes[0], episodes[2]]
+    assert "2 of 4 episodes failed" in collected.messages[0]
+
+
+def test_weights_that_are_no_numbers_fail_every_episode(tiny_policy, reward_model):
+    made = scorer(reward_model, tiny_policy)
+    with torch.no_grad():
+        made.model.model.score.weight[0, 0] = math.nan
+    episodes = [episode(tiny_policy, group=n) for n in range(2)]
+    made(episodes)
+    assert all(e.outcome is Outcome.FAILED and "nan" in e.failure for e in episodes)
+
+
+def test_stored_statistics_have_to_be_there(tiny_policy, tmp_path):
+    path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=None)
+    with pytest.raises(InputError, match=r"^reward\.normalise: .*model keeps no mean and standard deviation"):
+        scorer(path, tiny_policy)
+    for normalise in ("running", "none"):
+        scorer(path, tiny_policy, normalise=normalise)
+
+
+@pytest.mark.parametrize("statistics", [(0.1, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf), (0.0, -1.0)])
+def test_stored_statistics_have_to_be_numbers_that_can_scale(statistics, tiny_policy, tmp_path):
+    path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=statistics)
+    with pytest.raises(InputError, match=r"^reward\.normalise: "):
+        scorer(path, tiny_policy)
+
+
+def test_a_language_model_is_no_reward_model(tiny_policy):
+    with pytest.raises(InputError, match="is not a reward model"):
+        scorer(tiny_policy.recipe.path, tiny_policy)
+    assert open_scorer(None, tiny_policy) is None
+
+
+def test_scaling_and_clipping():
+    assert scaled(3.0, 1.0, 2.0, None) == 1.0
+    assert scaled(30.0, 1.0, 2.0, 5.0) == 5.0
+    assert scaled(-30.0, 1.0, 2.0, 5.0) == -5.0
+
+
+# -- running statistics ------------------------------------------------------------------------------------------------
+
+
+def scored(values) -> list[Episode]:
+    """Episodes of one turn with what a reward model said of them."""
+    from tests.rollout.episodes import played
+
+    episodes = []
+    for value in values:
+        made = played(rewards=(value,))
+        made.turns[-1].info[RAW] = value
+        episodes.append(made)
+    return episodes
+
+
+RUNNING = RewardSource(path="unread", normalise="running", clip=None)
+
+
+def test_running_statistics_are_those_of_all_rewards_so_far():
+    draws = np.random.default_rng(0)
+    running, seen = RunningStatistics(RUNNING), []
+    for size in (1, 3, 8, 5):
+        values = list(draws.normal(100.0, 0.3, size))
+        running.include(scored(values))
+        seen += values
+        if len(seen) < 2:
+            continue
+        mean, std = np.mean(seen), np.std(seen, ddof=1)
+        assert running.count == len(seen)
+        assert running.mean == pytest.approx(mean, rel=1e-12)
+        for value in values:
+            assert value + running.correction({RAW: value}) == pytest.approx((value - mean) / std, abs=1e-9)
+
+
+def test_running_statistics_clip_what_is_scaled():
+    running = RunningStatistics(RUNNING.model_copy(update={"clip": 0.5}))
+    running.include(scored([1.0, 2.0, 9.0]))
+    assert 9.0 + running.correction({RAW: 9.0}) == pytest.approx(0.5)
+    assert 1.0 + running.correction({RAW: 1.0}) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("values", [[37.0], [37.0] * 6])
+def test_rewards_that_are_all_alike_are_worth_nothing(values):
+    running = RunningStatistics(RUNNING)
+    running.include(scored(values))
+    assert 37.0 + running.correction({RAW: 37.0}) == 0.0
+
+
+def test_running_statistics_come_back_from_their_state():
+    import json
+
+    one, two = RunningStatistics(RUNNING), RunningStatistics(RUNNING)
+    one.include(scored([0.1, 1 / 3, -2.7]))
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for running in (one, two):
+        running.include(scored([5.0, 0.2]))
+    assert one.state_dict() == two.state_dict()
+    assert one.correction({RAW: 0.3}) == two.correction({RAW: 0.3})
+
+
+@pytest.mark.parametrize("source", [None, RewardSource(path="unread"), RewardSource(path="unread", normalise="none")])
+def test_without_running_normalisation_nothing_is_counted_or_corrected(source):
+    running = RunningStatistics(source)
+    running.include(scored([1.0, 2.0]))
+    assert running.count == 0
+    assert running.correction({RAW: 1.0}) == 0.0
+
+
+def test_episodes_that_no_model_scored_are_not_counted():
+    running = RunningStatistics(RUNNING)
+    running.include([*scored([1.0, 3.0]), *scored([5.0])[:0]])
+    unscored = scored([9.0])
+    del unscored[0].turns[-1].info[RAW]
+    running.include(unscored)
+    assert (running.count, running.mean) == (2, 2.0)
+    assert running.correction(unscored[0].turns[-1].info) == 0.0
+
+
+# -- on the way to credit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalise", ["stored", "running", "none"])
+@pytest.mark.parametrize("penalty", [0.0, 0.75])
+def test_the_penalty_for_a_missing_end_reaches_credit_once(normalise, penalty, tiny_policy, reward_model):
+    made = scorer(reward_model, tiny_policy, normalise=normalise, clip=None)
+    episodes = [episode(tiny_policy, [ANSWERS[n]], cut=n % 2 == 1, group=0) for n in range(4)]
+    raw = np.array(made.scores(episodes))
+    made(episodes)
+    recipe = RlRecipe(
+        environment={"type": "bandit"},
+        credit={"type": "reinforce"},
+        rollout={"missing_end_penalty": penalty},
+        reward={"path": str(reward_model), "normalise": normalise, "clip": None},
+    )
+    running = RunningStatistics(recipe.reward)
+    running.include(episodes)
+    rewards = score(episodes, samples_of(episodes, 1), recipe, 0.0, running)
+    expected = {
+        "stored": (raw - MEAN) / STD,
+        "running": (raw - raw.mean()) / raw.std(ddof=1),
+        "none": raw,
+    }[normalise] - penalty * np.array([0, 1, 0, 1])
+    for (stream,), played, value in zip(rewards.values, episodes, expected, strict=True):
+        assert np.flatnonzero(stream).tolist() == [played.turns[-1].stop - 1]
+        assert stream.sum() == pytest.approx(value, abs=1e-5)
+    # What is shown and stored of the episode stays as it was paid.
+    assert [e.streams[0].rewards.sum() for e in episodes] == pytest.approx([e.total_reward for e in episodes], abs=1e-6)
+    credit = assign(episodes, recipe.credit, rewards, {})
+    for (stream,), played in zip(credit.values, episodes, strict=True):
+        assert np.isfinite(stream[played.streams[0].sampled]).all()
