@@ -33,12 +33,14 @@ ANSWERS = ["Goal", "the goal is down there", "You walk on a frozen lake.", "Ã© Ã
 
 def exported(base, directory, tokenizer=None, statistics=(MEAN, STD)):
     """A reward model at `directory`, of random weights, with another tokenizer where one is given."""
+    if tokenizer is not None:
+        base = shutil.copytree(base, directory.with_name("base"))
+        (base / "generation_config.json").unlink(missing_ok=True)
+        tokenizer.save_pretrained(base)
     model = RewardModel(ModelRecipe(path=str(base)), seed=11)
     if statistics is not None:
         model.set_statistics(*statistics)
     model.export(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -148,15 +150,8 @@ def other_tokenizer(kind):
 
 @pytest.mark.parametrize("kind", ["merges", "template", "end"])
 def test_another_tokenizer_reads_the_conversation_as_its_training_rows_were(kind, tiny_policy, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     tokenizer = other_tokenizer(kind)
-    base = tmp_path / "base"
-    shutil.copytree(tiny_policy.recipe.path, base)
-    if kind == "end":
-        (base / "generation_config.json").unlink(missing_ok=True)
-        AutoModelForCausalLM.from_pretrained(base).config.save_pretrained(base)
-    path = exported(base, tmp_path / "model", tokenizer)
+    path = exported(tiny_policy.recipe.path, tmp_path / "model", tokenizer)
     made = scorer(path, tiny_policy)
     assert not made.same_tokens
     renderer = made.renderer

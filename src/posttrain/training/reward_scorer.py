@@ -39,9 +39,10 @@ class RewardScorer:
         self.statistics = (0.0, 1.0)
         if source.normalise == "stored":
             stored = self.model.statistics
-            if stored is None:
+            if stored is None or not (math.isfinite(stored[0]) and 0 < stored[1] < math.inf):
+                kept = "no mean and standard deviation" if stored is None else "the mean {} and standard deviation {}"
                 raise InputError(
-                    f"reward.normalise: {source.path} keeps no mean and standard deviation of its rewards; train it with "
+                    f"reward.normalise: {source.path} keeps {kept.format(*stored or ())} of its rewards; train it with "
                     "validation rows, or use `running` or `none`"
                 )
             self.statistics = stored
