@@ -37,7 +37,7 @@ def inspect_rows(
     examples = islice(read_examples(kind, recipe.train, columns, problems), limit)
     rows = list(tokenise(examples, recipe, renderer, loss_on, problems))
     for row in rows[:shown]:
-        _show(row, renderer, console)
+        _show(row, kind, renderer, console)
     if not rows:
         problems.require_any(", ".join(source.path for source in recipe.train))
     console.print(_lengths(rows, kind))
@@ -67,8 +67,9 @@ def _kind(recipe: DataRecipe) -> Kind:
     )
 
 
-def _show(row: TokenRow, renderer: Renderer, console: Console) -> None:
+def _show(row: TokenRow, kind: str, renderer: Renderer, console: Console) -> None:
     names = [""] if len(row.streams) == 1 else [f"stream {place + 1} " for place in range(len(row.streams))]
+    names = ["chosen ", "rejected "] if kind == "pair" else names
     for name, stream in zip(names, row.streams, strict=True):
         about = f"{row.origin} {name}({len(stream.ids)} tokens, {int(stream.trained.sum())} trained)"
         console.rule(about, align="left")

@@ -1,0 +1,86 @@
+"""`posttrain data`: what a person sees of rows."""
+
+import json
+
+import pytest
+
+from posttrain.cli.main import main
+from tests.training.preferences import pair_rows, verdict_rows, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def inspected(capsys, *words):
+    assert main(["data", "inspect", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_pairs_are_shown_side_by_side_with_lengths_and_problems(tiny_model, tmp_path, capsys):
+    rows = [*pair_rows(6), {"chosen": "x"}]
+    out = inspected(capsys, write_jsonl(tmp_path / "p.jsonl", rows), "--model", str(tiny_model), "--rows", "1")
+    assert "p.jsonl row 1 chosen (" in out
+    assert "p.jsonl row 1 rejected (" in out
+    assert "6 usable rows (pair)" in out
+    assert "1 row dropped: " in out
+    assert "p.jsonl row 7" in out
+
+
+def test_kinds_are_told_from_the_columns(tiny_model, tmp_path, capsys):
+    asked = [{"question": "Up?", "answer": "Goal"}]
+    keys = ["columns.prompt=question", "columns.completion=answer", "--model", str(tiny_model)]
+    assert "1 usable rows (conversation)" in inspected(capsys, write_jsonl(tmp_path / "q.jsonl", asked), *keys)
+    judged = write_jsonl(tmp_path / "v.jsonl", verdict_rows(3))
+    assert "6 usable rows (verdict)" in inspected(capsys, judged, "--model", str(tiny_model))
+
+
+def test_columns_that_are_no_rows_are_told(tiny_model, tmp_path, capsys):
+    file = write_jsonl(tmp_path / "x.jsonl", [{"a": 1, "b": 2}])
+    assert main(["data", "inspect", file, "--model", str(tiny_model)]) == 2
+    assert capsys.readouterr().err == (
+        f"posttrain: {file}: the columns a, b are not those of conversations, pairs or verdicts; name them, for example "
+        "`columns.prompt=question columns.completion=answer`\n"
+    )
+    assert main(["data", "inspect", file, "colums.prompt=a", "--model", str(tiny_model)]) == 2
+    assert "there is no key data.colums; the nearest is data.columns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("history", ["episode", "turn"])
+def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tmp_path, capsys):
+    words = ["slippery=false", "--count", "5", "--history", history, "--out", "lake.jsonl"]
+    assert main(["data", "experts", "frozen_lake", *words]) == 0
+    assert "of 5 games, seeds 200000 to 200004" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "lake.jsonl").read_text().splitlines()]
+    assert len({row["seed"] for row in rows}) == 5
+    words = [
+        "data.train=lake.jsonl",
+        "data.held_out=1",
+        f"model.path={tiny_model}",
+        "environment.type=frozen_lake",
+        "environment.slippery=false",
+        "evaluation.seeds.count=2",
+        "evaluation.final_seeds.count=3",
+        "rollout.tokens_per_turn=4",
+        "rollout.tokens_per_episode=1200",
+        "data.cache=cache",
+    ]
+    assert main(["sft", *words]) == 0
+    results = json.loads((tmp_path / "runs" / "run" / "results.json").read_text())
+    assert [row["player"] for row in results["players"]] == [
+        "random policy",
+        "start of this run",
+        "trained model",
+        "optimal policy",
+    ]
+    assert results["tables"][0]["headings"][2] == "loss"
+
+
+def test_experts_keep_off_the_held_out_seeds(capsys):
+    assert main(["data", "experts", "frozen_lake", "--start", "999990", "--count", "20"]) == 2
+    assert "overlap evaluation.seeds" in capsys.readouterr().err
+    assert (
+        main(["data", "experts", "text_task", "reasoning_gym.dataset=chain_sum", "--count", "1", "--out", "x.csv"]) == 2
+    )
