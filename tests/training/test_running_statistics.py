@@ -1,0 +1,82 @@
+"""Mean and standard deviation of a reward model's rewards so far, against numpy and through a checkpoint."""
+
+import json
+
+import numpy as np
+import pytest
+
+from posttrain.recipe.reward import RewardSource
+from posttrain.rollout.streams import Episode
+from posttrain.training.reward_scorer import RAW, RunningStatistics
+from tests.rollout.episodes import played
+
+
+def scored(values) -> list[Episode]:
+    """Episodes of one turn with what a reward model said of them."""
+    episodes = []
+    for value in values:
+        made = played(rewards=(value,))
+        made.turns[-1].info[RAW] = value
+        episodes.append(made)
+    return episodes
+
+
+RUNNING = RewardSource(path="unread", normalise="running", clip=None)
+
+
+def test_running_statistics_are_those_of_all_rewards_so_far():
+    draws = np.random.default_rng(0)
+    running, seen = RunningStatistics(RUNNING), []
+    for size in (1, 3, 8, 5):
+        values = list(draws.normal(100.0, 0.3, size))
+        running.include(scored(values))
+        seen += values
+        if len(seen) < 2:
+            continue
+        mean, std = np.mean(seen), np.std(seen, ddof=1)
+        assert running.count == len(seen)
+        assert running.mean == pytest.approx(mean, rel=1e-12)
+        for value in values:
+            assert value + running.correction({RAW: value}) == pytest.approx((value - mean) / std, abs=1e-9)
+
+
+def test_running_statistics_clip_what_is_scaled():
+    running = RunningStatistics(RUNNING.model_copy(update={"clip": 0.5}))
+    running.include(scored([1.0, 2.0, 9.0]))
+    assert 9.0 + running.correction({RAW: 9.0}) == pytest.approx(0.5)
+    assert 1.0 + running.correction({RAW: 1.0}) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("values", [[37.0], [37.0] * 6])
+def test_rewards_that_are_all_alike_are_worth_nothing(values):
+    running = RunningStatistics(RUNNING)
+    running.include(scored(values))
+    assert 37.0 + running.correction({RAW: 37.0}) == 0.0
+
+
+def test_running_statistics_come_back_from_their_state():
+    one, two = RunningStatistics(RUNNING), RunningStatistics(RUNNING)
+    one.include(scored([0.1, 1 / 3, -2.7]))
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for running in (one, two):
+        running.include(scored([5.0, 0.2]))
+    assert one.state_dict() == two.state_dict()
+    assert one.correction({RAW: 0.3}) == two.correction({RAW: 0.3})
+
+
+@pytest.mark.parametrize("source", [None, RewardSource(path="unread"), RewardSource(path="unread", normalise="none")])
+def test_without_running_normalisation_nothing_is_counted_or_corrected(source):
+    running = RunningStatistics(source)
+    running.include(scored([1.0, 2.0]))
+    assert running.count == 0
+    assert running.correction({RAW: 1.0}) == 0.0
+
+
+def test_episodes_that_no_model_scored_are_not_counted():
+    running = RunningStatistics(RUNNING)
+    running.include([*scored([1.0, 3.0]), *scored([5.0])[:0]])
+    unscored = scored([9.0])
+    del unscored[0].turns[-1].info[RAW]
+    running.include(unscored)
+    assert (running.count, running.mean) == (2, 2.0)
+    assert running.correction(unscored[0].turns[-1].info) == 0.0
