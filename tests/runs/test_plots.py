@@ -9,7 +9,9 @@ from matplotlib.image import imread
 
 from posttrain.runs import plots
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.drawing import SMOOTHED_STEPS
 from posttrain.runs.metrics import MetricsLog, read_metrics
+from posttrain.runs.panels import PANELS, TITLES, limits_of
 
 
 def train(step: int, **changed: float) -> dict[str, float]:
@@ -72,7 +74,7 @@ def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
     lines = [(step, "train", train(step) | comparing(step)) for step in range(1, 6)]
     logged(run, [*lines, (5, "evaluation", evaluation(0.5) | ranked(0.6, 0.7))])
     drawn = plots.draw_plots(run)
-    assert [path.name for path in drawn] == [f"{name}.png" for name in plots.TITLES]
+    assert [path.name for path in drawn] == [f"{name}.png" for name in TITLES]
     for path in drawn:
         image = imread(path)
         assert image.shape[1] >= 1000
@@ -86,17 +88,133 @@ def test_held_out_rows_have_a_band_and_domains_a_figure_of_their_own(run: RunDir
         [(step, "train", comparing(step)) for step in range(1, 6)]
         + [(step, "evaluation", ranked(0.7 - 0.02 * step, 0.5 + 0.05 * step)) for step in (0, 3, 5)],
     )
-    figure = plots._figure("rows", lines)
+    figure = plots.draw_figure("rows", lines)
     assert figure is not None
     loss, accuracy = figure.axes
     assert {"training rows", "validation rows"} <= set(lines_of(figure, 0))
     np.testing.assert_allclose(lines_of(figure, 0)["validation rows"].get_ydata(), [0.7, 0.64, 0.6])
     for axes in (loss, accuracy):
         assert len(axes.collections) >= 1  # the band
-    domains = plots._figure("domains", lines)
+    domains = plots.draw_figure("domains", lines)
     assert domains is not None
     assert [set(lines_of(domains, place)) >= {"law", "medicine"} for place in (0, 1)] == [True, True]
-    assert plots._figure("learning_curve", lines) is None
+    assert plots.draw_figure("learning_curve", lines) is None
+
+
+def test_accuracy_is_compared_with_guessing_and_with_the_final_rows(run: RunDirectory) -> None:
+    final = {"player": "trained", "best_step": 3, "test/accuracy": 0.6, "test/loss": 0.61}
+    final |= {"test/accuracy_low": 0.5, "test/accuracy_high": 0.7}
+    lines = logged(
+        run,
+        [(step, "train", comparing(step)) for step in (1, 2, 3)]
+        + [(3, "evaluation", ranked(0.6, 0.65)), (3, "final", final)],
+    )
+    figure = plots.draw_figure("rows", lines)
+    assert figure is not None
+    loss, accuracy = figure.axes
+    assert list(lines_of(figure, 1)["guessing, 50%"].get_ydata()) == [0.5, 0.5]
+    labels = [{container.get_label() for container in axes.containers} for axes in (loss, accuracy)]
+    assert "result on the final rows, 0.6100" in labels[0]
+    assert "result on the final rows, 60.0%" in labels[1]
+    assert accuracy.get_ylim() == pytest.approx((-0.03, 1.05))
+    assert loss.get_ylim()[0] > 0.4  # A loss is shown where it is, not from zero.
+
+
+def test_a_supervised_loss_and_a_preference_loss_do_not_share_axes(run: RunDirectory) -> None:
+    sft = [(step, "train", {"loss/nll": 2.0 - 0.1 * step}) for step in (1, 2)]
+    interval = {"validation/loss": 1.9, "validation/loss_low": 1.8, "validation/loss_high": 2.0}
+    figure = plots.draw_figure("rows", logged(run, [*sft, (2, "evaluation", interval)]))
+    assert figure is not None
+    assert [(axes.get_title(), axes.get_ylabel()) for axes in figure.axes] == [
+        ("Loss, 95% interval shaded", "nats per token")
+    ]
+    assert set(lines_of(figure)) >= {"training rows", "validation rows"}
+    both = [{"step": step, "kind": "train", **comparing(step), "loss/nll": 5.0} for step in (1, 2)]
+    figure = plots.draw_figure("rows", both)
+    assert figure is not None
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss per row", "nats per token", "share ranked right"]
+
+
+def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory) -> None:
+    held_out = {"validation/chosen": 0.2, "validation/rejected": -0.1, "validation/margin": 0.3}
+    lines = logged(
+        run,
+        [(step, "train", comparing(step) | {"preference/kl": 0.1}) for step in (1, 2)] + [(2, "evaluation", held_out)],
+    )
+    figure = plots.draw_figure("preference", lines)
+    assert figure is not None
+    rewards, margin, likelihood, reference = (lines_of(figure, place) for place in range(4))
+    assert list(rewards["better answer, training"].get_ydata()) == pytest.approx([0.1, 0.2])
+    assert list(rewards["worse answer, validation"].get_ydata()) == [-0.1]
+    assert list(margin["validation rows"].get_ydata()) == [0.3]
+    assert list(likelihood["worse answer"].get_ydata()) == [-1.2, -1.2]
+    assert list(reference["estimated KL divergence from the reference"].get_ydata()) == [0.1, 0.1]
+
+
+def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
+    for domain in ("law", "law/tax"):
+        assert limits_of(
+            [
+                {
+                    "step": 4,
+                    "kind": "evaluation",
+                    f"validation/loss/{domain}": 0.5,
+                    f"validation/loss_low/{domain}": 0.4,
+                    f"validation/loss_high/{domain}": 0.6,
+                }
+            ],
+            f"validation/loss/{domain}",
+        ) == [(4, 0.4, 0.5, 0.6)]
+    figure = plots.draw_figure("domains", logged(run, [(step, "evaluation", ranked(0.6, 0.7)) for step in (0, 5)]))
+    assert figure is not None
+    for axes, value, half in zip(figure.axes, (0.6, 0.7), (0.05, 0.1), strict=True):
+        bars = [container[2][0].get_segments()[0] for container in axes.containers]
+        assert len(bars) == 2  # law and medicine, side by side
+        assert len({float(bar[0][0]) for bar in bars}) == 2
+        for bar in bars:
+            assert bar[0][0] > 5
+            assert sorted(bar[:, 1]) == pytest.approx([value - half, value + half])
+
+
+def test_many_domains_are_cut_and_counted(run: RunDirectory) -> None:
+    values = {f"validation/loss/{letter}": 1.0 for letter in "abcdefghij"}
+    figure = plots.draw_figure("domains", logged(run, [(1, "evaluation", values)]))
+    assert figure is not None
+    assert figure.axes[0].get_title() == "Loss of the validation rows, the first 6 of 10 domains"
+    assert [label for label in lines_of(figure) if not label.startswith("_")] == list("abcdef")
+
+
+def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory) -> None:
+    paid = {"return_low": -1.5, "return_high": 0.5, "n": 8}
+    lines = logged(
+        run,
+        [
+            (0, "baseline", {"player": "start of this run", "return": -1.0, "n": 8}),
+            *[(step, "train", {"rollout/return": -0.9 + 0.1 * step}) for step in (1, 2)],
+            *[(step, "evaluation", {"return": -0.5, **paid}) for step in (0, 2)],
+            (2, "final", {"player": "trained", "best_step": 2, "return": -0.25, **paid}),
+        ],
+    )
+    figure = plots.draw_figure("learning_curve", lines)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert axes.get_ylabel() == "mean return"
+    assert {"training episodes", "held-out seeds", "start of this run, -1.000"} <= set(lines_of(figure))
+    assert "result on the final seeds, -0.250" in {container.get_label() for container in axes.containers}
+    (band,) = [c for c in axes.collections if "Fill" in type(c).__name__ or "Poly" in type(c).__name__]
+    corners = band.get_paths()[0].vertices
+    assert (corners[:, 1].min(), corners[:, 1].max()) == pytest.approx((-1.5, 0.5))
+    assert axes.get_ylim()[0] <= -1.5
+    assert axes.get_ylim()[1] >= 0.5
+
+
+def test_the_moving_mean_does_not_lag(run: RunDirectory) -> None:
+    falling = [(step, "train", {"loss/nll": 10.0 - 0.1 * step}) for step in range(1, 41)]
+    figure = plots.draw_figure("rows", logged(run, falling))
+    assert figure is not None
+    mean = lines_of(figure)[f"training rows, mean of {SMOOTHED_STEPS} steps"]
+    assert list(mean.get_xdata()) == list(range(3, 39))
+    np.testing.assert_allclose(mean.get_ydata(), 10 - 0.1 * np.arange(3, 39))
 
 
 def test_plots_without_data_are_left_out(run: RunDirectory) -> None:
@@ -146,7 +264,7 @@ def test_steps_with_nan_are_marked(run: RunDirectory) -> None:
     lines = logged(
         run, [(step, "train", train(step, **({"policy/kl": math.nan} if step == 2 else {}))) for step in (1, 2, 3)]
     )
-    figure = plots._panels(lines, plots.PANELS["kl"])
+    figure = plots._panels(lines, PANELS["kl"])
     assert figure is not None
     drawn = lines_of(figure)
     assert list(drawn["Kullback-Leibler divergence"].get_xdata()) == [1, 3]
@@ -165,9 +283,7 @@ def test_bars_are_as_tall_as_a_step_is_long(run: RunDirectory) -> None:
 
 
 def test_a_wide_range_of_norms_gets_a_logarithmic_axis(run: RunDirectory) -> None:
-    figure = plots._panels(
-        logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]), plots.PANELS["optimization"]
-    )
+    figure = plots._panels(logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]), PANELS["optimization"])
     assert figure is not None
     assert [axes.get_yscale() for axes in figure.axes] == ["log"]
 

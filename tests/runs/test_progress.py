@@ -33,9 +33,15 @@ def test_an_evaluation_on_rows_says_what_it_measured() -> None:
     with Progress(9, "ranking", console=Console(file=out, width=40)) as progress:
         progress.update(3, {"loss/preference": 0.7, "preference/accuracy": 0.5625, "preference/margin": 0.1})
         progress.update(3, {**found, **limits})
-    trained, evaluated = out.getvalue().splitlines()[1:]
+        progress.update(4, {"loss/nll": 1.5, "optimizer/gradient_norm": 0.1234})
+        progress.update(4, {"validation/loss": 0.75, "validation/loss_low": 0.7, "validation/loss_high": 0.8})
+        progress.update(5, {"return": 0.5, "return_low": 0.25, "return_high": 0.75, "n": 9})
+    trained, evaluated, supervised, measured, played = out.getvalue().splitlines()[1:]
     assert trained.startswith("step 3/9  loss 0.7000  accuracy 56%  margin 0.100  left ")
     assert evaluated == "step 3/9  evaluation  validation loss 0.6100  accuracy 60.0% [46.0, 72.0]  rows 50"
+    assert supervised.startswith("step 4/9  loss 1.5000  gradient 0.123  left ")
+    assert measured == "step 4/9  evaluation  validation loss 0.7500 [0.7000, 0.8000]"
+    assert played == "step 5/9  evaluation  n 9  return 0.500 [0.250, 0.750]"
 
 
 def test_in_a_terminal_the_numbers_stay_in_place() -> None:
@@ -56,6 +62,17 @@ def test_a_supervised_stage_shows_its_loss() -> None:
     with Progress(20, "t", console=Console(file=out, force_terminal=True, width=120)) as progress:
         progress.update(1, {"loss/sft": 1.25})
     assert "1.2500" in out.getvalue()
+
+
+def test_the_display_tells_held_out_rows_from_training_rows() -> None:
+    out = Console(file=io.StringIO(), width=100, record=True)
+    with Progress(20, "ranking", console=Console(file=io.StringIO())) as progress:
+        progress.update(5, {"validation/loss": 0.6, "validation/accuracy": 0.625})
+        progress.update(6, {"loss/preference": 0.7, "preference/accuracy": 0.5, "preference/margin": 0.1})
+        out.print(progress._display())
+    shown = [line.rstrip() for line in out.export_text().splitlines()]
+    assert shown[1] == "held out, step 5  validation loss 0.6000  accuracy 62.5%"
+    assert shown[2] == "training  loss 0.7000  accuracy 50%  margin 0.100"
 
 
 def test_the_display_is_taken_down_when_training_fails() -> None:

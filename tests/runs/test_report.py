@@ -1,11 +1,12 @@
 import io
 import math
+from pathlib import Path
 
 from rich.console import Console
 
 from posttrain.recipe.loss import ReinforceLoss
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
-from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.stages import DpoRecipe, RlRecipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
@@ -87,6 +88,19 @@ def test_a_run_without_metrics_has_a_report(run: RunDirectory) -> None:
     assert "# tossing" in text
     assert "## Curves" not in text
     assert "from_pretrained" not in text
+
+
+def test_a_report_of_rows_names_its_files_and_no_episodes(tmp_path: Path) -> None:
+    values = {"stage": "dpo", "name": "pairs", "runs": str(tmp_path), "data": {"train": "a.jsonl", "held_out": 5}}
+    run = RunDirectory.create(DpoRecipe.model_validate(values))
+    with MetricsLog(run, []) as log:
+        log.write(1, "train", {"loss/preference": 0.7, "optimizer/skipped": 1.0})
+    text = write_report(run, []).read_text()
+    assert "| train rows | `a.jsonl` |" in text
+    assert "| validation rows | 5 held out of the training rows |" in text
+    assert "| `data.train` | `[{'path': 'a.jsonl'}]` |" in text
+    assert "- skipped updates: 1" in text
+    assert "episodes" not in text
 
 
 def test_changed_keys_are_those_that_differ(recipe: RlRecipe) -> None:

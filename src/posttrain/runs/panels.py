@@ -1,9 +1,17 @@
 """What is plotted: the metrics on each panel of each figure, and their values in order of step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Line = dict[str, Any]
+
+# Okabe and Ito's palette can be told apart with any kind of colour vision; yellow is left out, it is faint on white.
+BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+GREY = "#6E6E6E"
+HELD_OUT, TRAINING, BETTER, WORSE = BLUE, ORANGE, GREEN, RED
+DOMAINS = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
+"""One colour for each domain that is shown."""
 
 
 @dataclass(frozen=True)
@@ -16,96 +24,154 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """One metric on a panel."""
+
+    key: str
+    label: str
+    color: str = BLUE
+
+
+@dataclass(frozen=True)
 class Panel:
-    """One pair of axes: a title, the unit of its y axis, and the metrics on it as key -> label."""
+    """One pair of axes. The unit is that of the y axis."""
 
     title: str
     unit: str
-    metrics: dict[str, str]
+    curves: Sequence[Curve]
     percent: bool = False
     logarithmic: bool = False
+    """Whether the axis may be logarithmic, which it is if the values span a factor of 20."""
+    from_zero: bool = True
+    """Whether the axis begins at zero if no value is below it."""
+    whole: bool = False
+    """Whether the axis spans all rates, 0 to 1."""
+    smoothed: bool = False
+    """Whether long training curves are faint behind their moving mean."""
+    reference: tuple[float, str] | None = None
+    """A value to compare with, drawn as a dashed line, and its label."""
+    compared: bool = False
+    """Whether curves show their 95% interval as bars at the last evaluation only: bands of many curves hide each other."""
 
 
-MOST_DOMAINS = 6
+GUESSING = (0.5, "guessing, 50%")
+_ACCURACY: dict[str, Any] = {"percent": True, "whole": True, "reference": GUESSING}
 
 PANELS = {
     "rows": [
         Panel(
-            "Loss, 95% interval shaded",
-            "nats per token, or loss per row",
-            {"loss/nll": "training", "loss/preference": "training rows", "validation/loss": "validation rows"},
-        ),
-        Panel(
-            "Accuracy, 95% interval shaded",
-            "share of rows ranked right",
-            {"preference/accuracy": "training rows", "validation/accuracy": "validation rows"},
-            percent=True,
+            "Accuracy",
+            "share ranked right",
+            [
+                Curve("preference/accuracy", "training rows", TRAINING),
+                Curve("validation/accuracy", "validation rows", HELD_OUT),
+            ],
+            smoothed=True,
+            **_ACCURACY,
         ),
     ],
     "preference": [
-        Panel("Rewards", "reward", {"preference/chosen": "better answer", "preference/rejected": "worse answer"}),
-        Panel("Margin", "reward", {"preference/margin": "training rows", "validation/margin": "validation rows"}),
         Panel(
-            "Likelihood of the answers",
-            "nats per token",
-            {"policy/chosen_logprob": "better answer", "policy/rejected_logprob": "worse answer"},
+            "Rewards of the two answers",
+            "reward",
+            [
+                Curve("preference/chosen", "better answer, training", "#7FCEB9"),
+                Curve("preference/rejected", "worse answer, training", "#EDB28A"),
+                Curve("validation/chosen", "better answer, validation", BETTER),
+                Curve("validation/rejected", "worse answer, validation", WORSE),
+            ],
+            smoothed=True,
         ),
-        Panel("KTO's reference point", "nats", {"preference/kl": "Kullback-Leibler divergence"}),
+        Panel(
+            "Margin: reward of the better answer minus that of the worse",
+            "reward",
+            [
+                Curve("preference/margin", "training rows", TRAINING),
+                Curve("validation/margin", "validation rows", HELD_OUT),
+            ],
+            smoothed=True,
+        ),
+        Panel(
+            "Log-probability of the two answers, training rows",
+            "nats per token",
+            [
+                Curve("policy/chosen_logprob", "better answer", BETTER),
+                Curve("policy/rejected_logprob", "worse answer", WORSE),
+            ],
+            smoothed=True,
+        ),
+        Panel(
+            "KTO's reference point",
+            "nats per answer",
+            [Curve("preference/kl", "estimated KL divergence from the reference")],
+        ),
     ],
     "reward": [
         Panel(
             "Return",
             "reward per episode",
-            {"rollout/return": "training episodes", "return": "held-out episodes, 95% interval"},
+            [Curve("rollout/return", "training episodes", TRAINING), Curve("return", "held-out episodes", HELD_OUT)],
+            smoothed=True,
         ),
         Panel(
-            "Spread inside groups", "standard deviation", {"reward/group_spread": "mean spread of a group's returns"}
+            "Spread inside groups",
+            "standard deviation",
+            [Curve("reward/group_spread", "mean spread of a group's returns", TRAINING)],
         ),
     ],
     "kl": [
-        Panel("Distance from the reference model", "nats per token", {"policy/kl": "Kullback-Leibler divergence"}),
-        Panel("Penalty", "coefficient", {"kl/coefficient": "KL coefficient"}),
+        Panel(
+            "Distance from the reference model", "nats per token", [Curve("policy/kl", "Kullback-Leibler divergence")]
+        ),
+        Panel("Penalty", "coefficient", [Curve("kl/coefficient", "KL coefficient")]),
     ],
     "entropy": [
-        Panel("Entropy", "nats per sampled token", {"policy/entropy": "entropy of the policy"}),
+        Panel("Entropy", "nats per token", [Curve("policy/entropy", "entropy of the policy")]),
         Panel(
             "Repetition",
             "share of sampled tokens",
-            {"policy/repeated_share": "same token twice in a row"},
+            [Curve("policy/repeated_share", "same token twice in a row")],
             percent=True,
         ),
     ],
     "lengths": [
         Panel(
-            "Answers", "tokens per answer", {"rollout/tokens_per_answer": "training", "tokens_per_answer": "held-out"}
+            "Answers",
+            "tokens per answer",
+            [Curve("rollout/tokens_per_answer", "training", TRAINING), Curve("tokens_per_answer", "held-out")],
         ),
-        Panel("Episodes", "turns per episode", {"rollout/turns": "training", "turns": "held-out"}),
+        Panel(
+            "Episodes", "turns per episode", [Curve("rollout/turns", "training", TRAINING), Curve("turns", "held-out")]
+        ),
         Panel(
             "Not understood",
             "share of answers",
-            {"rollout/rejected_share": "training", "rejected_share": "held-out"},
+            [Curve("rollout/rejected_share", "training", TRAINING), Curve("rejected_share", "held-out")],
             percent=True,
         ),
     ],
     "optimization": [
         Panel(
-            "Loss",
+            "What is minimised",
             "loss",
-            {"loss/total": "total", "loss/policy": "policy", "loss/kl": "KL"},
+            [Curve("loss/total", "total"), Curve("loss/policy", "policy", ORANGE), Curve("loss/kl", "KL", GREEN)],
+            from_zero=False,
         ),
-        Panel("Gradient", "norm before clipping", {"optimizer/gradient_norm": "gradient norm"}, logarithmic=True),
+        Panel(
+            "Gradient", "norm before clipping", [Curve("optimizer/gradient_norm", "gradient norm")], logarithmic=True
+        ),
         Panel(
             "Engine against learner",
             "mean |difference|, nats",
-            {"policy/mismatch": "log-probability mismatch"},
+            [Curve("policy/mismatch", "log-probability mismatch")],
             logarithmic=True,
         ),
-        Panel("Step size", "learning rate", {"optimizer/learning_rate": "learning rate"}),
+        Panel("Step size", "learning rate", [Curve("optimizer/learning_rate", "learning rate")]),
     ],
 }
 TITLES = {
-    "learning_curve": "Success",
-    "rows": "Rows",
+    "learning_curve": "Learning curve",
+    "rows": "Training and validation rows",
     "preference": "Preferences",
     "domains": "Domains",
     "reward": "Reward",
@@ -117,9 +183,16 @@ TITLES = {
 }
 
 
-def series_of(lines: list[Line], key: str, kind: str | None = None) -> Series | None:
-    """The metric `key` in order of step; None where no line has it. Held-out metrics have no slash, or begin with `validation/`."""
-    kind = kind or ("train" if "/" in key and not key.startswith("validation/") else "evaluation")
+def panels_of(name: str, lines: list[Line]) -> list[Panel]:
+    """The panels of the figure `name`; some depend on what the run measures."""
+    if name == "domains":
+        return _domain_panels(lines)
+    return [*_loss_panels(lines), *PANELS[name]] if name == "rows" else PANELS[name]
+
+
+def series_of(lines: list[Line], key: str) -> Series | None:
+    """The metric `key` in order of step; None where no line has it."""
+    kind = "evaluation" if _held_out(key) else "train"
     rows = sorted((line for line in lines if line["kind"] == kind and key in line), key=lambda line: line["step"])
     numbers = [(row["step"], float(row[key])) for row in rows if isinstance(row[key], (int, float))]
     nonfinite = [row["step"] for row in rows if key in row.get("nonfinite", ())]
@@ -134,8 +207,8 @@ def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, floa
     The limits of `success` are `success_low` and `success_high`; those of `validation/loss/medicine` are
     `validation/loss_low/medicine` and so on.
     """
-    name, slash, domain = key.rpartition("/") if key.count("/") == 2 else (key, "", "")
-    low, high = (f"{name}_{limit}{slash}{domain}" for limit in ("low", "high"))
+    split, metric, *domain = key.split("/", 2) if "/" in key else ("", key)
+    low, high = ("/".join([*([split] if split else []), f"{metric}_{side}", *domain]) for side in ("low", "high"))
     return sorted(
         (line["step"], line[low], line[key], line[high])
         for line in lines
@@ -143,14 +216,44 @@ def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, floa
     )
 
 
-def domain_panels(lines: list[Line]) -> list[Panel]:
-    """The curves of single domains, for the first few of them by name."""
+def _held_out(key: str) -> bool:
+    """Metrics of environments have no slash in evaluation lines; those of rows begin with `validation/`."""
+    return "/" not in key or key.startswith("validation/")
+
+
+def _compares(lines: list[Line]) -> bool:
+    """Whether the run learns from comparisons, whose loss is per row and not per token."""
+    return any("loss/preference" in line or "validation/accuracy" in line for line in lines)
+
+
+def _loss_panels(lines: list[Line]) -> list[Panel]:
+    look: dict[str, Any] = {"from_zero": False, "smoothed": True}
+    held_out = Curve("validation/loss", "validation rows", HELD_OUT)
+    nll = Curve("loss/nll", "training rows", TRAINING)
+    if not _compares(lines):
+        return [Panel("Loss", "nats per token", [nll, held_out], **look)]
+    preference = Curve("loss/preference", "training rows", TRAINING)
+    return [
+        Panel("Preference loss", "loss per row", [preference, held_out], **look),
+        Panel("Supervised loss of the better answer", "nats per token", [nll], **look),
+    ]
+
+
+def _domain_panels(lines: list[Line]) -> list[Panel]:
+    """Curves of single domains, for the first few of them by name."""
+    compares = _compares(lines)
     found = []
-    for name, unit, percent in (("loss", "nats or loss per row", False), ("accuracy", "share of rows", True)):
-        start = f"validation/{name}/"
+    for metric, title, unit, look in (
+        ("loss", "Preference loss" if compares else "Loss", "loss per row" if compares else "nats per token", {}),
+        ("accuracy", "Accuracy", "share ranked right", _ACCURACY),
+    ):
+        start = f"validation/{metric}/"
         domains = sorted({key.removeprefix(start) for line in lines for key in line if key.startswith(start)})
-        shown = {f"{start}{domain}": domain for domain in domains[:MOST_DOMAINS]}
-        more = f", the first {MOST_DOMAINS} of {len(domains)}" if len(domains) > MOST_DOMAINS else ""
-        if shown:
-            found.append(Panel(f"Held-out {name} by domain{more}", unit, shown, percent))
+        shown = domains[: len(DOMAINS)]
+        more = f", the first {len(shown)} of {len(domains)} domains" if len(domains) > len(shown) else ""
+        curves = [Curve(f"{start}{domain}", domain, color) for domain, color in zip(shown, DOMAINS, strict=False)]
+        if curves:
+            found.append(
+                Panel(f"{title} of the validation rows{more}", unit, curves, from_zero=False, compared=True, **look)
+            )
     return found

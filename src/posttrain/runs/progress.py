@@ -14,8 +14,9 @@ from rich.text import Text
 class Progress:
     """A context manager around a training loop of `total_steps` steps, of which `start_step` are done already.
 
-    In a terminal one line follows the run: step, held-out success with its 95% interval, success and reward of the
-    latest training episodes, sampled tokens per second, time left. Elsewhere each update is one plain line.
+    In a terminal a few lines follow the run: step and time left; the latest held-out measurement with its 95%
+    interval; success and return, or loss, accuracy and margin, of the latest step, its gradient norm and its tokens
+    per second. Elsewhere each update is one plain line.
     """
 
     def __init__(self, total_steps: int, title: str, start_step: int = 0, console: Console | None = None) -> None:
@@ -26,6 +27,7 @@ class Progress:
         self._first_step = start_step
         self._training: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
+        self._evaluated_step = start_step
         self._live: Live | None = None
 
     def __enter__(self) -> "Progress":
@@ -47,22 +49,15 @@ class Progress:
         self.step = step
         is_evaluation = any(key in values for key in ("success", "return", "validation/loss"))
         if is_evaluation:
-            self._evaluation = dict(values)
+            self._evaluation, self._evaluated_step = dict(values), step
         else:
             self._training = dict(values)
         if self._live is None:
-            cells = [f"step {step}/{self.total_steps}"]
             if is_evaluation:
-                cells += ["evaluation", *_measured(values)]
+                cells = ["evaluation", *_joined(_measured(values))]
             else:
-                cells += _cell("success", values.get("rollout/success"), "{:.1%}")
-                cells += _cell("return", values.get("rollout/return"), "{:.3f}")
-                cells += _cell("loss", _loss(values), "{:.4f}")
-                cells += _cell("accuracy", values.get("preference/accuracy"), "{:.0%}")
-                cells += _cell("margin", values.get("preference/margin"), "{:.3f}")
-                cells += _cell("tokens/s", values.get("speed/tokens_per_second"), "{:,.0f}")
-                cells.append(f"left {self.time_left()}")
-            self._print("  ".join(cells))
+                cells = [*_joined(_trained(values)), f"left {self.time_left()}"]
+            self._print("  ".join([f"step {step}/{self.total_steps}", *cells]))
 
     def message(self, text: str) -> None:
         """Print a line; the live display stays below it."""
@@ -92,31 +87,46 @@ class Progress:
             Text(f"step {self.step}/{self.total_steps}"),
             Text(f"left {self.time_left()}", style="cyan"),
         )
-        numbers = [
-            Text("  ".join(_measured(self._evaluation)), style="bold green"),
-            *self._training_numbers(),
-            _labelled("tokens/s", _shown(self._training.get("speed/tokens_per_second"), "{:,.0f}"), "cyan"),
-        ]
-        return Group(bar, Text("  ").join(numbers))
-
-    def _training_numbers(self) -> list[Text]:
-        if "rollout/success" not in self._training and _loss(self._training) is not None:
-            return [_labelled("loss", _shown(_loss(self._training), "{:.4f}"), "magenta")]
-        return [
-            _labelled("in training", rate(self._training, "rollout/success"), "green"),
-            _labelled("reward", _shown(self._training.get("rollout/return"), "{:.3f}"), "magenta"),
-        ]
+        told: list[Table | Text] = [bar]
+        for name, cells, style in (
+            (f"held out, step {self._evaluated_step}", _measured(self._evaluation), "bold green"),
+            ("training", _trained(self._training), "magenta"),
+        ):
+            if cells:
+                numbers = [Text.assemble((f"{label} ", "dim"), (value, style)) for label, value in cells]
+                told.append(Text("  ").join([Text(name), *numbers]))
+        return Group(*told)
 
 
-def _measured(values: Mapping[str, Any]) -> list[str]:
-    """What an evaluation found, in cells."""
-    cells = [f"success {rate(values, 'success')}"] if "success" in values else []
-    cells += _cell("n", values.get("n"), "{}")
-    cells += _cell("return", values.get("return"), "{:.3f}")
-    cells += _cell("validation loss", values.get("validation/loss"), "{:.4f}")
-    if "validation/accuracy" in values:
-        cells.append(f"accuracy {rate(values, 'validation/accuracy')}")
-    return [*cells, *_cell("rows", values.get("validation/rows"), "{}")]
+Cell = tuple[str, str]
+"""A label and what is shown beside it."""
+
+
+def _trained(values: Mapping[str, Any]) -> list[Cell]:
+    """What a training step showed."""
+    return [
+        *_cell("success", values.get("rollout/success"), "{:.1%}"),
+        *_cell("return", values.get("rollout/return"), "{:.3f}"),
+        *_cell("loss", _loss(values), "{:.4f}"),
+        *_cell("accuracy", values.get("preference/accuracy"), "{:.0%}"),
+        *_cell("margin", values.get("preference/margin"), "{:.3f}"),
+        *_cell("gradient", values.get("optimizer/gradient_norm"), "{:.3g}"),
+        *_cell("tokens/s", values.get("speed/tokens_per_second"), "{:,.0f}"),
+    ]
+
+
+def _measured(values: Mapping[str, Any]) -> list[Cell]:
+    """What an evaluation found, each with its 95% interval where it has one."""
+    return [
+        *([("success", rate(values, "success"))] if "success" in values else []),
+        *_cell("n", values.get("n"), "{}"),
+        *_number("return", values, "return", 3),
+        *_number("validation loss", values, "validation/loss", 4),
+        *_cell("perplexity", values.get("validation/perplexity"), "{:.4g}"),
+        *([("accuracy", rate(values, "validation/accuracy"))] if "validation/accuracy" in values else []),
+        *_cell("margin", values.get("validation/margin"), "{:.3f}"),
+        *_cell("rows", values.get("validation/rows"), "{}"),
+    ]
 
 
 def rate(values: Mapping[str, Any], key: str) -> str:
@@ -142,9 +152,16 @@ def _shown(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _cell(name: str, value: Any, form: str) -> list[str]:
-    return [] if value is None else [f"{name} {form.format(value)}"]
+def _cell(label: str, value: Any, form: str) -> list[Cell]:
+    return [] if value is None else [(label, form.format(value))]
 
 
-def _labelled(label: str, value: str, style: str) -> Text:
-    return Text.assemble((f"{label} ", "dim"), (value, style))
+def _number(label: str, values: Mapping[str, Any], key: str, digits: int) -> list[Cell]:
+    """A number that is no rate, with its interval where it has one."""
+    value, low, high = (values.get(name) for name in (key, f"{key}_low", f"{key}_high"))
+    interval = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return [] if value is None else [(label, f"{value:.{digits}f}{interval}")]
+
+
+def _joined(cells: list[Cell]) -> list[str]:
+    return [f"{label} {value}" for label, value in cells]

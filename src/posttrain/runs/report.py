@@ -122,10 +122,19 @@ def _commit(git: dict[str, Any] | None) -> str:
 
 def _changed(run: RunDirectory) -> str:
     changed = changed_keys(run.load_recipe())
-    rows = [(f"`{key}`", f"`{value}`") for key, value in changed.items() if key not in ("name", "runs", "stage")]
+    rows = [
+        (f"`{key}`", f"`{_written(value)}`") for key, value in changed.items() if key not in ("name", "runs", "stage")
+    ]
     return "## Recipe keys that differ from the defaults\n\n" + (
         markdown_table(("key", "value"), rows) if rows else "None."
     )
+
+
+def _written(value: Any) -> Any:
+    """A value with the parts in it, such as the sources of a list, as their keys that differ from the defaults."""
+    if isinstance(value, Part):
+        return {key: _written(member) for key, member in changed_keys(value).items()}
+    return [_written(member) for member in value] if isinstance(value, list | tuple) else value
 
 
 def _plots(run: RunDirectory) -> str:
@@ -169,14 +178,16 @@ def _episodes(run: RunDirectory) -> str:
 
 
 def _trouble(lines: list[dict[str, Any]], warnings: Sequence[str]) -> str:
-    held_out = ("evaluation", "baseline", "final")
     train = [line for line in lines if line["kind"] == "train"]
-    counts = {
-        "failed training episodes": sum(line.get("rollout/failed") or 0 for line in train),
-        "failed held-out episodes": sum(line.get("failed") or 0 for line in lines if line["kind"] in held_out),
-        "skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train),
-        "lines with a value that is NaN or infinite": sum("nonfinite" in line for line in lines),
-    }
+    held_out = [line for line in lines if line["kind"] in ("evaluation", "baseline", "final")]
+    counts = {"skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train)}
+    for name, key, those in (
+        ("failed training episodes", "rollout/failed", train),
+        ("failed held-out episodes", "failed", held_out),
+    ):
+        if any(key in line for line in those):
+            counts[name] = sum(line.get(key) or 0 for line in those)
+    counts["lines with a value that is NaN or infinite"] = sum("nonfinite" in line for line in lines)
     told = [f"step {line['step']}: {line.get('message', line)}" for line in lines if line["kind"] == "warning"]
     items = [f"{name}: {count:g}" for name, count in counts.items()]
     grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *told])]
