@@ -23,6 +23,9 @@ from posttrain.training.batches import Sample, Side
 class Rows(Protocol):
     """Training rows, an optimizer step's worth at a time."""
 
+    problems: Problems
+    """Of rows read since training began; what is read before it is counted in the data set."""
+
     def batch(self, step: int) -> list[TokenRow]:
         """The rows of update `step`, counted from 0; the same for the same step, whatever was asked before."""
         ...
@@ -107,6 +110,7 @@ class EpochRows:
         self, sources: list[list[TokenRow]], weights: Sequence[float], rows_per_update: int, seed: int
     ) -> None:
         self.rows = [row for rows in sources for row in rows]
+        self.problems = Problems()
         self.rows_per_update = rows_per_update
         self.seed = seed
         starts = np.cumsum([0, *map(len, sources)])

@@ -24,6 +24,10 @@ class SampleBatches(Protocol):
         """The samples of update `step`, counted from 0."""
         ...
 
+    def found(self) -> list[str]:
+        """What was wrong with rows that were read during training, once all updates are made."""
+        ...
+
 
 class Batches:
     """The rows of a data set as samples."""
@@ -38,6 +42,9 @@ class Batches:
         return [
             sample for number, row in enumerate(self.data.train.batch(step)) for sample in self.to_samples(number, row)
         ]
+
+    def found(self) -> list[str]:
+        return self.data.train.problems.summary()
 
 
 def train_on(
@@ -70,7 +77,8 @@ def train_on(
                 metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
                 trainer.finish_step(metrics)
-                trainer.warn(trainer.learner.take_messages())
+                over = trainer.step == trainer.total_steps
+                trainer.warn([*trainer.learner.take_messages(), *(batches.found() if over else [])])
             trainer.evaluate_and_save()
         trainer.conclude()
         finish(trainer, console)
