@@ -26,6 +26,7 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
+    "axes.formatter.limits": (-8, 8),  # a power of ten above the axis would push the title away
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.8,
     "legend.framealpha": 0.7,
