@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.evaluation.statistics import Estimate, success_rate
+from posttrain.evaluation.statistics import Estimate, clustered_rate, success_rate
 from posttrain.seeds import random_stream
 
 
@@ -25,12 +25,7 @@ class CalibrationBin:
 def pair_accuracy(margins: Sequence[float]) -> Estimate:
     """Share of pairs whose margin (reward of the better answer minus that of the worse) is above 0; a tie is half."""
     values = np.asarray(margins, dtype=np.float64)
-    wins, ties = int((values > 0).sum()), int((values == 0).sum())
-    estimate = success_rate(wins, len(values))
-    if not ties:
-        return estimate
-    shift = ties / 2 / len(values)
-    return Estimate(estimate.value + shift, estimate.low, min(1.0, estimate.high + 2 * shift), estimate.n)
+    return clustered_rate(list((np.sign(values) + 1) / 2), len(values))
 
 
 def ranking_accuracy(good: Sequence[float], bad: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:

@@ -47,7 +47,7 @@ class _PerRow:
         both = ~(chosen.isnan() | rejected.isnan())
         margins = (chosen - rejected)[both]
         found["preference/margin"] = (float(margins.sum()), float(len(margins)))
-        found["preference/accuracy"] = (float((margins > 0).sum()), float(len(margins)))
+        found["preference/accuracy"] = (float(((margins.sign() + 1) / 2).sum()), float(len(margins)))
         return found
 
 

@@ -44,7 +44,7 @@ class LossMeasure:
                 suffix = key.removeprefix("test/rows")
                 loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
                 interval = f"[{low:.4f}, {high:.4f}]" if low is not None else "–"
-                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED else ""
+                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
                 domain, count = suffix.removeprefix("/") or "all", values[key]
                 rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
         headings = ("player", "rows of", "loss", "95% interval", "perplexity", "n", "note")

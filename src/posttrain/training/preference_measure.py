@@ -79,7 +79,7 @@ class PreferenceMeasure(Generic[Output]):
             for key in [key for key in values if key.startswith("test/rows")]:
                 suffix = key.removeprefix("test/rows")
                 share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
-                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED else ""
+                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
                 rows.append(
                     (
                         title,
@@ -87,7 +87,7 @@ class PreferenceMeasure(Generic[Output]):
                         f"{100 * share:.1f}%",
                         f"[{100 * low:.1f}, {100 * high:.1f}]",
                         f"{values[f'test/loss{suffix}']:.4f}",
-                        f"{values[f'test/margin{suffix}']:.3f}",
+                        f"{round(values[f'test/margin{suffix}'], 3) + 0.0:.3f}",
                         str(values[key]),
                         note,
                     )

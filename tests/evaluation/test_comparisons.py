@@ -1,0 +1,57 @@
+"""Rankings of compared answers: closed-form values, ties, and what sure rewards are worth."""
+
+import numpy as np
+import pytest
+
+from posttrain.evaluation.comparisons import calibration, pair_accuracy, ranking_accuracy
+from posttrain.evaluation.statistics import success_rate
+
+
+def test_pairs_are_a_rate_where_none_is_tied():
+    assert pair_accuracy([1, 2, -1, 0.5]) == success_rate(3, 4)
+
+
+def test_a_tie_is_half():
+    all_tied = pair_accuracy([0.0] * 100)
+    assert all_tied.value == 0.5
+    assert (all_tied.low, all_tied.high) == pytest.approx((0.404, 0.596), abs=2e-3)
+    assert pair_accuracy([1, 0, 0, -1]).value == 0.5
+    assert pair_accuracy([1, 1, 1, 0]).value == 0.875
+
+
+def test_ranking_is_the_area_under_the_curve():
+    estimate = ranking_accuracy([3, 2, 1], [2.5, 0, 1])
+    assert estimate.value == pytest.approx((3 + 2 + 1.5) / 9)
+    assert estimate.n == 6
+    assert estimate.low < estimate.value < estimate.high
+    assert ranking_accuracy([3, 2, 1], [2.5, 0, 1]) == estimate
+    assert ranking_accuracy([2, 3], [0, 1]).value == 1.0
+    with pytest.raises(ValueError, match="good and bad"):
+        ranking_accuracy([1], [])
+
+
+def test_the_interval_of_a_ranking_covers():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for seed in range(60):
+        estimate = ranking_accuracy(list(rng.normal(1, 1, 40)), list(rng.normal(0, 1, 40)), seed, draws=300)
+        hits += estimate.low <= 0.7602 <= estimate.high  # P(N(1, 2) > 0)
+    assert hits >= 51
+
+
+def test_calibration_of_a_true_model_is_near_zero_and_of_a_boaster_is_not():
+    rng = np.random.default_rng(1)
+    size = np.abs(rng.normal(0, 2, 20_000))
+    right = rng.random(20_000) < 1 / (1 + np.exp(-size))
+    margins = np.where(right, size, -size)
+    bins, error = calibration(list(margins))
+    assert error < 0.02
+    assert sum(b.accuracy.n for b in bins) == 20_000
+    assert [b.low for b in bins] == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])
+    assert calibration(list(5 * margins))[1] > 0.1
+
+
+def test_empty_bins_are_left_out():
+    bins, error = calibration([10.0, 10.0, -10.0])
+    assert len(bins) == 1
+    assert error == pytest.approx(1 - 2 / 3, abs=1e-3)
