@@ -15,7 +15,7 @@ from posttrain.training.pipeline import run_pipeline
 TEXT = """
 name: p
 stages:
-- {name: warm, stage: sft}
+- {name: warm, stage: sft, environment: {type: bandit}}
 - {name: learn, stage: rl, from: warm}
 - {name: after, stage: evaluate, from: learn}
 """
@@ -121,7 +121,7 @@ def test_an_interrupted_stage_whose_recipe_changed_begins_again(stages):
 
 def test_only_and_from_choose_stages(stages):
     with pytest.raises(
-        InputError, match="stage learn starts from warm, which has not finished; run `posttrain pipeline`"
+        InputError, match="stage learn uses the model of warm, which has not finished; run `posttrain pipeline`"
     ):
         play(stages, only="learn")
     assert play(stages, only="warm")[0] == [("warm", "fresh")]

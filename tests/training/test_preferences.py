@@ -181,3 +181,18 @@ def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
     train = [line for line in lines if line["kind"] == "train"]
     assert all(line["preference/kl"] >= 0 for line in train)
     assert max(line["validation/accuracy"] for line in lines if line["kind"] == "evaluation") > 0.6
+
+
+def test_kto_with_verdicts_of_one_kind_in_a_domain_ends_with_a_table(tiny_model, tmp_path):
+    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1)
+    rows = verdict_rows(8)
+    kept = [row for row in rows if row["domain"] == "even" or row["label"]]
+    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", rows)
+    values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", kept)
+    # Rows of full length: a prompt with its neighbour's answer may not outgrow the forward pass.
+    values["data"]["max_tokens"] = values["learner"]["tokens_per_batch"] = 40
+    directory, _ = run(values)
+    table = json.loads((directory.path / "results.json").read_text())["tables"][0]
+    trained = {row[1]: row[2] for row in table["rows"] if row[0] == "trained model"}
+    assert trained["odd"] == "–"
+    assert trained["even"].endswith("%")

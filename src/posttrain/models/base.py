@@ -33,7 +33,8 @@ class TrainedModel:
         self.version = 0
         if recipe.lora is not None:
             torch.manual_seed(derive_seed(seed, "adapters"))
-            self.model = add_adapters(self.model, recipe.lora, self.task)
+            # peft hands the model back in training mode, with dropout on.
+            self.model = add_adapters(self.model, recipe.lora, self.task).eval()
         if recipe.gradient_checkpointing:
             inner = transformer(self.model)
             # The name changed within the versions of transformers that are supported.

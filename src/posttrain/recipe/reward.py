@@ -17,7 +17,7 @@ class RewardSource(Part):
     """`stored`: (r - mean) / std with the statistics kept with the model. `running`: with those of all training
     rewards so far, for credit alone; what is shown and evaluated stays raw. `none`: as the model says."""
     clip: float | None = Field(10.0, gt=0)
-    """Rewards are clipped to [-clip, clip] after normalisation; the share that was is logged. Null is off."""
+    """Rewards are clipped to [-clip, clip] after normalisation; null is off."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of its weights."""
     tokens_per_batch: int = Field(4096, ge=16)

@@ -54,13 +54,17 @@ def _objective(
     if recipe.loss.needs_reference:
         references.give(samples)
     if isinstance(recipe.loss, KtoLoss):
-        return VerdictObjective(recipe.loss, _reference_point(learner, references, samples))
+        return VerdictObjective(recipe.loss, _reference_point(learner, references, samples, recipe.data.max_tokens))
     return PairObjective(recipe.loss, recipe.supervised)
 
 
-def _reference_point(learner: Learner[TokenScores], references: References, samples: Sequence[Sample]) -> torch.Tensor:
+def _reference_point(
+    learner: Learner[TokenScores], references: References, samples: Sequence[Sample], max_tokens: int
+) -> torch.Tensor:
     """KTO's estimate of the KL: each prompt with the next row's answer. Over the whole step, so no micro-batch matters."""
-    mismatched = [_with_answer_of(one, other) for one, other in zip(samples, [*samples[1:], samples[0]], strict=True)]
+    mismatched = [
+        _with_answer_of(one, other, max_tokens) for one, other in zip(samples, [*samples[1:], samples[0]], strict=True)
+    ]
     references.give(mismatched)
     ratios = []
     for sample, scores in zip(mismatched, logprobs(learner, mismatched), strict=True):
@@ -69,9 +73,9 @@ def _reference_point(learner: Learner[TokenScores], references: References, samp
     return kto_kl(torch.tensor(ratios, dtype=torch.float32))
 
 
-def _with_answer_of(one: Sample, other: Sample) -> Sample:
-    """The prompt of `one` and the answer of `other`."""
+def _with_answer_of(one: Sample, other: Sample, max_tokens: int) -> Sample:
+    """The prompt of `one` and as much of the answer of `other` as fits."""
     prompt, start = int(np.argmax(one.stream.sampled)), int(np.argmax(other.stream.sampled))
-    ids = np.concatenate([one.stream.ids[:prompt], other.stream.ids[start:]])
-    trained = np.concatenate([np.zeros(prompt, dtype=bool), other.stream.sampled[start:]])
+    ids = np.concatenate([one.stream.ids[:prompt], other.stream.ids[start:]])[:max_tokens]
+    trained = np.concatenate([np.zeros(prompt, dtype=bool), other.stream.sampled[start:]])[:max_tokens]
     return Sample(stream_of(ids, trained), f"{one.label} with the answer of {other.label}", other.advantages)

@@ -27,7 +27,8 @@ def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
     """What chooses the best checkpoint: larger is better."""
     if metric == "loss":
         return lambda values: -values["validation/loss"]
-    return lambda values: values["validation/accuracy"]
+    # Nothing is ranked where all answers are good, or all are bad.
+    return lambda values: -math.inf if math.isnan(values["validation/accuracy"]) else values["validation/accuracy"]
 
 
 class PreferenceMeasure(Generic[Output]):
@@ -79,15 +80,16 @@ class PreferenceMeasure(Generic[Output]):
             for key in [key for key in values if key.startswith("test/rows")]:
                 suffix = key.removeprefix("test/rows")
                 share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
+                margin = values[f"test/margin{suffix}"]
                 note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
                 rows.append(
                     (
                         title,
                         suffix.removeprefix("/") or "all",
-                        f"{100 * share:.1f}%",
-                        f"[{100 * low:.1f}, {100 * high:.1f}]",
+                        "–" if share is None else f"{100 * share:.1f}%",
+                        "–" if share is None else f"[{100 * low:.1f}, {100 * high:.1f}]",
                         f"{values[f'test/loss{suffix}']:.4f}",
-                        f"{round(values[f'test/margin{suffix}'], 3) + 0.0:.3f}",
+                        "–" if margin is None else f"{round(margin, 3) + 0.0:.3f}",
                         str(values[key]),
                         note,
                     )
