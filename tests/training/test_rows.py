@@ -164,7 +164,7 @@ def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
 
 
 def test_as_many_held_out_as_there_are_is_an_error(recipe):
-    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows are all there are"):
+    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable ones"):
         load(recipe.model_copy(update={"held_out": 23}))
 
 

@@ -150,3 +150,10 @@ def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_mod
     assert small.weights(whole) == small.weights(again)
     assert small.metrics(whole) == small.metrics(again)
     assert small.episodes(whole) == small.episodes(again)
+
+
+def test_answers_that_nothing_scores_are_refused(tiny_model, tmp_path):
+    recipe = values(tiny_model, tmp_path, model={"path": "/nowhere"})
+    del recipe["environment"]["rule"]
+    with pytest.raises(InputError, match="nothing scores the answers; name a rule"):
+        run(recipe)

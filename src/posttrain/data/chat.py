@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.data.rendering import Message, Renderer
+from posttrain.errors import InputError
 
 LossOn = Literal["assistant", "last_assistant", "all"]
 
@@ -44,6 +45,8 @@ def render_conversation(
     if loss_on == "all":
         ids = renderer.encode(renderer.text(plain, tools, answering=False))
         return _finished([(ids, [place > 0 for place in range(len(ids))])])
+    if tools and renderer.text(plain, tools) == renderer.text(plain):
+        raise InputError("the template shows nothing of the tools")
     trained = [
         place
         for place, message in enumerate(messages)
@@ -63,6 +66,8 @@ def render_conversation(
             before = renderer.encode(prompt)
         ids, mask = streams[-1]
         answer, said, left = _answer(renderer, plain[: place + 1], tools, prompt, messages[place].get("primer", ""))
+        if len(answer) < 2:
+            raise InputError(f"the template shows nothing of message {place + 1}; it may not know tool calls")
         ids += [*before, *answer]
         mask += [False] * len(before) + [True] * len(answer)
     return _finished(streams)

@@ -78,6 +78,11 @@ class Environment(ABC):
         return []
 
     @classmethod
+    def pays(cls, recipe: EnvironmentRecipe) -> bool:
+        """Whether the environment itself scores answers; otherwise a reward model has to."""
+        return True
+
+    @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
         """What to call the task of `seed` in messages."""
         return f"environment seed {seed}"

@@ -137,6 +137,12 @@ class TextTask(Environment):
         return messages
 
     @classmethod
+    def pays(cls, recipe: EnvironmentRecipe) -> bool:
+        """Whether there is a rule, a judge or a verifier."""
+        assert isinstance(recipe, TextTaskRecipe)
+        return any(part is not None for part in (recipe.rule, recipe.judge, recipe.reasoning_gym))
+
+    @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
         """The file and row of `seed`."""
         assert isinstance(recipe, TextTaskRecipe)

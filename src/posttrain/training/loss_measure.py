@@ -75,8 +75,9 @@ class LossMeasure:
             estimate = bootstrap_ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
             suffix = "" if domain is None else f"/{domain}"
             values[f"{name}/loss{suffix}"] = estimate.value
-            values[f"{name}/loss_low{suffix}"] = estimate.low
-            values[f"{name}/loss_high{suffix}"] = estimate.high
+            known = not math.isnan(estimate.low)  # one row has no interval
+            values[f"{name}/loss_low{suffix}"] = estimate.low if known else None
+            values[f"{name}/loss_high{suffix}"] = estimate.high if known else None
             values[f"{name}/rows{suffix}"] = len(chosen)
         values[f"{name}/perplexity"] = math.exp(values[f"{name}/loss"])
         return values

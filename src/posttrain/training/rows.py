@@ -75,8 +75,16 @@ def load_data(
     problems.raise_if(recipe.strict)
     if recipe.held_out:
         train, validation = hold_out(train, recipe.held_out, seed)
+    known = {_content(row) for rows in train for row in rows}
+    for row in (*validation, *test):
+        if _content(row) in known:
+            problems.note("held out and trained on as well", row.origin)
     order = EpochRows(train, [source.weight for source in recipe.train], rows_per_update, seed)
     return DataSet(order, order.updates_per_epoch, order.rows, validation, test, problems)
+
+
+def _content(row: TokenRow) -> bytes:
+    return b"".join(stream.ids.tobytes() for stream in row.streams)
 
 
 def hold_out(sources: list[list[TokenRow]], count: int, seed: int) -> tuple[list[list[TokenRow]], list[TokenRow]]:
@@ -92,7 +100,9 @@ def hold_out(sources: list[list[TokenRow]], count: int, seed: int) -> tuple[list
             break
         held += groups[index]
     if len(held) == sum(len(rows) for rows in sources):
-        raise InputError(f"data.held_out: {count} rows are all there are to train on; hold out fewer")
+        raise InputError(
+            f"data.held_out: {count} rows would leave none of the {sum(map(len, sources))} usable ones to train on; hold out fewer"
+        )
     out = set(held)
     kept = [
         [row for place, row in enumerate(rows) if (number, place) not in out] for number, rows in enumerate(sources)
