@@ -66,7 +66,7 @@ def render_conversation(
             before = renderer.encode(prompt)
         ids, mask = streams[-1]
         answer, said, left = _answer(renderer, plain[: place + 1], tools, prompt, messages[place].get("primer", ""))
-        if len(answer) < 2:
+        if len(answer) < 2 and messages[place].get("tool_calls"):
             raise InputError(f"the template shows nothing of message {place + 1}; it may not know tool calls")
         ids += [*before, *answer]
         mask += [False] * len(before) + [True] * len(answer)
