@@ -7,10 +7,12 @@ import pytest
 from rich.console import Console
 
 import posttrain.training.pipeline as module
+from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.pipeline import run_pipeline
+from posttrain.training.pipeline_plan import planned
 
 TEXT = """
 name: p
@@ -133,3 +135,77 @@ def test_only_and_from_choose_stages(stages):
         play(stages, only="lern")
     with pytest.raises(InputError, match="--only and --from exclude each other"):
         play(stages, only="warm", start_from="warm")
+
+
+def test_a_stage_that_is_left_out_and_out_of_date_is_told(stages):
+    play(stages)
+    said = play(stages, "stages.warm.seed=1", start_from="learn")[1]
+    assert said == [
+        "stage warm: out of date (its recipe has changed), and used as it is; `--from warm` makes it anew",
+        "stage learn: finished, nothing has changed",
+        "stage after: finished, nothing has changed",
+    ]
+    # Also where another stage lies between, and not where a stage is none of the chosen one's business.
+    assert play(stages, "stages.warm.seed=1", only="after")[1][0].startswith("stage warm: out of date (its recipe")
+    assert play(stages, "stages.learn.seed=1", only="warm")[1] == ["stage warm: finished, nothing has changed"]
+    assert play(stages, only="after")[1] == ["stage after: finished, nothing has changed"]
+
+
+def plan(*overrides, only=None, start_from=None, overwrite=False):
+    Path("p.yaml").write_text(TEXT)
+    return planned(load_pipeline("p.yaml", list(overrides)), only, start_from, overwrite)
+
+
+def test_a_plan_says_what_would_run(stages):
+    assert plan() == [f"stage {name}: would run (not run yet)" for name in ("warm", "learn", "after")]
+    assert not Path("runs").exists()
+    assert plan(start_from="learn")[:2] == [
+        "stage warm: skipped (--from learn)",
+        "stage learn: could not run; it uses the model of warm, which has not finished",
+    ]
+    play(stages)
+    assert plan() == [f"stage {name}: finished, nothing has changed" for name in ("warm", "learn", "after")]
+    assert plan("stages.learn.steps=3", start_from="learn") == [
+        "stage warm: skipped (--from learn)",
+        "stage learn: would run (its recipe has changed)",
+        "stage after: would run if learn exports another model than before",
+    ]
+    assert plan("stages.warm.seed=1", only="learn") == [
+        "stage warm: out of date (its recipe has changed), and used as it is; `--from warm` makes it anew",
+        "stage warm: skipped (--only learn)",
+        "stage learn: finished, nothing has changed",
+        "stage after: skipped (--only learn)",
+    ]
+    assert plan(overwrite=True) == [f"stage {name}: would run (--overwrite)" for name in ("warm", "learn", "after")]
+
+
+@pytest.mark.parametrize("overrides", [[], ["stages.warm.seed=1"], ["stages.learn.steps=3"], ["stages.after.seed=2"]])
+def test_what_a_plan_says_is_what_happens(stages, overrides):
+    play(stages)
+    lines = plan(*overrides)
+    ran = [name for name, _ in play(stages, *overrides)[0]]
+    finished = [line for line in lines if line.endswith("nothing has changed")]
+    certain = [line for line in lines if "would run (" in line]
+    assert all(line.split(":")[0].split()[1] in ran for line in certain)
+    assert not any(line.split(":")[0].split()[1] in ran for line in finished)
+
+
+def test_a_plan_says_what_goes_on(stages):
+    stages.interrupt = "learn"
+    with pytest.raises(KeyboardInterrupt):
+        play(stages)
+    assert plan()[1:] == ["stage learn: would go on (it was interrupted)", "stage after: would run (not run yet)"]
+
+
+def test_dry_run_names_the_stages_and_shows_the_chosen_ones(stages, capsys):
+    Path("p.yaml").write_text(TEXT)
+    assert main(["pipeline", "p.yaml", "--dry-run", "--only", "warm"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[:3] == [
+        "stage warm: would run (not run yet)",
+        "stage learn: skipped (--only warm)",
+        "stage after: skipped (--only warm)",
+    ]
+    assert "recipe (sft)" in out
+    assert "recipe (rl)" not in out
+    assert not Path("runs").exists()

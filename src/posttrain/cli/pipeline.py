@@ -23,7 +23,7 @@ def pipeline(
     start_from: Annotated[
         str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what every stage would run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stages would run, and show what.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
 ) -> None:
     """Run stages in order, each from the model of an earlier one; what is finished and unchanged is not run again.
@@ -48,13 +48,18 @@ def pipeline(
     if dry_run:
         from posttrain.models.sizes import model_sizes
         from posttrain.recipe.plan import show_plan
+        from posttrain.training.pipeline_plan import chosen_stages, planned
 
+        for line in planned(loaded, only, start_from, overwrite):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        chosen = chosen_stages(loaded, only, start_from)
         start: dict[str, ModelSizes | None] = {}
         for stage in loaded.stages:
-            console.rule(f"stage {stage.name}")
             # A model that an earlier stage will export has the sizes of the one that stage started from.
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
-            show_plan(stage.recipe, start[stage.name], console)
+            if stage in chosen:
+                console.rule(f"stage {stage.name}")
+                show_plan(stage.recipe, start[stage.name], console)
         return
     from posttrain.training.pipeline import run_pipeline
 
