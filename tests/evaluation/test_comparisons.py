@@ -25,9 +25,41 @@ def test_ranking_is_the_area_under_the_curve():
     assert estimate.n == 6
     assert estimate.low < estimate.value < estimate.high
     assert ranking_accuracy([3, 2, 1], [2.5, 0, 1]) == estimate
-    assert ranking_accuracy([2, 3], [0, 1]).value == 1.0
     with pytest.raises(ValueError, match="good and bad"):
         ranking_accuracy([1], [])
+
+
+@pytest.mark.parametrize("few", [1, 2, 5])
+def test_a_ranking_of_few_answers_is_never_certain(few):
+    good, bad = [2.0 + n for n in range(few)], [-1.0 * n for n in range(40)]
+    right, wrong, tied = (
+        ranking_accuracy(good, bad),
+        ranking_accuracy(bad, good),
+        ranking_accuracy([0.0] * few, [0] * 9),
+    )
+    expected = success_rate(few, few)
+    assert (right.value, right.low, right.high, right.n) == (1.0, expected.low, 1.0, few + 40)
+    assert (wrong.value, wrong.low) == (0.0, 0.0)
+    assert wrong.high == pytest.approx(1 - expected.low)
+    assert tied.value == 0.5
+    assert tied.low < 0.5 - 0.6 / (few + 4) ** 0.5
+    assert tied.high - 0.5 == pytest.approx(0.5 - tied.low)
+
+
+def test_a_single_answer_leaves_its_own_spread_open():
+    estimate = ranking_accuracy([1.5], [*range(2), *range(2, 20)])
+    assert estimate.value == 0.1
+    assert estimate.low < 0.02
+    assert estimate.high > 0.7
+    many = ranking_accuracy([1.5] * 3, [*range(2), *range(2, 20)])
+    assert many.high < estimate.high
+
+
+def test_accuracy_of_few_pairs_is_never_certain():
+    for n in (1, 2, 7):
+        assert pair_accuracy([1.0] * n).low == pytest.approx(n / (n + 1.959963984540054**2))
+        assert pair_accuracy([-1.0] * n).high == pytest.approx(1 - n / (n + 1.959963984540054**2))
+    assert calibration([2.0, 3.0])[0][0].accuracy.low < 0.5
 
 
 def test_the_interval_of_a_ranking_covers():

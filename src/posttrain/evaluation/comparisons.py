@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,12 +31,17 @@ def pair_accuracy(margins: Sequence[float]) -> Estimate:
 def ranking_accuracy(good: Sequence[float], bad: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
     """Chance that a good answer's reward is above a bad one's (area under the ROC curve; Mann and Whitney 1947).
 
-    Over all pairs of a good and a bad answer, a tie counting half; percentile bootstrap interval over answers.
+    Over all pairs of a good and a bad answer, a tie counting half; percentile bootstrap interval over answers. Where
+    resampling shows no spread, because all pairs come out alike, or cannot, because one side is a single answer, the
+    interval is Wilson's with as many trials as the smaller side has answers: no more of the pairs are independent.
     """
     better, worse = np.asarray(good, dtype=np.float64), np.asarray(bad, dtype=np.float64)
     if not len(better) or not len(worse):
         raise ValueError("a ranking needs good and bad answers")
     wins = (better[:, None] > worse[None]) + 0.5 * (better[:, None] == worse[None])
+    value, n = float(wins.mean()), len(better) + len(worse)
+    if min(wins.shape) == 1 or wins.min() == wins.max():
+        return replace(clustered_rate([value] * min(wins.shape), min(wins.shape)), value=value, n=n)
     generator = random_stream("ranking", seed)
     drawn = []
     for _ in range(draws):
@@ -46,7 +51,7 @@ def ranking_accuracy(good: Sequence[float], bad: Sequence[float], seed: int = 0,
         under = np.bincount(columns, minlength=len(worse)) / len(worse)
         drawn.append(float(over @ wins @ under))
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return Estimate(float(wins.mean()), float(low), float(high), len(better) + len(worse))
+    return Estimate(value, float(low), float(high), n)
 
 
 def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[CalibrationBin], float]:
