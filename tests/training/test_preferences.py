@@ -27,7 +27,7 @@ from posttrain.training.optimizer import Optimizer
 from posttrain.training.references import References
 from posttrain.training.rows import samples_of_row
 from posttrain.training.stage import run_stage
-from tests.training.preferences import recipe_values, verdict_rows, write_jsonl
+from tests.training.preferences import pair_rows, recipe_values, verdict_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
 
@@ -157,6 +157,17 @@ def test_a_reward_model_learns_and_says_what_it_learned(tiny_model, tmp_path):
     final = next(line for line in lines if line["kind"] == "final")
     assert final["test/reward_mean"] == pytest.approx(mean, abs=1e-6)
     assert "AutoModelForSequenceClassification" in directory.report.read_text()
+
+
+def test_a_reward_model_without_margins_says_so(tiny_model, tmp_path):
+    values = recipe_values("reward", tiny_model, tmp_path, epochs=1)
+    rows = [{key: value for key, value in row.items() if key != "margin"} for row in pair_rows(8)]
+    values["data"]["train"] = write_jsonl(tmp_path / "bare.jsonl", rows)
+    directory, _ = run(values)
+    assert "step 0: loss.margin has no effect: no training row has a number above 0" in directory.report.read_text()
+    values["data"]["train"] = write_jsonl(tmp_path / "bare.jsonl", pair_rows(8))
+    directory, _ = run(values | {"name": "again"})
+    assert "loss.margin has no effect" not in directory.report.read_text()
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "simpo", "orpo"])

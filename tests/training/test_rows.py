@@ -12,7 +12,8 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
-from posttrain.training.rows import EpochRows, StreamedRows, hold_out, load_data, samples_of_row
+from posttrain.recipe.stages import RewardRecipe
+from posttrain.training.rows import EpochRows, StreamedRows, check_margins, hold_out, load_data, samples_of_row
 from tests.conftest import make_tokenizer
 from tests.training.preferences import pair_rows, write_jsonl
 
@@ -166,6 +167,37 @@ def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
 def test_as_many_held_out_as_there_are_is_an_error(recipe):
     with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable ones"):
         load(recipe.model_copy(update={"held_out": 23}))
+
+
+def test_too_few_rows_to_hold_out_are_told_with_what_was_dropped(recipe, tmp_path):
+    path = write_jsonl(tmp_path / "few.jsonl", [{"messages": pair_rows(1)[0]["chosen"]}, {"messages": []}, {"x": 1}])
+    with pytest.raises(InputError) as found:
+        load(DataRecipe(train=path, held_out=2, max_tokens=60, cache=recipe.cache))
+    first, *dropped = str(found.value).splitlines()
+    assert first.startswith("data.held_out: 2 rows would leave none of the 1 usable ones")
+    assert dropped == [
+        "1 row dropped: no assistant message (few.jsonl row 2)",
+        "1 row dropped: missing column (few.jsonl row 3; first: needs `messages` or `prompt`, has `x`)",
+    ]
+
+
+def test_margins_that_no_row_has_are_told(tmp_path):
+    def told(rows, margin=True, column="margin"):
+        path = write_jsonl(tmp_path / "m.jsonl", rows)
+        data = {"train": path, "max_tokens": 60, "cache": str(tmp_path / "tokens"), "columns": {"margin": column}}
+        recipe = RewardRecipe(data=data, loss={"margin": margin})
+        return check_margins(recipe, load(recipe.data, "pair"))
+
+    rows = pair_rows(6)
+    bare = [{key: value for key, value in row.items() if key != "margin"} for row in rows]
+    said = ["loss.margin has no effect: no training row has a number above 0 in the column `margin`"]
+    assert told(rows) == []
+    assert [line.partition(" (")[0] for line in told(bare)] == said
+    assert [line.partition(" (")[0] for line in told([{**row, "margin": 0} for row in rows])] == said
+    assert told(bare, margin=False) == []
+    assert told([{**row, "lead": 1} for row in bare], column="lead") == []
+    with pytest.raises(InputError, match=r"^data\.columns\.margin: no training row .* `laed`; correct the name"):
+        told([{**row, "lead": 1} for row in bare], column="laed")
 
 
 def test_no_usable_row_blames_the_files_that_have_none(recipe, tmp_path):

@@ -15,6 +15,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenise
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
+from posttrain.recipe.stages import RewardRecipe
 from posttrain.rollout.streams import Stream
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample, Side
@@ -74,13 +75,30 @@ def load_data(
     train = read("train")
     problems.raise_if(recipe.strict)
     if recipe.held_out:
-        train, validation = hold_out(train, recipe.held_out, seed)
+        try:
+            train, validation = hold_out(train, recipe.held_out, seed)
+        except InputError as error:
+            # There may be so few because the others were left out, and nothing else would say so.
+            raise InputError("\n".join([str(error), *problems.summary()])) from error
     known = {_content(row) for rows in train for row in rows}
     for row in (*validation, *test):
         if _content(row) in known:
             problems.note("held out and trained on as well", row.origin)
     order = EpochRows(train, [source.weight for source in recipe.train], rows_per_update, seed)
     return DataSet(order, order.updates_per_epoch, order.rows, validation, test, problems)
+
+
+def check_margins(recipe: RewardRecipe, data: DataSet) -> list[str]:
+    """What to say where the loss reads margins and no training row has one above 0: InputError if the recipe names
+    their column. Of streamed rows nobody knows before they are read.
+    """
+    if not recipe.loss.margin or not data.stored or any(row.margin for row in data.stored):
+        return []
+    column = recipe.data.columns.margin
+    found = f"no training row has a number above 0 in the column `{column}`"
+    if column != type(recipe.data.columns)().margin:
+        raise InputError(f"data.columns.margin: {found}; correct the name, or set loss.margin to false")
+    return [f"loss.margin has no effect: {found} (data.columns.margin)"]
 
 
 def _content(row: TokenRow) -> bytes:

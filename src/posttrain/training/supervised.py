@@ -6,9 +6,10 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 
 from posttrain.data.tokens import TokenRow
+from posttrain.recipe.stages import RewardRecipe
 from posttrain.training.batches import Sample
 from posttrain.training.learner import Objective, means
-from posttrain.training.rows import DataSet
+from posttrain.training.rows import DataSet, check_margins
 from posttrain.training.table import finish, measure_start
 from posttrain.training.trainer import Trainer
 
@@ -59,6 +60,8 @@ def train_on(
     `objective_for` gives what to minimise on the samples of an update; it may complete them first, for example with
     reference log-probabilities.
     """
+    if isinstance(trainer.recipe, RewardRecipe) and isinstance(batches, Batches):
+        trainer.messages += check_margins(trainer.recipe, batches.data)
     if resume:
         trainer.resume()
     with trainer.working(f"{trainer.recipe.stage} {trainer.recipe.name}"):
