@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.errors import InputError
-from posttrain.models.load import load_model, load_tokenizer, resolve_path
+from posttrain.models.load import load_model, load_tokenizer, resolve_device, resolve_dtype, resolve_path
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
@@ -124,3 +124,20 @@ def test_saved_weights_restore_bit_for_bit(lora, tiny_model, tmp_path):
     other.restore(tmp_path / "saved")
     for (name, mine), (_, theirs) in zip(policy.trainable(), other.trainable(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+def test_a_gpu_that_is_not_there_is_an_error_and_auto_does_without(tiny_model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match=r"model.device: torch sees no GPU for cuda; set it to auto or cpu"):
+        load_model(ModelRecipe(path=str(tiny_model), device="cuda"))
+    assert next(load_model(ModelRecipe(path=str(tiny_model))).parameters()).device.type == "cpu"
+
+
+def test_where_torch_sees_a_gpu_auto_takes_it_with_its_own_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda")
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32

@@ -14,10 +14,19 @@ from posttrain.models.packaged import converted_gguf, packaged_file
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """The precision that `model.dtype` names on this machine."""
+def resolve_device(name: str) -> torch.device:
+    """The device that `model.device` names on this machine; `InputError` for a GPU that torch does not see."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("model.device: torch sees no GPU for cuda; set it to auto or cpu, or install torch for CUDA")
     if name == "auto":
-        native = torch.cuda.is_bf16_supported() if torch.cuda.is_available() else torch.cpu._is_avx512_bf16_supported()
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision that `model.dtype` names on `device` of this machine."""
+    if name == "auto":
+        native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if native else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
@@ -119,7 +128,8 @@ def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, l
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    path = resolve_path(recipe.path)
+    path, device = resolve_path(recipe.path), resolve_device(recipe.device)
+    dtype = resolve_dtype(recipe.dtype, device)
     adapter = json.loads((Path(path) / "adapter_config.json").read_text()) if _is_adapter(path) else None
     base = adapter["base_model_name_or_path"] if adapter is not None else path
     if adapter is not None and (Path(path) / "config.json").is_file():
@@ -130,7 +140,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, l
     logging.set_verbosity_error()
     try:
         loaded: Any = auto_class.from_pretrained(
-            base, dtype=resolve_dtype(recipe.dtype), attn_implementation="sdpa", output_loading_info=True, **keywords
+            base, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **keywords
         )
     except Exception as error:
         raise InputError(
@@ -148,7 +158,13 @@ def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, l
         if adapter.get("modules_to_save"):
             missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
     use_packed_attention(model)
-    return model.eval(), missing
+    try:
+        return model.to(device).eval(), missing
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"model.path: {recipe.path} does not fit into the GPU's memory; set model.dtype to bfloat16 or model.device "
+            "to cpu"
+        ) from error
 
 
 def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.nn.Module:

@@ -29,6 +29,8 @@ class ModelRecipe(Part):
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m`."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of the weights in use; bfloat16 trains on float32 master weights. `auto` is bfloat16 where the processor or GPU multiplies it natively, float32 elsewhere; only float32 gives the same bits on every resume."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model computes; `auto` is `cuda` where torch sees such a GPU, else `cpu`. On a GPU give `dtype: auto` too: the fast attention is for bfloat16. The same bits on every resume are promised on `cpu` alone."""
     lora: LoraRecipe | None = None
     """Adapters; null trains all weights."""
     chat_template: str | None = None

@@ -65,7 +65,8 @@ class Checkpoints:
         """The policy's directory, the optimizer's state and the trainer's state of `step`, verified."""
         path = self.path(step)
         self.verify(path)
-        optimizer = torch.load(path / "optimizer.pt", weights_only=True)
+        # On the processor first: the optimizer copies each tensor to where its parameter is.
+        optimizer = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
         return path / "policy", optimizer, json.loads((path / "state.json").read_text())
 
     def verify(self, path: Path) -> None:
