@@ -58,11 +58,23 @@ def _message(value: Any, where: str) -> Message:
         raise Unusable("wrong type", f"`tool_calls` of {where} is not a list of objects")
     if calls and role != "assistant":
         raise Unusable("wrong role", f"{where} calls tools as {role}")
+    if "weight" in kept:
+        kept |= _trained_by_weight(kept.pop("weight"), kept, where)
     if not isinstance(kept.get("train", True), bool):
         raise Unusable("wrong type", f"`train` of {where} is {kind_of(kept['train'])}, not true or false")
     if not isinstance(kept.get("primer", ""), str):
         raise Unusable("wrong type", f"`primer` of {where} is {kind_of(kept['primer'])}, not text")
     return {"role": role, "content": _content(content, bool(calls), where), **kept}
+
+
+def _trained_by_weight(weight: Any, kept: dict[str, Any], where: str) -> dict[str, bool]:
+    """OpenAI's `weight` as `train`: 0 is not trained, 1 is, as without it."""
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or weight not in (0, 1):
+        shown = str(weight) if type(weight) is int and abs(weight) < 1000 else short(weight)
+        raise Unusable("weight is neither 0 nor 1", f"{where} has {shown}")
+    if kept.get("train", bool(weight)) is not bool(weight):
+        raise Unusable("weight and train disagree", f"{where} has weight {weight:g} and train {short(kept['train'])}")
+    return {} if weight else {"train": False}
 
 
 def _content(value: Any, calls_tools: bool, where: str) -> str:
