@@ -36,7 +36,8 @@ def write_lines(path, rows):
 def test_json_lines(tmp_path, ending):
     path = tmp_path / "train.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + (ending * 2).join(json.dumps(row) for row in ROWS).encode())
-    assert read(path) == numbered("train.jsonl", ROWS)
+    # A row has the number of its line, and every second line is blank.
+    assert read(path) == [(f"train.jsonl row {2 * n - 1}", row) for n, row in enumerate(ROWS, 1)]
 
 
 def test_json_list_and_json_lines_in_json(tmp_path):
@@ -126,7 +127,7 @@ def test_broken_lines_are_problems_of_their_row_alone(tmp_path):
     lines = [b'{"a": 1}', b'{"a": "\xff"}', b'{"a": ', b"[1, 2]", b"", b"null", b'{"a": ' + b"[" * 100_000, b'{"a": 2}']
     path.write_bytes(b"\n".join(lines))
     origins, rows = zip(*read(path), strict=True)
-    assert origins == tuple(f"train.jsonl row {n}" for n in range(1, 8))
+    assert origins == tuple(f"train.jsonl row {n}" for n in (1, 2, 3, 4, 6, 7, 8))
     assert rows[0] == {"a": 1}
     assert rows[6] == {"a": 2}
     assert rows[1] == "broken UTF-8: byte 0xff at position 8 of the line"

@@ -21,7 +21,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import SourceRecipe
 
 Row = tuple[str, dict[str, Any] | str]
-"""Where a row stands (`train.jsonl row 12`, counted from 1) and the row, or what is wrong as `category: detail`."""
+"""Where a row stands (`train.jsonl row 12`, counted from 1; of JSON lines, the line of the file) and the row, or what is wrong as `category: detail`."""
 
 BATCH = 256
 """Parquet rows turned into Python values at a time."""
@@ -110,12 +110,12 @@ def _read_lines(file: Path, name: str) -> Iterator[Row]:
 
 
 def _lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
-    """Lines end at a newline byte, so that one broken line cannot spoil another."""
-    number = 0
-    for place, line in enumerate(lines):
-        content = line.removeprefix(_MARK) if place == 0 else line
+    """Lines end at a newline byte, so that one broken line cannot spoil another. A row has the number of its line, so
+    that an editor finds it; blank lines are no rows, but count.
+    """
+    for number, line in enumerate(lines, 1):
+        content = line.removeprefix(_MARK) if number == 1 else line
         if content.strip():
-            number += 1
             yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
 
 

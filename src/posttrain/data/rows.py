@@ -13,7 +13,7 @@ class Conversation:
 
     messages: list[Message]
     origin: str
-    """Where the row stands, for people: `train.jsonl row 12` (rows count from 1)."""
+    """Where the row stands, for people: `train.jsonl row 12` (counted from 1; of JSON lines, the line)."""
     domain: str | None = None
     tools: list[Any] | None = None
 
