@@ -5,6 +5,7 @@ import json
 import pytest
 
 from posttrain.cli.main import main
+from posttrain.data.files import write_rows
 from tests.training.preferences import pair_rows, verdict_rows, write_jsonl
 
 
@@ -46,6 +47,56 @@ def test_columns_that_are_no_rows_are_told(tiny_model, tmp_path, capsys):
     )
     assert main(["data", "inspect", file, "colums.prompt=a", "--model", str(tiny_model)]) == 2
     assert "there is no key data.colums; the nearest is data.columns" in capsys.readouterr().err
+
+
+def refused(capsys, tiny_model, file, *words):
+    assert main(["data", "inspect", str(file), *words, "--model", str(tiny_model)]) == 2
+    return capsys.readouterr().err.removeprefix(f"posttrain: {file}: ").rstrip()
+
+
+def test_files_without_a_row_are_told_apart(tiny_model, tmp_path, capsys):
+    whole = tmp_path / "whole.parquet"
+    write_rows(whole, [{"messages": row["chosen"]} for row in pair_rows(50)])
+    cut, empty = tmp_path / "cut.parquet", tmp_path / "empty.jsonl"
+    cut.write_bytes(whole.read_bytes()[:-50])
+    empty.write_text("\n")
+    said = refused(capsys, tiny_model, cut)
+    assert said.startswith(
+        "no usable row; 1 problem, most often broken file (cut.parquet): it is no whole parquet file ("
+    )
+    assert said.endswith("get the file anew, or leave it out")
+    assert refused(capsys, tiny_model, empty) == "there are no rows; name a file that has some"
+    (tmp_path / "broken.jsonl").write_text('{"messages": [')
+    assert "most often broken JSON (broken.jsonl row 1)" in refused(capsys, tiny_model, tmp_path / "broken.jsonl")
+    # Beside a whole file, the broken one is a problem among others.
+    empty.unlink()
+    (tmp_path / "broken.jsonl").unlink()
+    assert "50 usable rows (conversation)" in inspected(capsys, str(tmp_path), "--model", str(tiny_model))
+
+
+def test_sharegpt_is_read_as_the_message_says(tiny_model, tmp_path, capsys):
+    turns = [{"from": "human", "value": "Up?"}, {"from": "gpt", "value": "Goal"}]
+    file = write_jsonl(tmp_path / "s.jsonl", [{"id": "1", "conversations": turns}])
+    said = refused(capsys, tiny_model, file)
+    assert said.endswith("name them, for example `columns.messages=conversations`")
+    out = inspected(capsys, file, "columns.messages=conversations", "--model", str(tiny_model))
+    assert "1 usable rows (conversation)" in out
+    assert "no row has a problem" in out
+
+
+def test_labels_in_words_are_told(tiny_model, tmp_path, capsys):
+    rows = [{**row, "label": "good" if row["label"] else "bad"} for row in verdict_rows(2)]
+    said = refused(capsys, tiny_model, write_jsonl(tmp_path / "v.jsonl", rows))
+    assert "most often label is neither true nor false (v.jsonl row 1, " in said
+    assert "`label` is 'good'; write true or false, or 1 or 0" in said
+    for words in (("true", "false"), ("1", "0"), (1, 0)):
+        rows = [{**row, "label": words[not row["label"]]} for row in verdict_rows(2)]
+        out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))
+        assert "4 usable rows (verdict)" in out
+    # Right answers in a column of that name are no verdicts, although one of them is 1.
+    rows = [{"prompt": "q", "completion": "a", "label": str(n)} for n in range(1, 4)]
+    out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))
+    assert "3 usable rows (conversation)" in out
 
 
 @pytest.mark.parametrize("history", ["episode", "turn"])

@@ -67,6 +67,40 @@ def test_sharegpt_speakers():
     assert made("conversation", row).messages[0] == {"role": "system", "content": "x"}
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"weight": 0}, {"train": False}),
+        ({"weight": 0.0, "train": False}, {"train": False}),
+        ({"weight": 1}, {}),
+        ({"weight": 1.0, "train": True}, {"train": True}),
+        ({"weight": None}, {}),
+    ],
+)
+def test_weights_of_messages_say_what_is_trained(given, kept):
+    messages = made("conversation", {"messages": [USER, {**GOOD, **given}, USER, GOOD]}).messages
+    assert messages == [USER, {**GOOD, **kept}, USER, GOOD]
+
+
+@pytest.mark.parametrize("weight", [2, -1, 0.5, "0", True, math.nan, [0], 10**400])
+def test_other_weights_are_a_problem_of_the_row(weight):
+    text = made("conversation", {"messages": [USER, {**GOOD, "weight": weight}]})
+    assert text.startswith("weight is neither 0 nor 1: message 2 of `messages` has ") or "bits" in text
+    assert len(text) < 120
+    assert made("conversation", {"messages": [USER, {**GOOD, "weight": 1, "train": False}]}).startswith(
+        "weight and train disagree: message 2"
+    )
+
+
+def test_messages_in_a_column_of_another_name_are_pointed_at():
+    row = {"id": 1, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    assert made("conversation", row) == (
+        "missing column: needs `messages` or `prompt`, has `id`, `conversations`; to read `conversations`, set "
+        "`columns.messages=conversations`"
+    )
+    assert made("conversation", row, messages="conversations").messages[1] == {"role": "assistant", "content": "a"}
+
+
 def test_a_prompt_column_goes_before_context_messages():
     row = {"prompt": "q", "context_messages": [SYSTEM, USER]}
     assert made("prompt", row).messages == [{"role": "user", "content": "q"}]
@@ -193,7 +227,7 @@ WRONG = [
         for margin in (-1, True, "much", math.nan, math.inf, 10**400, [1], "nan")
     ),
     *(
-        ("verdict", {"prompt": "q", "completion": "a", "label": label}, "label is neither true nor false")
+        ("verdict", {"prompt": "q", "completion": "a", "label": label}, "label is neither true nor false: `label` is ")
         for label in (2, -1, 0.5, "yes", math.nan, [True], {})
     ),
     *(

@@ -95,6 +95,10 @@ def test_no_usable_row_names_the_files_and_the_most_frequent_problem():
         InputError, match=r"^a, b: no usable row; 3 problems, most often wrong role \(a row 2, row 3\): elf"
     ):
         problems.require_any("a, b")
+    with pytest.raises(
+        InputError, match=r"^a: no usable row; 1 problem, most often broken file \(a\): cut; get the file"
+    ):
+        counted((BROKEN_FILE, "a", "cut")).require_any("a")
     with pytest.raises(InputError, match=r"^a, b: there are no rows"):
         Problems().require_any("a, b")
 

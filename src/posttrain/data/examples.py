@@ -89,7 +89,7 @@ def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> Conversation 
             if prompt is None and columns.completion in row:
                 raise _absent(row, columns.prompt, columns.context_messages)
             if prompt is None:
-                raise _absent(row, columns.messages, columns.prompt)
+                raise _absent(row, columns.messages, columns.prompt, hint=_messages_hint(row))
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
         return Conversation(messages, origin, _domain(row, columns), _tools(row, columns))
@@ -180,13 +180,27 @@ def _cells(row: Any) -> dict[str, Any]:
     return row
 
 
-def _absent(row: dict[str, Any], *names: str) -> Unusable:
+def messages_column(row: dict[str, Any]) -> str | None:
+    """A column that holds messages, whatever it is called (ShareGPT's is `conversations`)."""
+    for name, value in row.items():
+        messages = isinstance(name, str) and isinstance(value, list) and value
+        if messages and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value):
+            return name
+    return None
+
+
+def _messages_hint(row: dict[str, Any]) -> str:
+    name = messages_column(row)
+    return f"; to read `{name[:40]}`, set `columns.messages={name[:40]}`" if name else ""
+
+
+def _absent(row: dict[str, Any], *names: str, hint: str = "") -> Unusable:
     """That none of the columns has a value."""
     if empty := [name for name in names if name in row]:
         return Unusable("null", f"in `{empty[0]}`")
     columns = ", ".join(f"`{name[:40]}`" if isinstance(name, str) else kind_of(name) for name in list(row)[:8])
     wanted = " or ".join(f"`{name}`" for name in names)
-    return Unusable("missing column", f"needs {wanted}, has {columns or 'none'}")
+    return Unusable("missing column", f"needs {wanted}, has {columns or 'none'}{hint}")
 
 
 def _prompt(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:
@@ -236,7 +250,9 @@ def _label(row: dict[str, Any], columns: ColumnsRecipe) -> bool:
         return _MEANT[value.strip().lower()]
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise Unusable("label is neither true nor false", f"`{columns.label}` is {short(value)}")
+    raise Unusable(
+        "label is neither true nor false", f"`{columns.label}` is {short(value)}; write true or false, or 1 or 0"
+    )
 
 
 def _margin(row: dict[str, Any], columns: ColumnsRecipe) -> float | None:

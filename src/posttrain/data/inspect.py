@@ -1,6 +1,6 @@
 """Rows as a person reads them: text with the trained tokens coloured, lengths, and what cannot be used."""
 
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.data.chat import LossOn, TokenStream
-from posttrain.data.examples import read_examples
+from posttrain.data.examples import messages_column, read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.readers import read_rows
 from posttrain.data.rendering import Renderer
@@ -18,6 +18,12 @@ from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
 
 TRAINED = "bold green"
+_LOOKED_AT = 100
+"""Rows from which the kind is told."""
+_VERDICTS = frozenset(
+    ["true", "false", "1", "0", "good", "bad", "chosen", "rejected", "accepted", "desirable", "undesirable"]
+)
+"""Labels that judge an answer. Most of them are not read as such, and then each row says so."""
 
 
 def inspect_rows(
@@ -47,24 +53,41 @@ def inspect_rows(
 
 
 def _kind(recipe: DataRecipe) -> Kind:
-    """Told from the columns of the first row that can be read."""
-    first: dict[str, Any] = {}
+    """Told from the columns of the first row that can be read, and from the labels of some more."""
     columns = recipe.columns
-    for _, row in read_rows(recipe.train[0]):
-        if isinstance(row, dict):
-            first = row
+    rows: list[dict[str, Any]] = []
+    unread = Problems()
+    for origin, row in chain.from_iterable(read_rows(source) for source in recipe.train):
+        if isinstance(row, str):
+            unread.add_text(row, origin)
+        else:
+            rows.append(row)
+        if len(rows) == _LOOKED_AT:
             break
-    names = set(first)
+    paths = ", ".join(source.path for source in recipe.train)
+    if not rows:
+        unread.require_any(paths)
+    names = set(rows[0])
     if {columns.chosen, columns.rejected} <= names:
         return "pair"
-    if columns.messages not in names and columns.completion in names and first.get(columns.label) in (True, False):
+    labels = [row[columns.label] for row in rows if row.get(columns.label) is not None]
+    if columns.messages not in names and columns.completion in names and labels and all(map(_judges, labels)):
         return "verdict"
     if columns.messages in names or columns.completion in names:
         return "conversation"
+    messages = messages_column(rows[0])
+    example = f"columns.messages={messages}" if messages else "columns.prompt=question columns.completion=answer"
     raise InputError(
-        f"{recipe.train[0].path}: the columns {', '.join(sorted(names)) or '(none)'} are not those of conversations, pairs or "
-        "verdicts; name them, for example `columns.prompt=question columns.completion=answer`"
+        f"{paths}: the columns {', '.join(sorted(names)) or '(none)'} are not those of conversations, pairs or verdicts; "
+        f"name them, for example `{example}`"
     )
+
+
+def _judges(label: Any) -> bool:
+    """Whether the label is a verdict on an answer, and not, for example, the right answer itself."""
+    if isinstance(label, str):
+        return label.strip().lower() in _VERDICTS
+    return isinstance(label, bool | int | float) and label in (0, 1)
 
 
 def _show(row: TokenRow, kind: str, renderer: Renderer, console: Console) -> None:

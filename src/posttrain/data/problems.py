@@ -98,9 +98,12 @@ class Problems:
             raise InputError(f"{what}: there are no rows; name a file that has some")
         category, (count, places) = next(iter(_by_count(self._dropped)))
         detail = f": {places[0][1]}" if places[0][1] else ""
+        remedy = "correct the data, or name its columns in `columns`"
+        if category == BROKEN_FILE:
+            remedy = "get the file anew, or leave it out"
         raise InputError(
             f"{what}: no usable row; {_number(self.total, 'problem')}, most often {category} "
-            f"({_places(count, places)}){detail}; correct the data, or name its columns in `columns`"
+            f"({_places(count, places)}){detail}; {remedy}"
         )
 
 
