@@ -40,7 +40,7 @@ def test_greedy_takes_the_largest_and_scores_at_temperature_one():
     ],
 )
 def test_truncation_keeps(recipe, kept):
-    assert torch.nonzero(truncate(PROBABILITIES, recipe))[:, 0].tolist() == kept
+    assert torch.nonzero(truncate(PROBABILITIES[None], [recipe])[0])[:, 0].tolist() == kept
 
 
 @settings(max_examples=200, deadline=None)
@@ -55,7 +55,7 @@ def test_a_drawn_token_was_always_kept(weights, draw, top_k, top_p, min_p):
     recipe = SamplingRecipe(top_k=top_k, top_p=top_p, min_p=min_p)
     probabilities = torch.tensor(weights) / sum(weights)
     tokens, _ = sample(probabilities.log()[None], [recipe], [draw])
-    assert truncate(torch.softmax(probabilities.log(), -1), recipe)[tokens[0]] > 0
+    assert truncate(torch.softmax(probabilities.log(), -1)[None], [recipe])[0, tokens[0]] > 0
 
 
 def test_logits_that_are_not_finite_are_an_error():

@@ -6,47 +6,95 @@ import torch
 
 from posttrain.recipe.rollout import SamplingRecipe
 
+BLOCK = 256
+"""Tokens whose probabilities are summed before the one among them is looked for."""
+CANDIDATES = 512
+"""Most probable tokens among which top-p is looked for first."""
+
 
 def sample(
     logits: torch.Tensor, sampling: Sequence[SamplingRecipe], draws: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B] int64 and their log-probabilities [B] float32 for logits [B, vocabulary] float32.
+    """Tokens [B] int64 and their log-probabilities [B] float32 for logits [B, vocabulary] float32, which are used up.
 
     Row b uses `sampling[b]` and the uniform number `draws[b]` in [0, 1). The log-probability is that of
     softmax(logits / temperature) over the whole vocabulary, before truncation. Non-finite logits are an error of the
     caller's model and raise FloatingPointError.
     """
-    temperatures = torch.tensor([s.temperature if s.temperature > 0 else 1.0 for s in sampling], device=logits.device)
-    logprobs = torch.log_softmax(logits / temperatures[:, None], dim=-1)
-    if not torch.isfinite(logprobs.amax(-1)).all():
+    greedy = [s.temperature == 0 for s in sampling]
+    temperatures = [1.0 if cold else s.temperature for cold, s in zip(greedy, sampling, strict=True)]
+    if any(temperature != 1 for temperature in temperatures):
+        logits /= torch.tensor(temperatures, device=logits.device)[:, None]
+    largest, best = logits.max(-1)
+    if not bool(torch.isfinite(largest).all()):
         raise FloatingPointError("the model's logits are not finite")
-    weights = logprobs.exp()
-    for row, recipe in enumerate(sampling):
-        if recipe.top_k or recipe.top_p < 1 or recipe.min_p > 0:
-            weights[row] = truncate(weights[row], recipe)
-    # Float64: over 50,000 terms a float32 sum is off by more than the smallest probabilities worth sampling.
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    points = torch.tensor(list(draws), dtype=torch.float64, device=logits.device) * cumulative[:, -1]
-    drawn = torch.searchsorted(cumulative, points[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-    greedy = torch.tensor([s.temperature == 0 for s in sampling], device=logits.device)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    weights = torch.exp_(logits - largest[:, None])
+    total = weights.sum(-1)
+    if all(greedy):
+        return best, -total.log()
+    cut = [b for b, s in enumerate(sampling) if s.top_k or s.top_p < 1 or s.min_p > 0]
+    kept = weights
+    if cut:
+        kept = weights.clone()
+        kept[cut] = truncate(weights[cut], [sampling[b] for b in cut])
+    tokens = torch.where(torch.tensor(greedy, device=logits.device), best, _drawn(kept, draws))
+    chosen = logits.gather(1, tokens[:, None])[:, 0] - largest
+    return tokens, chosen - total.log()
 
 
-def truncate(probabilities: torch.Tensor, recipe: SamplingRecipe) -> torch.Tensor:
-    """`probabilities` [vocabulary] with everything outside top-k, then top-p, and min-p set to zero (not rescaled).
+def _drawn(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
+    """For each row of `weights` [B, V] >= 0 the first token at which their running sum exceeds draw x total: [B].
+
+    The sum over blocks finds the block and the sum within it the token, so one pass over the weights is enough. In
+    float64: over 50,000 terms a float32 sum is off by more than the smallest probabilities worth sampling.
+    """
+    rows, vocabulary = weights.shape
+    whole = -(-vocabulary // BLOCK) * BLOCK
+    blocks = torch.nn.functional.pad(weights, (0, whole - vocabulary)).view(rows, -1, BLOCK)
+    ends = blocks.sum(-1).double().cumsum(-1)
+    total = ends[:, -1:]
+    points = torch.tensor(list(draws), dtype=torch.float64, device=weights.device)[:, None] * total
+    # Rounding must not lift a point to the total, past everything that has any weight.
+    points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
+    block = torch.searchsorted(ends, points, right=True)
+    before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
+    inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double()
+    place = torch.searchsorted(inside.cumsum(-1), points - before, right=True)
+    # Nor past the last token of the block that has any: the sum of a block is rounded to float32.
+    last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)
+    return (block * BLOCK + torch.minimum(place, last))[:, 0]
+
+
+def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) -> torch.Tensor:
+    """`probabilities` [B, V] with all outside top-k, then top-p, and min-p set to zero (not rescaled), row by row.
 
     top-p keeps the most probable tokens until their sum reaches p, the token that reaches it included; min-p keeps
-    tokens of at least min_p times the largest probability. The most probable token always stays.
+    tokens of at least min_p times the largest probability. The most probable token always stays. Rows need not sum
+    to 1. The vocabulary is sorted only where top-p reaches further than its most probable part.
     """
-    ordered, order = probabilities.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if recipe.top_k:
-        keep[recipe.top_k :] = False
-    if recipe.top_p < 1:
-        kept = ordered * keep
-        keep &= kept.cumsum(0) - kept < recipe.top_p * kept.sum()
-    if recipe.min_p > 0:
-        keep &= ordered >= recipe.min_p * ordered[0]
-    keep[0] = True
-    return torch.zeros_like(probabilities).scatter(0, order, ordered * keep)
+    vocabulary = probabilities.shape[1]
+    total = probabilities.sum(-1, keepdim=True)
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(list(values), device=probabilities.device)[:, None]
+
+    ranks = column([s.top_k or vocabulary for s in sampling])
+    nuclei = column([s.top_p for s in sampling]).to(probabilities.dtype)
+    floors = column([s.min_p for s in sampling]).to(probabilities.dtype)
+    width = min(vocabulary, max(CANDIDATES, *(s.top_k or 0 for s in sampling)))
+    only_floor = all(not s.top_k and s.top_p == 1 for s in sampling)
+    if only_floor:
+        return torch.where(probabilities >= floors * probabilities.amax(-1, keepdim=True), probabilities, 0)
+    while True:
+        ordered, order = probabilities.topk(width, sorted=True)
+        ranked = ordered * (torch.arange(width, device=ordered.device)[None] < ranks)
+        in_ranks = torch.where(ranks < vocabulary, ranked.sum(-1, keepdim=True), total)
+        running = ranked.cumsum(-1)
+        # A row is settled where its last candidate is beyond top-k or top-p.
+        settled = (ranks <= width) | (running[:, -1:] >= nuclei * in_ranks)
+        if width == vocabulary or bool(settled.all()):
+            break
+        width = vocabulary
+    keep = (ranked > 0) & ((running - ranked < nuclei * in_ranks) | (nuclei == 1)) & (ranked >= floors * ordered[:, :1])
+    keep[:, 0] = True
+    return torch.zeros_like(probabilities).scatter(1, order, ordered * keep)
