@@ -2,6 +2,7 @@ import io
 import math
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from posttrain.recipe.loss import ReinforceLoss
@@ -81,6 +82,27 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
     assert "adapter" not in text
     (model / "adapter_config.json").write_text("{}")
     assert "adapter" in write_report(run, [play_table(ROWS)], model_directory=model).read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "normalised with the mean and standard deviation kept with it, clipped to [-10, 10]"),
+        ({"clip": None}, "normalised with the mean and standard deviation kept with it"),
+        (
+            {"normalise": "running", "clip": 2.5},
+            "as it says, not normalised; credit alone takes them normalised with those of training so far, clipped to "
+            "[-2.5, 2.5]",
+        ),
+        ({"normalise": "none"}, "as it says, not normalised, clipped to [-10, 10]"),
+    ],
+)
+def test_the_report_says_in_which_unit_a_reward_model_pays(recipe: RlRecipe, keys: dict, said: str) -> None:
+    assert "its rewards in returns" not in write_report(RunDirectory.create(recipe), []).read_text()
+    values = recipe.model_dump() | {"name": "paid", "reward": {"path": "judge/model", **keys}}
+    text = write_report(RunDirectory.create(RlRecipe.model_validate(values)), []).read_text()
+    assert "| reward model | `judge/model` |" in text
+    assert f"| its rewards in returns | {said} |" in text
 
 
 def test_a_run_without_metrics_has_a_report(run: RunDirectory) -> None:

@@ -113,7 +113,21 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
     if recipe.stage == "sft" and data is None:
         ranges["training seeds"] = recipe.experts.seeds
     seeds = [(name, f"{seeds.start} to {seeds.stop - 1}") for name, seeds in ranges.items()]
-    return [*found, ("environment", f"`{recipe.environment.type}`"), *seeds]
+    return [*found, ("environment", f"`{recipe.environment.type}`"), *_reward_model(recipe), *seeds]
+
+
+def _reward_model(recipe: "Recipe") -> list[tuple[str, str]]:
+    """Which reward model pays, and in which unit the returns of tables and curves are therefore."""
+    source = getattr(recipe, "reward", None)
+    if source is None:
+        return []
+    clipped = "" if source.clip is None else f", clipped to [-{source.clip:g}, {source.clip:g}]"
+    units = {
+        "stored": f"normalised with the mean and standard deviation kept with it{clipped}",
+        "running": f"as it says, not normalised; credit alone takes them normalised with those of training so far{clipped}",
+        "none": f"as it says, not normalised{clipped}",
+    }
+    return [("reward model", f"`{source.path}`"), ("its rewards in returns", units[source.normalise])]
 
 
 def _commit(git: dict[str, Any] | None) -> str:
