@@ -141,6 +141,19 @@ def test_resuming_takes_the_run_s_own_recipe(stage, run):
     assert (recipe.seed, recipe.steps, recipe.runs, recipe.name, resume) == (3, 9, "runs", "run", True)
 
 
+def test_fewer_steps_than_are_done_are_refused(stage, run, capsys):
+    (run.checkpoints / "step_000004").mkdir()
+    assert main(["rl", "--resume", str(run.path), "steps=3"]) == 2
+    assert capsys.readouterr().err == (
+        "posttrain: --resume runs/run: 4 steps are done and saved, more than steps = 3; ask for more than 4, or start a "
+        "run with another name\n"
+    )
+    assert not stage.calls
+    for words in ([], ["steps=4"], ["steps=5"]):
+        assert main(["rl", "--resume", str(run.path), *words]) == 0
+    assert [recipe.steps for recipe, _, _ in stage.calls] == [5, 4, 5]
+
+
 def test_a_moved_run_resumes_where_it_is(stage, run, tmp_path):
     run.path.rename(tmp_path / "elsewhere")
     assert main(["rl", "--resume", "elsewhere"]) == 0

@@ -80,6 +80,12 @@ def resumed(run: Path, sources: list[str], overrides: list[str], stage: str) -> 
     # The run may have been moved or renamed since, and where it is now is where it goes on.
     place = directory.path.resolve()
     recipe = load_recipe([str(directory.recipe_file)], overrides, stage)
+    done, steps = directory.saved_step(), getattr(recipe, "steps", None)
+    if steps is not None and steps < done:
+        raise InputError(
+            f"--resume {run}: {done} steps are done and saved, more than steps = {steps}; ask for more than {done}, or start "
+            "a run with another name"
+        )
     if (Path(recipe.runs) / recipe.name).resolve() == place:
         return recipe
     return recipe.model_copy(update={"runs": str(place.parent), "name": place.name})

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -124,6 +125,11 @@ class RunDirectory:
             return json.loads(self.environment_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{self.environment_file} cannot be read ({error}); restore the file") from error
+
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        found = [re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.glob("step_*")]
+        return max((int(match[1]) for match in found if match), default=0)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
