@@ -1,6 +1,7 @@
 """`posttrain data`: what a person sees of rows."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,7 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
     assert main(["data", "experts", "frozen_lake", *words]) == 0
     assert "of 5 games, seeds 200000 to 200004" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "lake.jsonl").read_text().splitlines()]
+    assert json.loads(rows[0]["environment"])["format"]["thinking"] is False
     assert len({row["seed"] for row in rows}) == 5
     words = [
         "data.train=lake.jsonl",
@@ -127,11 +129,42 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
         "optimal policy",
     ]
     assert results["tables"][0]["headings"][2] == "loss"
+    assert "were made with" not in (tmp_path / "runs" / "run" / "report.md").read_text()
+    if history == "episode":
+        assert main(["sft", *words, "name=thinks", "environment.format.thinking=true", "steps=1"]) == 0
+        said = "step 0: the rows of lake.jsonl were made with environment.format.thinking false (here true), so what they teach"
+        assert said in (tmp_path / "runs" / "thinks" / "report.md").read_text()
 
 
 def test_experts_keep_off_the_held_out_seeds(capsys):
     assert main(["data", "experts", "frozen_lake", "--start", "999990", "--count", "20"]) == 2
     assert "overlap evaluation.seeds" in capsys.readouterr().err
+    assert main(["data", "experts", "frozen_lake", "--count", "3", "--out", "lake.csv"]) == 2
+    assert capsys.readouterr().err == (
+        "posttrain: lake.csv: rows are written as .jsonl or .parquet; choose such a name\n"
+    )
+
+
+def test_experts_of_an_environment_without_tasks_are_told(capsys):
+    assert main(["data", "experts", "text_task"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "posttrain: text_task has no tasks until its keys name some, for example `reasoning_gym.dataset"
+    )
+    assert said.count("\n") == 1
+    asked = write_jsonl(Path("asked.jsonl"), [{"prompt": "Up?", "completion": "Goal"}])
+    assert main(["data", "experts", "text_task", f"prompts={asked}"]) == 2
+    assert "--start and --count: environment seed 200000 is no row of" in capsys.readouterr().err
+    words = ["--start", "0", "--count", "1", "--out", "asked.parquet"]
+    assert main(["data", "experts", "text_task", f"prompts={asked}", *words]) == 0
+    assert capsys.readouterr().out == "asked.parquet: 1 rows of 1 games, seeds 0 to 0\n"
     assert (
         main(["data", "experts", "text_task", "reasoning_gym.dataset=chain_sum", "--count", "1", "--out", "x.csv"]) == 2
     )
+
+
+@pytest.mark.parametrize("verb", ["experts", "convert", "rationales"])
+def test_help_of_out_names_parquet(verb, capsys):
+    assert main(["data", verb, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "parquet" in said.rpartition("--out ")[2].partition(" --")[0]

@@ -115,9 +115,11 @@ def experts(
             metavar="[key=value ...]", help="Keys of the environment, such as slippery=false or format.thinking=true."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")] = Path("experts.jsonl"),
+    out: Annotated[Path, typer.Option(help="The .jsonl or .parquet file to write.")] = Path("experts.jsonl"),
     count: Annotated[int, typer.Option(help="Games to play.", min=1)] = 1000,
-    start: Annotated[int, typer.Option(help="The first environment seed.", min=0)] = 200_000,
+    start: Annotated[
+        int, typer.Option(help="The first environment seed; of text_task with prompts, the first row, from 0.", min=0)
+    ] = 200_000,
     expert: Annotated[Expert, typer.Option(help="The optimal player, or uniformly random actions.")] = Expert.OPTIMAL,
     history: Annotated[
         History, typer.Option(help="A row per game with all its turns, or a row per turn with the turns before it.")
@@ -132,10 +134,18 @@ def experts(
     posttrain data experts sokoban format.thinking=true --history turn --out sokoban.jsonl
     """
     from posttrain.cli.env import environment_of
-    from posttrain.data.files import write_rows
+    from posttrain.data.files import require_format, write_rows
+    from posttrain.errors import InputError
+    from posttrain.recipe.components import environment_class
     from posttrain.recipe.rollout import SeedRange
     from posttrain.training.expert_rows import expert_rows
 
+    require_format(out)
+    if not words and not environment_class(environment).self_contained:
+        raise InputError(
+            f"{environment} has no tasks until its keys name some, for example `reasoning_gym.dataset=chain_sum` for "
+            "text_task; rows that hold their answers need no expert, for `posttrain sft data.train=FILE` reads them"
+        )
     recipe = environment_of(environment, words or [])
     rows = expert_rows(recipe, SeedRange(start=start, count=count), expert.value, history.value, 0)
     write_rows(out, rows)

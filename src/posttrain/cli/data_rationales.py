@@ -7,7 +7,9 @@ import typer
 
 
 def rationales(
-    out: Annotated[Path, typer.Option(help="Directory for sft/, preferences/ and prompts/.")] = Path("rationales"),
+    out: Annotated[
+        Path, typer.Option(help="Directory for the parquet files in sft/, preferences/ and prompts/.")
+    ] = Path("rationales"),
     seed: Annotated[int, typer.Option(help="Another seed, other policies.", min=0)] = 0,
     train: Annotated[int, typer.Option(help="Policies to train on; each gives two pairs.", min=1)] = 5000,
     val: Annotated[int, typer.Option(help="Policies for validation.", min=1)] = 500,

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from posttrain.data.settings import COLUMN, settings_text
 from posttrain.environments.protocol import Environment
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
@@ -14,7 +15,7 @@ History = Literal["episode", "turn"]
 def expert_rows(
     recipe: EnvironmentRecipe, seeds: SeedRange, expert: Literal["optimal", "random"], history: History, run_seed: int
 ) -> list[dict[str, Any]]:
-    """One row per episode (`messages`), or one per turn (`prompt`, `completion`), with the environment and its seed.
+    """One row per episode (`messages`), or one per turn (`prompt`, `completion`), with the environment, its seed and its settings.
 
     `InputError` where the environment has no such player, or where the seeds are those that RL evaluates on.
     """
@@ -23,9 +24,10 @@ def expert_rows(
         if seeds.overlaps(other):
             raise InputError(f"--start: seeds {seeds} overlap evaluation.{name} ({other}); choose another start")
     rows = []
+    settings = settings_text(recipe)
     for seed in range(seeds.start, seeds.stop):
         messages = _played(recipe, seed, expert, run_seed)
-        about = {"domain": recipe.type, "seed": seed}
+        about = {"domain": recipe.type, "seed": seed, COLUMN: settings}
         if history == "episode":
             rows.append({"messages": messages, **about})
             continue
@@ -38,7 +40,10 @@ def expert_rows(
 def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) -> list[dict[str, Any]]:
     environment: Environment = environment_class(recipe.type)(recipe)
     draws = random_stream(run_seed, "expert", seed)
-    messages: list[dict[str, Any]] = list(environment.reset(seed).messages)
+    try:
+        messages: list[dict[str, Any]] = list(environment.reset(seed).messages)
+    except InputError as error:
+        raise InputError(f"--start and --count: {error}") from error
     while True:
         try:
             text = environment.expert() if expert == "optimal" else environment.random_answer(draws.random())

@@ -5,8 +5,9 @@ from typing import Protocol, TypeVar
 
 from rich.console import Console
 
+from posttrain.data.settings import other_settings
 from posttrain.data.tokens import TokenRow
-from posttrain.recipe.stages import RewardRecipe
+from posttrain.recipe.stages import RewardRecipe, SftRecipe
 from posttrain.training.batches import Sample
 from posttrain.training.learner import Objective, means
 from posttrain.training.rows import DataSet, check_margins
@@ -62,6 +63,8 @@ def train_on(
     """
     if isinstance(trainer.recipe, RewardRecipe) and isinstance(batches, Batches):
         trainer.messages += check_margins(trainer.recipe, batches.data)
+    if isinstance(trainer.recipe, SftRecipe) and trainer.recipe.data is not None and trainer.recipe.environment:
+        trainer.messages += other_settings(trainer.recipe.environment, trainer.recipe.data.train)
     if resume:
         trainer.resume()
     with trainer.working(f"{trainer.recipe.stage} {trainer.recipe.name}"):
