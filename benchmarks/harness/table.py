@@ -1,0 +1,54 @@
+"""The one table that a benchmark prints, and the same as JSON."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def show(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    notes: Sequence[str] = (),
+    json_file: str | Path | None = None,
+) -> None:
+    """Print `rows` as a table and, where `json_file` is given, write `{"title", "machine", "rows", "notes"}` to it.
+
+    The keys of the first row are the headings. Text stands to the left, numbers to the right, rounded to three
+    significant digits in the table and whole in the file; None and NaN are a dash. `notes` follow below the table:
+    the machine, the number of rounds, what the best settings were.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from posttrain.runs.machine import describe_machine
+
+    table = Table(title=title, title_justify="left")
+    for heading, value in rows[0].items():
+        table.add_column(heading, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(_shown(row.get(heading)) for heading in rows[0]))
+    machine = describe_machine()
+    versions = ", ".join(f"{name} {machine['packages'][name]}" for name in ("torch", "transformers"))
+    # Piped to a file, a table is as wide as it needs to be.
+    plain = Console(soft_wrap=True)
+    console = plain if plain.is_terminal else Console(width=200)
+    console.print(table)
+    for note in (f"{machine['processor']}, {machine['cpus_allowed']} processors; {versions}", *notes):
+        console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
+    if json_file is not None:
+        content = {"title": title, "machine": machine, "rows": [_plain(row) for row in rows], "notes": list(notes)}
+        Path(json_file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+def _shown(value: Any) -> str:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
