@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.errors import InputError
+from posttrain.models.attention_cuda import Spans, attend_spans, spans_of, supports
 
 ATTENTION_NAME = "posttrain"
 
@@ -76,6 +77,7 @@ class PackedLayout:
         """`bundles`: tokens of the prompt and of each continuation (none may be empty), in the order of the row."""
         self.bundles = [(prompt, list(continuations)) for prompt, continuations in bundles]
         self._lengths = [length for prompt, continuations in self.bundles for length in (prompt, *continuations)]
+        self._spans: Spans | None = None
 
     def positions(self) -> torch.Tensor:
         """[T] int64: position ids; they restart at 0 with each prompt and at the prompt's end with each continuation."""
@@ -96,6 +98,9 @@ class PackedLayout:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
+        if supports(query):
+            self._spans = self._spans or spans_of(self.bundles, query.device)
+            return attend_spans(self._spans, query, key, value, scaling, window)
         pieces = zip(*(row.split(self._lengths, dim=1) for row in (query, key, value)), strict=True)
         outputs = []
         for _, continuations in self.bundles:
