@@ -1,0 +1,70 @@
+"""The one abstraction of units: spans that partition the sampled tokens of an answer or an episode."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """K units over n sampled tokens: unit k is the tokens from `cuts[k]` up to, not including, `cuts[k + 1]`.
+
+    Sorted, disjoint and covering by construction: `ValueError` for cuts that do not rise from 0. Tokens are counted
+    over the sampled tokens alone, in the order in which they were sampled. The published code has units that overlap
+    nothing but also miss tokens (before the first label, the end token, the last token of an answer that was cut off);
+    what is in no unit can get no credit, so here such tokens are units of their own with `found` false, and the end
+    token belongs to the last unit.
+    """
+
+    cuts: np.ndarray
+    """[K + 1] int64: 0, the inner cuts, n; [0] where there are no tokens."""
+    found: np.ndarray
+    """[K] bool: the segmenter's own find; false for thinking blocks, what stands before the first label or after the
+    steps, and answers in which no step was found. Where none is found, credit is that of the outcome."""
+
+    def __post_init__(self) -> None:
+        if len(self.cuts) == 0 or self.cuts[0] != 0 or (np.diff(self.cuts) <= 0).any():
+            raise ValueError(f"cuts must rise strictly from 0, not {self.cuts}")
+        if len(self.found) != len(self):
+            raise ValueError(f"{len(self.found)} flags for {len(self)} units")
+
+    def __len__(self) -> int:
+        return len(self.cuts) - 1
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of each unit."""
+        return pairwise(self.cuts.tolist())
+
+    @property
+    def tokens(self) -> int:
+        """n, the number of tokens covered."""
+        return int(self.cuts[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[K] int64: tokens of each unit, all at least 1."""
+        return np.diff(self.cuts)
+
+    @property
+    def unit_of_token(self) -> np.ndarray:
+        """[n] int64: the unit that each token belongs to."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+
+def spans(tokens: int, inner: np.ndarray, found: bool = True) -> Spans:
+    """The units of `tokens` tokens cut before each token of `inner`; cuts that are not inside are left out."""
+    inside = np.unique(inner[(inner > 0) & (inner < tokens)])
+    cuts = np.concatenate([[0], inside, [tokens] if tokens else []]).astype(np.int64)
+    return Spans(cuts, np.full(len(cuts) - 1, found))
+
+
+def joined(parts: Sequence[Spans]) -> Spans:
+    """The units of several answers, one after the other: no unit crosses from one to the next."""
+    ends = np.cumsum([0, *(part.tokens for part in parts)])
+    cuts = [part.cuts[1:] + end for part, end in zip(parts, ends[:-1], strict=True)]
+    return Spans(
+        np.concatenate([np.zeros(1, dtype=np.int64), *cuts]),
+        np.concatenate([np.zeros(0, dtype=bool), *(part.found for part in parts)]),
+    )

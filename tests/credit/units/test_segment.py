@@ -1,0 +1,237 @@
+"""Whatever the recipe and the tokens, units partition the sampled tokens and decode to their slices."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from posttrain.credit.units.offsets import align
+from posttrain.credit.units.segment import Answer, answers_of, segment
+from posttrain.credit.units.spans import Spans, joined, spans
+from posttrain.recipe.units import UnitsRecipe
+from posttrain.rollout.streams import StopReason
+from tests.credit.units.tokenizers import VOCABULARY, Counting, byte_level, encode
+from tests.rollout.episodes import played
+
+_RECIPE: TypeAdapter = TypeAdapter(UnitsRecipe)
+SEED_PATTERN = r"^(\*?[A-Z]{1,2}\.)\s+"
+
+
+def recipe(kind, **keys):
+    return _RECIPE.validate_python({"type": kind} | keys)
+
+
+limits = st.fixed_dictionaries(
+    {
+        "max_units": st.none() | st.integers(1, 4),
+        "merge": st.sampled_from(["merge_tail", "merge_small"]),
+        "thinking": st.sampled_from(["whole", "split"]),
+    }
+)
+cutting = st.one_of(
+    limits.map(lambda keys: recipe("steps", closing="^B", **keys)),
+    limits.map(lambda keys: recipe("steps", pattern=SEED_PATTERN, ordinal=False, **keys)),
+    limits.map(lambda keys: recipe("sentence", **keys)),
+    limits.map(lambda keys: recipe("paragraph", **keys)),
+    st.builds(
+        lambda keys, peak: recipe("entropy", peak=peak, **keys), limits, st.sampled_from(["threshold", "local_max"])
+    ),
+)
+whole = st.sampled_from(["turn", "token", "outcome"]).map(recipe)
+entropies = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0])
+
+
+def answers(ids, most=3):
+    return st.lists(
+        st.builds(
+            lambda ids, ended, opened, values: Answer(
+                np.array(ids, dtype=np.int64), ended, opened, np.resize(np.array([*values, 0.0]), len(ids))
+            ),
+            ids,
+            st.booleans(),
+            st.booleans(),
+            st.lists(entropies, max_size=24),
+        ),
+        min_size=1,
+        max_size=most,
+    )
+
+
+def check_partition(units: Spans, given_answers, decode, divides=False):
+    """Sorted, disjoint, covering, within one answer each; and each decodes to its slice of the answer."""
+    assert units.tokens == sum(len(a.ids) for a in given_answers)
+    assert units.cuts[0] == 0
+    assert (units.lengths >= 1).all()
+    assert [t for start, stop in units for t in range(start, stop)] == list(range(units.tokens))
+    assert units.unit_of_token.tolist() == [k for k, (start, stop) in enumerate(units) for _ in range(start, stop)]
+    begin = 0
+    for one in given_answers:
+        end, aligned = begin + len(one.ids), align(one.ids, decode)
+        assert end in units.cuts
+        shown = ""
+        for start, stop in units:
+            if begin <= start < end:
+                piece = aligned.slice(start - begin, stop - begin)
+                shown += piece
+                if not divides:
+                    assert piece == decode(one.ids[start - begin : stop - begin].tolist())
+        assert shown == decode(one.ids.tolist())
+        begin = end
+
+
+made_up = st.lists(st.integers(0, len(VOCABULARY) - 1), min_size=1, max_size=24)
+
+
+def capped(units: Spans, recipe) -> bool:
+    return recipe.max_units is None or units.found.sum() <= recipe.max_units
+
+
+@settings(max_examples=400)
+@given(recipe=cutting, answers=answers(made_up))
+def test_hostile_tokens(recipe, answers):
+    check_partition(segment(recipe, answers, byte_level), answers, byte_level)
+    assert all(capped(segment(recipe, [answer], byte_level), recipe) for answer in answers)
+
+
+@given(recipe=whole, answers=answers(made_up))
+def test_units_that_need_no_reading(recipe, answers):
+    units = segment(recipe, answers, byte_level)
+    assert len(units) == {"turn": len(answers), "token": units.tokens, "outcome": 1}[recipe.type]
+    assert units.found.all()
+    if recipe.type != "outcome":
+        check_partition(units, answers, byte_level, divides=True)
+
+
+pieces = st.sampled_from(
+    ["A. ", "B. ", "\n", "\n\n", "1) ", "é漢😀", "No! ", "x y.", "<think>", "</think>", "Step 2: ", "\t "]
+)
+
+
+@given(recipe=cutting, text=st.lists(pieces, min_size=1, max_size=20).map("".join), ended=st.booleans(), data=st.data())
+def test_texts_of_a_real_tokenizer(smollm, recipe, text, ended, data):
+    ids = np.array(smollm.encode(text, add_special_tokens=False), dtype=np.int64)
+    ids = np.append(ids, smollm.eos_token_id) if ended else ids[: data.draw(st.integers(1, len(ids)))]
+    values = np.array(data.draw(st.lists(entropies, min_size=len(ids), max_size=len(ids))))
+    answer = Answer(ids, ended, False, values)
+    units = segment(recipe, [answer], smollm.decode)
+    check_partition(units, [answer], smollm.decode)
+    assert capped(units, recipe)
+    assert not ended or len(ids) == 1 or units.lengths[-1] > 1, "the end token is no unit of its own"
+
+
+def of_text(recipe, text, ended=False):
+    """Units of a text over the made-up vocabulary, as (slice, found)."""
+    ids = np.array(encode(text) + ([VOCABULARY.index(b"A")] if ended else []), dtype=np.int64)
+    units = segment(recipe, [Answer(ids, ended)], byte_level)
+    aligned = align(ids, byte_level)
+    return [(aligned.slice(*span), bool(found)) for span, found in zip(units, units.found, strict=True)]
+
+
+def test_what_is_no_step_is_a_unit_that_is_not_found():
+    text = "<think>A. A\n</think>\n\n! !\nA. A\nB. x!\nA. B\n\n"
+    assert of_text(recipe("steps"), text) == [
+        ("<think>A. A\n</think>\n\n", False),
+        ("! !\n", False),
+        ("A. A", True),
+        ("\nB. x!\nA. B\n\n", True),  # one token holds the end of the line and the label
+    ]
+    assert of_text(recipe("steps", closing="^A. B"), text)[2:] == [
+        ("A. A", True),
+        ("\nB. x!\n", True),
+        ("A. B\n\n", False),
+    ]
+
+
+def test_no_steps_no_units_found():
+    assert of_text(recipe("steps"), "! a a\n") == [("! a a\n", False)]
+    assert of_text(recipe("steps"), "! a a\n", ended=True) == [("! a a\nA", False)]
+
+
+def test_an_answer_of_nothing_but_its_end():
+    for kind in ("steps", "sentence", "paragraph"):
+        assert of_text(recipe(kind), "", ended=True) == [("A", False)]
+    units = segment(recipe("entropy"), [Answer(np.array([0]), True, entropies=np.array([9.0]))], byte_level)
+    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 1], [False])
+
+
+def test_an_answer_that_never_stopped_thinking():
+    assert of_text(recipe("sentence"), "<think>A. A! A! A") == [("<think>A. A! A! A", False)]
+    assert len(of_text(recipe("sentence", thinking="split"), "<think>A! A! A")) == 3
+
+
+@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "<think> a! a!\n</think>\n"])
+def test_thinking_is_as_long_as_its_tokens(empty):
+    assert of_text(recipe("sentence"), f"{empty}A! A!")[0] == (empty, False)
+    assert [found for _, found in of_text(recipe("sentence"), f"{empty}A! A!")] == [False, True, True]
+
+
+def test_thinking_that_the_prompt_opened():
+    episode = played(tokens=4)
+    episode.streams[0].ids = np.array(encode("!<think> a</think>A!"), dtype=np.int64)
+    (answer,) = answers_of(episode, byte_level)
+    assert answer.opened
+    assert answer.ended
+    units = segment(recipe("sentence"), [answer], byte_level)
+    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 2, 4], [False, True])
+
+
+def test_answers_of_an_episode_are_those_that_were_sampled():
+    episode = played(rewards=(1.0, 2.0), tokens=3)
+    episode.turns[1].stop_reason = StopReason.TURN_BUDGET
+    scores = [np.arange(10, dtype=np.float32)]
+    first, second = answers_of(episode, byte_level, scores)
+    assert (first.ids.tolist(), second.ids.tolist()) == ([2, 3, 4], [7, 8, 9])
+    assert (first.entropies.tolist(), second.entropies.tolist()) == ([2, 3, 4], [7, 8, 9])
+    assert (first.ended, second.ended, first.opened) == (True, False, False)
+    assert segment(recipe("turn"), [first, second], byte_level).cuts.tolist() == [0, 3, 6]
+
+
+def test_the_end_token_belongs_to_the_last_unit_and_is_not_read():
+    answer = Answer(np.array([*encode("A! A!"), VOCABULARY.index(b"\n\n")]), True)
+    assert segment(recipe("sentence"), [answer], byte_level).cuts.tolist() == [0, 2, 5]
+
+
+def test_entropies_are_needed():
+    with pytest.raises(ValueError, match="one entropy of the reference model per sampled token"):
+        segment(recipe("entropy"), [Answer(np.arange(3), False)], byte_level)
+
+
+def test_spans_refuse_what_is_no_partition():
+    for cuts in ([], [1, 2], [0, 2, 2], [0, 3, 2]):
+        with pytest.raises(ValueError, match="rise strictly from 0"):
+            Spans(np.array(cuts), np.ones(max(len(cuts) - 1, 0), dtype=bool))
+    with pytest.raises(ValueError, match="flags"):
+        Spans(np.array([0, 1]), np.ones(2, dtype=bool))
+
+
+def test_nothing_sampled_is_no_unit():
+    nothing = segment(recipe("outcome"), [], byte_level)
+    assert (len(nothing), nothing.tokens, list(nothing)) == (0, 0, [])
+    assert joined([nothing, spans(2, np.array([1])), nothing]).cuts.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"type": "steps", "pattern": "("}, "no regular expression"),
+        ({"type": "steps", "closing": "["}, "no regular expression"),
+        ({"type": "steps", "pattern": SEED_PATTERN}, "no group"),
+        ({"type": "token", "max_units": 3}, "max_units"),
+        ({"type": "entropy", "threshold": -1}, "threshold"),
+    ],
+)
+def test_recipes_say_what_is_wrong(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        _RECIPE.validate_python(keys)
+
+
+@pytest.mark.parametrize("kind", ["steps", "sentence", "paragraph", "entropy"])
+def test_the_work_is_linear_in_the_tokens(kind):
+    def decoded(repeats):
+        ids = np.array(encode("A. a €😀\n\n! a.\nB. x!\n") * repeats, dtype=np.int64)
+        decode = Counting(byte_level)
+        segment(recipe(kind), [Answer(ids, False, entropies=np.resize([0.0, 2.0], len(ids)))], decode)
+        return decode.tokens
+
+    assert decoded(400) <= 4.1 * decoded(100)
