@@ -189,7 +189,7 @@ def test_answers_of_an_episode_are_those_that_were_sampled():
 
 def test_the_end_token_belongs_to_the_last_unit_and_is_not_read():
     answer = Answer(np.array([*encode("A! A!"), VOCABULARY.index(b"\n\n")]), True)
-    assert segment(recipe("sentence"), [answer], byte_level).cuts.tolist() == [0, 2, 5]
+    assert segment(recipe("sentence"), [answer], byte_level).cuts.tolist() == [0, 2, 6]
 
 
 def test_entropies_are_needed():

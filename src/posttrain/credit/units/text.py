@@ -3,7 +3,8 @@
 import re
 
 _CLOSERS = "\"'”’»)]*_」』）"
-_ENDS = (".", "!", "?", "…", "。", "！", "？")
+_ENDS = (".", "!", "?", "…")
+_FULL_WIDTH_ENDS = ("。", "！", "？")
 _LABEL = re.compile(r"\W*(?:[A-Z]{1,2}|\d{1,3})[.)]\W*", re.ASCII)
 _ABBREVIATIONS = frozenset(
     ("mr.", "mrs.", "ms.", "dr.", "prof.", "st.", "vs.", "e.g.", "i.e.", "cf.", "etc.", "fig.", "eq.", "approx.")
@@ -47,8 +48,6 @@ def paragraph_starts(text: str) -> list[tuple[int, int]]:
 
 def _ends(word: str, following: str) -> bool:
     bare = word.rstrip(_CLOSERS)
-    return (
-        bare.endswith(_ENDS)
-        and bare.lstrip(_CLOSERS + "(").lower() not in _ABBREVIATIONS
-        and not following[0].islower()
-    )
+    if not bare.endswith(_ENDS) or following[0].islower():
+        return bare.endswith(_FULL_WIDTH_ENDS)
+    return bare.lstrip(_CLOSERS + "(").lower() not in _ABBREVIATIONS
