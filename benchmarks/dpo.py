@@ -1,0 +1,25 @@
+"""Direct preference optimisation against TRL: pairs a second, and peak memory.
+
+One pass over the pairs: the reference log-probabilities, which posttrain computes before the first step, are charged
+to the steps that use them, and none is read from a cache.
+"""
+
+from harness.data import preference_rows
+from learners.compare import compare, finish, options
+from learners.job import TRL_DEFAULT, ours, tuned
+
+
+def main() -> None:
+    """Run the sides in turn and print the table."""
+    chosen = options(__doc__, rows=8)
+    sides = [
+        *ours(),
+        TRL_DEFAULT,
+        tuned("grouped by length", "mixed", train_sampling_strategy="group_by_length"),
+        tuned("grouped by length, float32", "float32", train_sampling_strategy="group_by_length"),
+    ]
+    finish("Direct preference optimisation", chosen, *compare("dpo", chosen, sides, preference_rows, "pairs"))
+
+
+if __name__ == "__main__":
+    main()

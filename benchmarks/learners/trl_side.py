@@ -1,0 +1,149 @@
+"""The side of TRL: its trainers with its configurations, as its documentation shows them.
+
+The model is given as a path, so that TRL loads it as it likes. What the benchmark adds: a callback with a stopwatch, a
+count of rows and tokens at `compute_loss`, and in RL a logits processor that ends answers at the lengths that
+posttrain's answers have.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness.data import answer_lengths
+
+from learners.job import KL, LEARNING_RATES, LONGEST_ANSWER, Job, read_job
+from learners.recording import Recorder
+from posttrain.seeds import random_stream
+
+PER_DEVICE = 8
+"""Rows of a micro-batch: TRL's default."""
+
+
+def main() -> None:
+    """Run the job of the file in the first argument; the result goes to the second."""
+    values = json.loads(Path(sys.argv[1]).read_text())
+    job = read_job(values)
+    import torch
+
+    torch.set_num_threads(values["threads"])
+    trainer = _trainer(job, values["place"])
+    _watch(trainer, Recorder(job.warmup, job.steps, Path(sys.argv[2])), job)
+    if job.stage in KL:
+        _end_answers(trainer, job)
+    trainer.train()
+
+
+def _trainer(job: Job, place: str) -> Any:
+    import trl
+    from datasets import Dataset
+
+    names = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "rloo": "RLOO", "grpo": "GRPO"}
+    micro = min(PER_DEVICE, job.rows_per_step)
+    settings: dict[str, Any] = {
+        "output_dir": f"{place}/trl",
+        "use_cpu": True,
+        "seed": job.seed,
+        "learning_rate": LEARNING_RATES[job.stage],
+        "lr_scheduler_type": "constant",
+        "max_steps": job.warmup + job.steps,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": job.rows_per_step // micro,
+    }
+    rest: dict[str, Any] = {}
+    if job.stage in KL:
+        from learners.reward_rule import of_completions
+
+        settings |= {"num_generations": job.group, "max_completion_length": LONGEST_ANSWER, "beta": KL[job.stage]}
+        rest["reward_funcs"] = of_completions
+    config = getattr(trl, f"{names[job.stage]}Config")(**settings | job.settings)
+    rows = [json.loads(line) for line in Path(job.rows).read_text().splitlines()]
+    trainer_class: Any = getattr(trl, f"{names[job.stage]}Trainer")
+    trainer = trainer_class(model=job.model, args=config, train_dataset=Dataset.from_list(rows), **rest)
+    if config.train_sampling_strategy == "group_by_length":
+        _mix_batches(trainer, job)
+    return trainer
+
+
+def _mix_batches(trainer: Any, job: Job) -> None:
+    """Take the batches of the length-grouping sampler in random order.
+
+    It sorts the rows of fifty batches from long to short, so that in a short run the warm-up would be all the long
+    rows and the measured steps the rest.
+    """
+    make = trainer._get_train_sampler
+
+    def mixed(*arguments: Any) -> list[int]:
+        order = list(make(*arguments))
+        batches = [order[start : start + job.rows_per_step] for start in range(0, len(order), job.rows_per_step)]
+        shuffled = random_stream(job.seed, "benchmark batches").permutation(len(batches))
+        return [row for number in shuffled for row in batches[number]]
+
+    trainer._get_train_sampler = mixed
+
+
+def _watch(trainer: Any, recorder: Recorder, job: Job) -> None:
+    """Count rows at the loss and stamp the ends of steps."""
+    from transformers import TrainerCallback
+
+    compute = trainer.compute_loss
+
+    def counted(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        recorder.saw(*_seen(inputs, job))
+        return compute(model, inputs, *arguments, **keywords)
+
+    class Stopwatch(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
+            # The log of a step follows its end, so it counts for the step.
+            if "loss" in logs:
+                recorder.finished_step(float(logs["loss"]))
+
+    trainer.compute_loss = counted
+    trainer.add_callback(Stopwatch())
+
+
+def _seen(inputs: Any, job: Job) -> tuple[int, int]:
+    """Rows and real tokens of a micro-batch."""
+    if job.stage in KL:
+        return len(inputs["prompt_ids"]), int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
+    if "attention_mask" not in inputs:
+        # Packed: every row begins at position 0.
+        return int((inputs["position_ids"] == 0).sum()), inputs["input_ids"].numel()
+    mask = inputs["attention_mask"]
+    return len(mask) // (1 if job.stage == "sft" else 2), int(mask.sum())
+
+
+def _end_answers(trainer: Any, job: Job) -> None:
+    """Let the answers of each step end at the lengths of `answer_lengths`, and at no end token before."""
+    import torch
+    from transformers import LogitsProcessorList
+
+    generate = trainer.model.generate
+    end = trainer.processing_class.eos_token_id
+    ends = torch.tensor(getattr(trainer, "eos_token_ids", [end]))
+    step = 0
+
+    def bounded(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal step
+        prompt = keywords["input_ids"].shape[1]
+        last = torch.tensor(answer_lengths(step, len(keywords["input_ids"]), seed=job.seed)) - 1
+        step += 1
+
+        def end_rows(ids: Any, scores: Any) -> Any:
+            scores[:, ends] = -torch.inf
+            over = last <= ids.shape[1] - prompt
+            scores[over] = -torch.inf
+            scores[over, end] = 0
+            return scores
+
+        return generate(*arguments, **keywords, logits_processor=LogitsProcessorList([end_rows]))
+
+    trainer.model.generate = bounded
+
+
+if __name__ == "__main__":
+    main()

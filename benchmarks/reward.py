@@ -1,0 +1,24 @@
+"""Training of reward models against TRL: pairs a second, and peak memory.
+
+Both sides minimise the Bradley-Terry loss; the two answers of a pair have one prompt and lengths of their own.
+"""
+
+from harness.data import preference_rows
+from learners.compare import compare, finish, options
+from learners.job import TRL_DEFAULT, ours, tuned
+
+
+def main() -> None:
+    """Run the sides in turn and print the table."""
+    chosen = options(__doc__, rows=8)
+    sides = [
+        *ours(),
+        TRL_DEFAULT,
+        tuned("grouped by length", "mixed", train_sampling_strategy="group_by_length"),
+        tuned("grouped by length, float32", "float32", train_sampling_strategy="group_by_length"),
+    ]
+    finish("Reward model", chosen, *compare("reward", chosen, sides, preference_rows, "pairs"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""RLOO and GRPO from end to end against TRL: sampled answers a second, and peak memory.
+
+A step samples answers to a few prompts, scores them by a rule and makes one update. Answers end at seeded lognormal
+lengths (mean 65 tokens, the same on both sides), since a random model ends none. RLOO has a reference model (KL
+coefficient 0.05), GRPO has none, as TRL has it by default.
+"""
+
+from harness.data import prompt_rows
+from learners.compare import compare, finish, options
+from learners.job import TRL_DEFAULT, Stage, ours, tuned
+
+
+def main() -> None:
+    """Run the sides of both algorithms in turn and print one table."""
+    chosen = options(__doc__, rows=16, group=4)
+    sides = [*ours(), TRL_DEFAULT, tuned("no checkpointing", "mixed"), tuned("no checkpointing, float32", "float32")]
+    rows, notes = [], []
+    stages: tuple[Stage, ...] = ("rloo", "grpo")
+    for stage in stages:
+        more, about = compare(stage, chosen, sides, prompt_rows, "answers")
+        rows += more
+        notes += [f"{stage}: {note}" for note in about]
+    finish("RLOO and GRPO, end to end", chosen, rows, notes)
+
+
+if __name__ == "__main__":
+    main()
