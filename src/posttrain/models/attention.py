@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.errors import InputError
+from posttrain.models.attention_cpu import Masks, attend_segments, segments_of
 from posttrain.models.attention_cuda import Spans, attend_spans, spans_of, supports
 
 ATTENTION_NAME = "posttrain"
@@ -77,6 +78,8 @@ class PackedLayout:
         """`bundles`: tokens of the prompt and of each continuation (none may be empty), in the order of the row."""
         self.bundles = [(prompt, list(continuations)) for prompt, continuations in bundles]
         self._lengths = [length for prompt, continuations in self.bundles for length in (prompt, *continuations)]
+        self._segments = segments_of(self.bundles)
+        self._masks = Masks()
         self._spans: Spans | None = None
 
     def positions(self) -> torch.Tensor:
@@ -101,6 +104,8 @@ class PackedLayout:
         if supports(query):
             self._spans = self._spans or spans_of(self.bundles, query.device)
             return attend_spans(self._spans, query, key, value, scaling, window)
+        if query.device.type == "cpu":
+            return attend_segments(query, key, value, self._segments, scaling, window, self._masks)
         pieces = zip(*(row.split(self._lengths, dim=1) for row in (query, key, value)), strict=True)
         outputs = []
         for _, continuations in self.bundles:

@@ -1,0 +1,94 @@
+"""Attention with its own backward pass equals the library's, and its gradient the numerical one."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.models import attention_cpu
+from posttrain.models.attention import PackedLayout, causal_attention
+
+WIDTH = 8
+
+
+def heads(seed, tokens, counts=(6, 2, 2), dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    # As models have them: token by token in memory.
+    return [
+        torch.randn(tokens, count, WIDTH, generator=generator, dtype=dtype).transpose(0, 1).requires_grad_()
+        for count in counts
+    ]
+
+
+def stream_by_stream(bundles, query, key, value, window):
+    """Each stream on its own through the library's attention."""
+    outputs, start = [], 0
+    for prompt, continuations in bundles:
+        own = torch.arange(start, start + prompt)
+        outputs.append(causal_attention(query[:, own], key[:, own], value[:, own], 0.3, window))
+        place = start + prompt
+        for length in continuations:
+            own_rest = torch.arange(place, place + length)
+            seen = torch.cat([own, own_rest])
+            outputs.append(causal_attention(query[:, own_rest], key[:, seen], value[:, seen], 0.3, window))
+            place += length
+        start = place
+    return torch.cat(outputs, 1)
+
+
+def compare(bundles, window, counts, seed=0, dtype=torch.float64, tolerance=1e-10):
+    tokens = sum(prompt + sum(rest) for prompt, rest in bundles)
+    inputs = heads(seed, tokens, counts, dtype)
+    expected = stream_by_stream(bundles, *inputs, window)
+    found = PackedLayout(bundles).attend(0, *inputs, 0.3, window)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    above = torch.randn(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    mine, theirs = (torch.autograd.grad(out, inputs, above) for out in (found, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=10 * tolerance, rtol=0)
+
+
+BUNDLES = st.lists(st.tuples(st.integers(1, 70), st.lists(st.integers(1, 70), max_size=3)), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(BUNDLES, st.sampled_from([None, 1, 3, 40, 64, 1000]), st.sampled_from([(6, 2, 2), (3, 3, 3), (4, 1, 1)]))
+def test_equals_the_library_with_shared_prompts_windows_and_grouped_heads(bundles, window, counts):
+    compare(bundles, window, counts)
+
+
+@pytest.mark.parametrize("window", [None, 50, 130, 200])
+@pytest.mark.parametrize("bundles", [[(300, [])], [(140, [150, 20]), (129, [])]])
+def test_equals_the_library_over_several_blocks(bundles, window):
+    assert max(max(prompt, *rest, 0) for prompt, rest in bundles) > attention_cpu.BLOCK
+    compare(bundles, window, (6, 2, 2))
+    compare(bundles, window, (6, 2, 2), dtype=torch.float32, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_gradient_is_the_numerical_one(monkeypatch, window):
+    monkeypatch.setattr(attention_cpu, "BLOCK", 4)
+    layout = PackedLayout([(5, [3, 2]), (6, [])])
+    assert torch.autograd.gradcheck(lambda *x: layout.attend(0, *x, 0.3, window), heads(2, 16, (4, 2, 2)))
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_the_eager_attention_of_models():
+    """Scores and probabilities rounded once each, sums in float32."""
+    bundles = [(200, [])]
+    exact = heads(3, 200)
+    rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+    above = torch.randn(6, 200, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    truth = torch.autograd.grad(PackedLayout(bundles).attend(0, *exact, 0.3, None), exact, above)
+    found = torch.autograd.grad(PackedLayout(bundles).attend(0, *rounded, 0.3, None), rounded, above.bfloat16())
+    for one, other in zip(found, truth, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one - other).norm() < 0.01 * other.norm()
+
+
+def test_only_the_inputs_are_kept_for_the_backward_pass():
+    sizes = []
+    inputs = heads(5, 400)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        PackedLayout([(400, [])]).attend(0, *inputs, 0.3, None)
+    assert sizes
+    assert sum(sizes) <= sum(x.numel() for x in inputs)
