@@ -20,7 +20,7 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
     and common abbreviations end none. An initial (`J. Smith`) does: it looks like the end of `go to Step B. If`.
     """
     ends = [match.end() for match in _FULL_WIDTH.finditer(text)]
-    places = [(end, end) for end in ends if not text[end : end + 1].isspace()]
+    places = [(end, end) for end in ends if end < len(text) and not text[end].isspace()]
     before, first_of_line = None, True
     for word in re.finditer(r"\S+", text):
         if before is not None:
