@@ -1,0 +1,40 @@
+"""What a part hands back, and the one table of all of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured number."""
+
+    part: str
+    case: str
+    value: float
+    unit: str
+    share: float | None = None
+    """Of the limit that the part's notes name."""
+    memory: float | None = None
+    """Peak bytes on the device."""
+    note: str = ""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    cells = [["part", "case", "result", "share of the limit", "peak GiB", "note"]]
+    for row in rows:
+        share = "" if row.share is None or math.isnan(row.share) else f"{row.share:.1%}"
+        memory = "" if row.memory is None or math.isnan(row.memory) else f"{row.memory / 2**30:.2f}"
+        value = "failed" if math.isnan(row.value) else f"{rounded(row.value)} {row.unit}"
+        cells.append([row.part, row.case, value, share, memory, row.note])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def rounded(value: float) -> str:
+    """Three significant digits, and whole numbers from a hundred on."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,169 @@
+"""Supervised training and log-probabilities: tokens per second, model FLOPs utilisation, time and memory."""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerator.measuring import Limits, data_sheet, peak_memory, seconds
+from accelerator.rows import Row
+from accelerator.shapes import RandomPolicy, Shape
+from posttrain.losses.supervised import nll
+from posttrain.models.forward import TokenScores, logits_of, token_scores
+from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.rollout.streams import Stream
+from posttrain.seeds import random_stream
+from posttrain.training.batches import Sample
+from posttrain.training.forward import token_batch, token_forward
+from posttrain.training.learner import Learner, Totals
+from posttrain.training.optimizer import Optimizer
+
+MICRO_BATCHES = 4
+"""Forward passes for one optimizer step."""
+CHUNK = 2048
+"""Positions whose logits exist at one time."""
+
+
+class TokenLoss:
+    """Negative log-likelihood, a mean over the trained tokens of the optimizer step."""
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        return [1.0] * len(samples), float(sum(sample.sampled_tokens for sample in samples))
+
+    def has_signal(self, sample: Sample) -> bool:
+        return True
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        loss = nll(output.logprobs, token_batch(samples, weights, output.logprobs.device))
+        return loss, {"loss/nll": (float(loss.detach()), float(len(output.logprobs)))}
+
+
+def samples_of(lengths: Sequence[int], prompt_share: float, vocabulary: int, seed: int) -> list[Sample]:
+    """Streams of random tokens, each with a prompt of its own and an answer that is trained on."""
+    random = random_stream(seed, "benchmark streams")
+    found = []
+    for number, length in enumerate(lengths):
+        sampled = np.arange(length) >= max(1, round(prompt_share * length))
+        nothing = np.zeros(length, dtype=np.float32)
+        stream = Stream(
+            random.integers(3, vocabulary, length), sampled, nothing, nothing, np.full(length, -1, np.int32)
+        )
+        found.append(Sample(stream, f"row {number}", np.ones(int(sampled.sum()), dtype=np.float32)))
+    return found
+
+
+def row_lengths(tokens: int, longest: int, seed: int) -> list[int]:
+    """Lengths of rows that add up to `tokens` or a little less: lognormal with median 500 and sigma 0.6."""
+    random = random_stream(seed, "benchmark lengths")
+    found: list[int] = []
+    while True:
+        length = int(np.clip(round(500 * np.exp(0.6 * random.standard_normal())), 8, longest))
+        if sum(found) + length > tokens:
+            return found
+        found.append(length)
+
+
+class Training:
+    """Optimizer steps of the product's learner on random rows."""
+
+    def __init__(self, shape: Shape, device: torch.device, tokens_per_batch: int) -> None:
+        self.shape = shape
+        self.policy = RandomPolicy(shape, device)
+        recipe = LearnerRecipe(tokens_per_batch=tokens_per_batch, logits_per_chunk=CHUNK)
+        self.learner: Any = Learner(
+            self.policy,
+            Optimizer(self.policy.trainable(), OptimizerRecipe(), 1000),
+            recipe,
+            token_forward(self.policy, recipe),
+        )
+        # A little less than the budgets together, so that rows fit into as many forward passes.
+        lengths = row_lengths(int(0.95 * MICRO_BATCHES * tokens_per_batch), min(4096, tokens_per_batch // 2), 0)
+        self.samples = samples_of(lengths, 0.3, shape.vocabulary, 0)
+        self.tokens = sum(lengths)
+        self.flops = shape.training_flops(lengths, sum(sample.sampled_tokens for sample in self.samples))
+
+    def update(self) -> None:
+        totals = self.learner.update(self.samples, TokenLoss())
+        if totals["optimizer/skipped"][0]:
+            raise RuntimeError("; ".join(self.learner.take_messages()))
+
+
+def supervised(
+    shape: Shape, device: torch.device, limits: Limits, until: float, tokens_per_batch: int, fused: bool = False
+) -> Iterator[Row]:
+    """Whole optimizer steps: packing, forward and backward passes, clipping, AdamW on float32 masters.
+
+    `fused`: norms and gated networks through torch.compile. The rows come without padding, so every token is real.
+    """
+    training = Training(shape, device, tokens_per_batch)
+    if fused:
+        compile_pointwise(training.policy.model)
+    training.update()  # makes the moments
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    peak = held + peak_memory(training.update, device)
+    step = seconds(training.update, device, until, warmup=0)
+    rate = training.flops / step
+    sheet = data_sheet(device)
+    how = ", norms and networks compiled" if fused else ""
+    note = f"{rate / 1e12:.0f} TFLOP/s, {rate / limits.products:.0%} of the measured product{how}"
+    case = f"{shape.name}, {tokens_per_batch:,} tokens a pass"
+    share = rate / (limits.products if np.isnan(sheet) else sheet)
+    yield Row("SFT", case, training.tokens / step, "tokens/s", share, peak, note)
+
+
+def compile_pointwise(model: Any) -> None:
+    """Compile the modules that read and write more than they compute, for any number of tokens."""
+    for layer in model.model.layers:
+        for module in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+            module.compile(dynamic=True)
+
+
+def supervised_that_fits(
+    shape: Shape, device: torch.device, limits: Limits, until: float, fused: bool = False
+) -> Iterator[Row]:
+    """`supervised`, with half the tokens in a pass each time that the memory does not suffice."""
+    tokens = shape.tokens_per_batch
+    while True:
+        try:
+            yield from supervised(shape, device, limits, until, tokens, fused)
+            return
+        except torch.OutOfMemoryError:
+            if tokens <= 1024 or time.monotonic() > until:
+                raise
+        # Outside the handler, whose traceback holds the model that did not fit.
+        gc.collect()
+        torch.cuda.empty_cache()
+        tokens //= 2
+
+
+def log_probabilities(shape: Shape, device: torch.device, positions: int, until: float) -> Iterator[Row]:
+    """Log-probabilities and entropies of `positions` tokens, forward and backward: chunks against full logits."""
+    small = Shape(shape.name, shape.family, shape.hidden, 64, 1, 4, 2, 8, vocabulary=shape.vocabulary)
+    model = RandomPolicy(small, device).model
+    hidden = torch.randn(positions, shape.hidden, device=device, dtype=next(model.parameters()).dtype)
+    hidden.requires_grad_()
+    targets = torch.randint(3, shape.vocabulary, (positions,), device=device)
+
+    def backward(scores: TokenScores) -> None:
+        (scores.logprobs.mean() + 0.01 * scores.entropies.mean()).backward()
+        hidden.grad = None
+        model.zero_grad()
+
+    def chunked() -> None:
+        backward(token_scores(model, hidden, targets, 1.0, CHUNK))
+
+    def plain() -> None:
+        logprobs = torch.log_softmax(logits_of(model, hidden), dim=-1)
+        chosen = logprobs.gather(1, targets[:, None])[:, 0]
+        backward(TokenScores(chosen, -(logprobs.exp() * logprobs).sum(-1)))
+
+    for name, work in (("in chunks, ours", chunked), ("full logits, plain", plain)):
+        peak = peak_memory(work, device)
+        took = seconds(work, device, until)
+        case = f"{positions:,} x {shape.vocabulary:,}, {name}"
+        yield Row("log-probabilities", case, 1000 * took, "ms", memory=peak)

@@ -1,0 +1,109 @@
+"""The GPU benchmark on a processor with tiny models: every part gives numbers, and one that fails stops no other."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu
+from accelerator.bare import BaseModel, _field
+from accelerator.measuring import Limits
+from accelerator.rows import Row, table
+from accelerator.shapes import SHAPES, TINY, random_model
+
+LIMITS = {"products": 1e11, "copying": 1e10}
+QUICK = argparse.Namespace(device="cpu", tiny=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "rows"),
+    [("limits", 2), ("parity", 4), ("log-probabilities", 2), ("sft-4B", 1), ("decode-0.5B", 3), ("rl-0.5B", 1)],
+)
+def test_every_part_gives_numbers(part, rows):
+    found = list(gpu.measure(part, "cpu", True, LIMITS, 20))
+    assert len(found) == rows
+    assert all(math.isfinite(row.value) for row in found)
+    if part in ("sft-4B", "decode-0.5B"):
+        assert all(row.share is not None and row.share > 0 for row in found)
+    if part == "parity":
+        assert all(row.value < 1e-4 for row in found[:3])
+        assert found[3].value == 100
+
+
+def test_a_part_that_fails_is_a_line(capsys):
+    (row,) = gpu.attempt("decode-9B", lambda: gpu.measure("decode-9B", "cpu", True, LIMITS, 1))
+    assert math.isnan(row.value)
+    assert "KeyError" in row.note
+    assert "failed" in table([row])
+
+
+def test_a_part_that_takes_too_long_is_stopped_and_said():
+    (row,) = gpu.in_a_process("parity", QUICK, None, 0.05)
+    assert "stopped after" in row.note
+
+
+def test_a_part_in_its_own_process_hands_its_rows_back():
+    rows = gpu.in_a_process("limits", QUICK, None, 200)
+    assert [row.case for row in rows] == ["products", "copying"]
+    assert Limits(**gpu.limits_of(rows)).products == rows[0].value * 1e12
+
+
+def test_a_part_whose_library_is_missing_is_not_run():
+    def missing():
+        raise ModuleNotFoundError("No module named 'trl'", name="trl")
+        yield
+
+    (row,) = gpu.attempt("trl-0.5B", missing)
+    assert row.note == "not run: trl is not installed"
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.5B", 0.49), ("1.5B", 1.54), ("4B", 4.02)])
+def test_the_shapes_are_those_of_their_names_and_their_work_is_that_of_their_weights(name, billions):
+    shape = SHAPES[name]
+    model = random_model(shape, torch.device("meta"))
+    linear = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert sum(m.weight.numel() for m in linear) == shape.body
+    assert model.lm_head.weight.numel() == shape.head
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_flops_count_what_each_token_sees():
+    shape = TINY["0.5B"]
+    one, apart = shape.training_flops([100], 40), shape.training_flops([50, 50], 40)
+    assert one - apart == 12 * shape.layers * shape.heads * shape.head_size * (100 * 101 - 2 * 50 * 51) / 2
+    assert apart - shape.training_flops([50, 50], 30) == 60 * shape.head
+
+
+def test_a_step_takes_at_least_the_longer_of_reading_and_computing():
+    limits = Limits(products=10.0, copying=2.0)
+    assert limits.decoding_seconds(bytes_read=8, flops=10) == 4
+    assert limits.decoding_seconds(bytes_read=8, flops=100) == 10
+    shape = TINY["4B"]
+    cached = shape.decoding_bytes([10, 30]) - shape.decoding_bytes([])
+    assert cached == 40 * shape.layers * 2 * shape.key_heads * shape.head_size * 2
+
+
+def test_the_stand_in_for_pydantic_has_defaults_and_knows_its_fields():
+    class Part(BaseModel):
+        first: int = _field(ge=0)
+        second: float = _field(2.0, gt=0)
+
+    class More(Part):
+        third: str = "x"
+
+    assert vars(More(first=1)) == {"first": 1, "second": 2.0, "third": "x"}
+    with pytest.raises(TypeError, match="needs first"):
+        More()
+    with pytest.raises(TypeError, match="has no fourth"):
+        More(first=1, fourth=2)
+
+
+def test_the_table_shows_what_is_missing_as_nothing():
+    text = table([Row("a", "b", 1234.5, "tokens/s", share=float("nan"), memory=float("nan"))])
+    assert "nan" not in text
+    assert "1,234 tokens/s" in text
