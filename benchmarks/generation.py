@@ -1,0 +1,197 @@
+"""Sampled tokens a second: the local engine against transformers' generate, its continuous batching, and vLLM on a CPU.
+
+Chat prompts of 60 to 200 tokens in groups, answers of lognormal length (median 48, mean 65, at most 256), sampled at
+temperature 1 from the whole vocabulary. Each side is asked for the same prompts and lengths, in turn, in a process of
+its own that sleeps while others are measured; no prompt comes twice, so caches help within a job only.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from harness.models import MODELS, model_directory
+from harness.table import show
+from harness.timing import available_threads, in_turn, middle, ratio
+from limits import Limits, job_bound, measure_limits
+from sides import vllm_side
+from sides.process import Worker
+from sides.workload import PROMPTS, Job, first_token_job, make_job
+
+from posttrain.models.sizes import model_sizes
+
+OURS, GENERATE, CONTINUOUS, VLLM = "posttrain", "generate", "continuous batching", "vLLM"
+SIDES = (
+    f"{OURS} float32",
+    f"{OURS} bfloat16",
+    f"{GENERATE} float32",
+    f"{GENERATE} bfloat16",
+    f"{CONTINUOUS} bfloat16",
+    f"{VLLM} bfloat16",
+)
+WARMUP = -1
+"""Number of the job that comes before the first round."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One question: so many requests in flight, groups of so many."""
+
+    in_flight: int
+    group: int
+    requests: int
+
+
+def start(side: str, chosen: argparse.Namespace, model: str, python: str | None) -> Worker:
+    """The worker of `side`."""
+    name, _, dtype = side.rpartition(" ")
+    settings = {"model": model, "dtype": dtype, "threads": chosen.threads}
+    if name == VLLM:
+        assert python is not None
+        return vllm_side.start(
+            python, model, chosen.threads, max(chosen.in_flight), PROMPTS[1] + 256 + 64, eager=not chosen.vllm_compiled
+        )
+    if name == OURS:
+        return Worker("sides.posttrain_worker", settings, chosen.threads)
+    way = "generate" if name == GENERATE else "continuous"
+    return Worker("sides.transformers_worker", settings | {"way": way}, chosen.threads)
+
+
+def measure(
+    workers: dict[str, Worker], point: Point, rounds: int, tokenizer: Any
+) -> tuple[dict[str, list[dict[str, Any]]], list[Job]]:
+    """What each side answers in each round: a job, and the burst whose first tokens are timed."""
+    jobs = {
+        number: make_job(tokenizer, point.in_flight, point.requests, point.group, number)
+        for number in range(WARMUP, rounds)
+    }
+    bursts = {
+        number: first_token_job(tokenizer, point.in_flight, point.group, number) for number in range(WARMUP, rounds)
+    }
+
+    def run(worker: Worker, number: int) -> dict[str, Any]:
+        answer = worker.ask(jobs[number].as_json())
+        if answer["tokens"] != sum(jobs[number].lengths):
+            raise RuntimeError(f"{worker.module} sampled {answer['tokens']} tokens, not {sum(jobs[number].lengths)}")
+        first = worker.ask(bursts[number].as_json())["first"]
+        return answer | {"first token": first, "speed": answer["tokens"] / answer["seconds"]}
+
+    sides: dict[str, Callable[[int], dict[str, Any]]] = {name: partial(run, worker) for name, worker in workers.items()}
+    found = in_turn(sides, rounds, warmup=1)
+    return found, [jobs[number] for number in range(rounds)]
+
+
+def table(
+    found: dict[str, list[dict[str, Any]]], jobs: list[Job], point: Point, sizes: Any, limits: dict[str, Limits]
+) -> list[dict[str, Any]]:
+    """A row per side; `x NAME` is the speed of the side over that of NAME."""
+
+    def speeds(side: str) -> list[float]:
+        return [outcome["speed"] for outcome in found.get(side, [])]
+
+    # The peer at its best: in whichever precision it is faster.
+    generate = max((f"{GENERATE} {dtype}" for dtype in limits), key=lambda side: middle(speeds(side) or [0.0]))
+    prompts = sum(map(len, jobs[0].prompts))
+    rows = []
+    for side, outcomes in found.items():
+        dtype = side.rpartition(" ")[2]
+        width = 4 if dtype == "float32" else 2
+        least = [job_bound(sizes, width, job.prompts, job.lengths, point.in_flight, limits[dtype]) for job in jobs]
+        reused = [outcome["reused"] for outcome in outcomes if outcome["reused"] is not None]
+        rows.append(
+            {
+                "side": side,
+                "in flight": point.in_flight,
+                "group": point.group,
+                "tokens/s": middle(speeds(side)),
+                "x generate": ratio(speeds(side), speeds(generate)),
+                "x vLLM": ratio(speeds(side), speeds(f"{VLLM} bfloat16")),
+                "of the bound": middle([b / o["seconds"] for b, o in zip(least, outcomes, strict=True)]),
+                "first token s": middle([outcome["first token"] for outcome in outcomes]),
+                "prompts reused": middle(reused) / prompts if reused else None,
+                "peak GB": outcomes[-1]["peak"] / 1e9,
+            }
+        )
+    return rows
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="SmolLM2-135M or a small random Qwen3")
+    parser.add_argument("--in-flight", default="1,8,32,128", help="requests in flight, separated by commas")
+    parser.add_argument("--groups", default="1,8", help="requests that share a prompt, separated by commas")
+    parser.add_argument("--requests", type=int, help="requests of a job (default: 2 for each in flight, at least 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="times that every side runs, besides a warm-up")
+    parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
+    parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
+    parser.add_argument("--vllm-python", metavar="FILE", help="the interpreter that has vLLM")
+    parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model first")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    chosen = parser.parse_args()
+    chosen.in_flight = [int(number) for number in chosen.in_flight.split(",")]
+    chosen.groups = [int(number) for number in chosen.groups.split(",")]
+    return chosen
+
+
+def points(chosen: argparse.Namespace) -> list[Point]:
+    """What is measured; groups larger than what is in flight are left out."""
+    return [
+        Point(in_flight, group, chosen.requests or max(4, 2 * in_flight))
+        for in_flight in chosen.in_flight
+        for group in chosen.groups
+        if group <= max(1, in_flight)
+    ]
+
+
+def main() -> None:
+    """Run the sides in turn and print the table."""
+    from transformers import AutoTokenizer
+
+    chosen = options()
+    words = [word.strip() for word in (chosen.sides or "").split(",")]
+    names = [side for side in SIDES if any(word in side for word in words)]
+    python = vllm_side.find_python(chosen.vllm_python)
+    notes = []
+    if python is None and any(VLLM in name for name in names):
+        names = [name for name in names if VLLM not in name]
+        notes.append(vllm_side.ABSENT)
+        print(vllm_side.ABSENT, file=sys.stderr)
+    if not names:
+        raise SystemExit(f"--sides: there is no side called {chosen.sides} to run; there is {', '.join(SIDES)}")
+    model = model_directory(chosen.model)
+    tokenizer, sizes = AutoTokenizer.from_pretrained(model), model_sizes(str(model))
+    torch.set_num_threads(chosen.threads)
+    limits = {"float32": measure_limits(torch.float32), "bfloat16": measure_limits(torch.bfloat16)}
+    rows, workers = [], {}
+    try:
+        for name in names:
+            workers[name] = start(name, chosen, str(model), python)
+        for point in points(chosen):
+            found, jobs = measure(workers, point, chosen.rounds, tokenizer)
+            for name, outcomes in found.items():
+                outcomes[-1]["peak"] = workers[name].peak_memory()
+            rows += table(found, jobs, point, sizes, limits)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    notes += [
+        f"{chosen.model}, {chosen.threads} threads, medians of {chosen.rounds} rounds in turn; a job has "
+        f"{chosen.requests or 'twice as many requests as are in flight, at least 4'}; tokens/s count sampled tokens over the whole job, prompts included",
+        "x generate: against transformers' generate in its faster precision; first token: median of a burst of as many as are in flight",
+        *(
+            f"{dtype}: products {limit.products / 1e9:,.0f} GFLOP/s, reading {limit.reading / 1e9:.1f} GB/s"
+            for dtype, limit in limits.items()
+        ),
+        "of the bound: least seconds of the job by these limits (every distinct prompt once, then full decoding steps) over seconds taken",
+        "peak GB adds up a side's processes; vLLM's holds a key/value cache of 2 GiB",
+        "versions: " + ", ".join(f"{name} {worker.version}" for name, worker in workers.items()),
+    ]
+    show("Generation", rows, notes, chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Worker processes: started, asked, put to sleep while others are measured, and weighed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.timing import peak_memory
+
+
+class Worker:
+    """`python -m MODULE SETTINGS` in a process of its own, which may start more; asleep unless it is answering.
+
+    It sees the folder of the benchmarks, `threads` threads and no network of the hub. RuntimeError with the end of its
+    log where it dies.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        threads: int,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.module = module
+        self._place = tempfile.TemporaryDirectory(prefix="posttrain-benchmark-")
+        self._log = Path(self._place.name) / "log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [python, "-m", module, json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=self._place.name,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(Path(__file__).parents[1]),
+                    "OMP_NUM_THREADS": str(threads),
+                    "MKL_NUM_THREADS": str(threads),
+                    "HF_HUB_OFFLINE": "1",
+                    "HF_HUB_DISABLE_TELEMETRY": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                    **(environment or {}),
+                },
+                start_new_session=True,
+            )
+        self.version: str = self._answer()["version"]
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a job."""
+        self._signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def peak_memory(self) -> int:
+        """Bytes: the largest resident size of each of its processes, added up; shared pages count in each."""
+        return sum(peak_memory(pid) for pid in _session(self.process.pid))
+
+    def close(self) -> None:
+        """End it and everything it started."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        self._place.cleanup()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            end = self._log.read_text(errors="replace")[-3000:]
+            self.close()
+            raise RuntimeError(f"{self.module} died:\n{end}")
+        return json.loads(line)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in _session(self.process.pid):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def _session(leader: int) -> list[int]:
+    """Process ids of the session that `leader` began."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                # After the name, which stands in parentheses: state, parent, group, session.
+                session = (directory / "stat").read_text().rpartition(")")[2].split()[3]
+            except OSError:
+                continue
+            if int(session) == leader:
+                found.append(int(directory.name))
+    return found
