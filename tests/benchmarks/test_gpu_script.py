@@ -14,7 +14,12 @@ import gpu
 from accelerator.bare import BaseModel, _field
 from accelerator.measuring import Limits
 from accelerator.rows import Row, table
-from accelerator.shapes import SHAPES, TINY, random_model
+from accelerator.shapes import SHAPES, TINY, RandomPolicy, random_model
+from accelerator.training import samples_of
+
+from posttrain.losses.supervised import nll
+from posttrain.recipe.optimizer import LearnerRecipe
+from posttrain.training.forward import token_batch, token_forward
 
 LIMITS = {"products": 1e11, "copying": 1e10}
 QUICK = argparse.Namespace(device="cpu", tiny=True)
@@ -107,3 +112,19 @@ def test_the_table_shows_what_is_missing_as_nothing():
     text = table([Row("a", "b", 1234.5, "tokens/s", share=float("nan"), memory=float("nan"))])
     assert "nan" not in text
     assert "1,234 tokens/s" in text
+
+
+def test_a_whole_pass_leaves_nothing_on_the_processor(monkeypatch):
+    """On the meta device, which like a GPU refuses tensors of the processor, through the GPU's attention."""
+    monkeypatch.setattr("posttrain.models.attention.supports", lambda query: True)
+    device = torch.device("meta")
+    policy = RandomPolicy(TINY["4B"], device)
+    policy.model.to(torch.bfloat16)
+    samples = samples_of([30, 40, 25], 0.3, 500, 0)
+    samples.append(samples[0])
+    scores = token_forward(policy, LearnerRecipe(logits_per_chunk=16))(samples)
+    nll(scores.logprobs, token_batch(samples, [1.0] * 4, device)).backward()
+    assert scores.logprobs.device == device
+    assert all(parameter.grad is not None for parameter in policy.model.parameters())
+    with pytest.raises(RuntimeError):
+        torch.zeros(3, device=device) + torch.zeros(3)
