@@ -6,14 +6,14 @@ to the steps that use them, and none is read from a cache.
 
 from harness.data import preference_rows
 from learners.compare import compare, finish, options
-from learners.job import TRL_DEFAULT, ours, tuned
+from learners.job import OURS, TRL_DEFAULT, tuned
 
 
 def main() -> None:
     """Run the sides in turn and print the table."""
     chosen = options(__doc__, rows=8)
     sides = [
-        *ours(),
+        *OURS,
         TRL_DEFAULT,
         tuned("grouped by length", "mixed", train_sampling_strategy="group_by_length"),
         tuned("grouped by length, float32", "float32", train_sampling_strategy="group_by_length"),

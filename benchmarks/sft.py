@@ -5,7 +5,7 @@ Rows are prompts and answers of lognormal length (mean 172 tokens); the loss is 
 
 from harness.data import ROWS, chat_rows
 from learners.compare import compare, finish, options
-from learners.job import LONGEST, TRL_DEFAULT, ours, tuned
+from learners.job import LONGEST, OURS, TRL_DEFAULT, tuned
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     mean = ROWS.median * 1.22
     packed = {"packing": True, "per_device_train_batch_size": max(1, round(chosen.rows * mean / LONGEST))}
     sides = [
-        *ours(),
+        *OURS,
         TRL_DEFAULT,
         tuned("grouped by length", "mixed", train_sampling_strategy="group_by_length"),
         tuned("grouped by length, float32", "float32", train_sampling_strategy="group_by_length"),

@@ -89,7 +89,7 @@ def run_side(module: str, job: Mapping[str, Any], threads: int) -> dict[str, Any
         request.write_text(json.dumps({**job, "place": place, "threads": threads}))
         environment = {
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",

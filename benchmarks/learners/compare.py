@@ -12,7 +12,7 @@ from harness.models import MODELS, model_directory
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
-from learners.job import Job, Side, Stage
+from learners.job import WEIGHTS, Job, Side, Stage
 
 SHORT = {"qwen3": (2, 8, 3), "smollm2": (1, 2, 2)}
 """Model -> warm-up steps, measured steps and rounds at the default settings."""
@@ -100,7 +100,7 @@ def _table(
         row: dict[str, Any] = {
             "stage": stage,
             "side": side.name,
-            "weights and arithmetic": side.about,
+            "weights and arithmetic": WEIGHTS.get(outcomes[0]["dtype"], side.about),
             "tokens/s": middle(speeds),
             f"{unit}/s": middle(_speeds(outcomes)),
             "x TRL defaults": ratio(speeds, _speeds(found[default.name], "tokens")) if default else None,

@@ -25,7 +25,7 @@ class Side:
     name: str
     system: Literal["posttrain", "trl"]
     about: str
-    """Weights and arithmetic, for the table."""
+    """Weights and arithmetic, for the table; posttrain's run tells."""
     precision: Literal["float32", "mixed"]
     settings: dict[str, Any] = field(default_factory=dict)
     """posttrain: values of recipe keys, dotted. TRL: arguments of its configuration, over its defaults."""
@@ -56,20 +56,12 @@ class Job:
         return asdict(self)
 
 
-def ours() -> list[Side]:
-    """posttrain in the precision that it takes by itself on this machine, and in float32."""
-    import torch
-
-    from posttrain.models.load import resolve_dtype
-
-    mixed = resolve_dtype("auto") is torch.bfloat16
-    auto = "bf16 weights, f32 masters" if mixed else PLAIN
-    return [
-        Side("posttrain, auto", "posttrain", auto, "mixed" if mixed else "float32", {"model.dtype": "auto"}),
-        Side("posttrain, float32", "posttrain", PLAIN, "float32", {"model.dtype": "float32"}),
-    ]
-
-
+OURS = [
+    Side("posttrain, auto", "posttrain", "", "mixed", {"model.dtype": "auto"}),
+    Side("posttrain, float32", "posttrain", "", "float32", {"model.dtype": "float32"}),
+]
+WEIGHTS = {"bfloat16": "bf16 weights, f32 masters", "float32": PLAIN}
+"""What `model.dtype` came out as -> for the table."""
 TRL_DEFAULT = Side("TRL, defaults", "trl", f"{MIXED}, checkpointing", "mixed", default=True)
 
 

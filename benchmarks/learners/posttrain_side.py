@@ -42,6 +42,7 @@ def _recipe(job: Job, place: str, threads: int) -> Any:
         "runs": place,
         "seed": job.seed,
         "model.path": job.model,
+        "model.device": "cpu",
         "model.threads": threads,
         "optimizer.learning_rate": LEARNING_RATES[job.stage],
         "steps": total,
@@ -102,6 +103,7 @@ def _watch(recorder: Recorder, pairs: bool) -> None:
 
     def stamped(self: Any, metrics: dict[str, Any]) -> None:
         finish_step(self, metrics)
+        recorder.dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
         recorder.finished_step(metrics.get("loss/total", float("nan")))
 
     def timed(self: Any, samples: Sequence[Any]) -> None:

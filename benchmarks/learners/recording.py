@@ -25,6 +25,8 @@ class Recorder:
     file: Path
     extra_per_row: float = 0.0
     """Seconds of work done before the first step for each row, such as reference log-probabilities; added to steps."""
+    dtype: str | None = None
+    """Of the weights that compute."""
     tokens: int = 0
     rows: int = 0
     ends: list[dict[str, Any]] = field(default_factory=list)
@@ -55,5 +57,6 @@ class Recorder:
             "tokens": tokens,
             "loss": sum(losses) / len(losses) if losses else None,
             "peak_memory": peak_memory(),
+            "dtype": self.dtype,
         }
         self.file.write_text(json.dumps(result))

@@ -60,13 +60,23 @@ def _trainer(job: Job, place: str) -> Any:
 
         settings |= {"num_generations": job.group, "max_completion_length": LONGEST_ANSWER, "beta": KL[job.stage]}
         rest["reward_funcs"] = of_completions
-    config = getattr(trl, f"{names[job.stage]}Config")(**settings | job.settings)
     rows = [json.loads(line) for line in Path(job.rows).read_text().splitlines()]
+    grouped = job.settings.get("train_sampling_strategy") == "group_by_length"
+    if grouped and job.stage != "sft":
+        # Pairs can only be grouped by a column of lengths, which must be kept from being removed as unused.
+        settings["remove_unused_columns"] = False
+        rows = [row | {"length": _longer_answer(row)} for row in rows]
+    config = getattr(trl, f"{names[job.stage]}Config")(**settings | job.settings)
     trainer_class: Any = getattr(trl, f"{names[job.stage]}Trainer")
     trainer = trainer_class(model=job.model, args=config, train_dataset=Dataset.from_list(rows), **rest)
-    if config.train_sampling_strategy == "group_by_length":
+    if grouped:
         _mix_batches(trainer, job)
     return trainer
+
+
+def _longer_answer(row: dict[str, Any]) -> int:
+    """Characters of the prompt and the longer answer of a pair, which decide how far its batch is padded."""
+    return len(row["prompt"][0]["content"]) + max(len(row[side][0]["content"]) for side in ("chosen", "rejected"))
 
 
 def _mix_batches(trainer: Any, job: Job) -> None:
