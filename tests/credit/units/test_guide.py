@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.credit.units.segment import Answer, segment
 from posttrain.credit.units.offsets import align
+from posttrain.credit.units.segment import Answer, segment
 from posttrain.data.rationales.dataset import samples
 from posttrain.data.rationales.procedures import write
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits
@@ -26,6 +26,7 @@ def test_the_page_names_every_key():
     for part in (StepUnits, EntropyUnits, TextUnits):
         for key in set(part.model_fields) - {"type"}:
             assert f"`{key}" in GUIDE, key
+            assert part.model_fields[key].description, key
 
 
 def test_the_steps_of_any_procedure_are_its_lines(smollm):

@@ -166,6 +166,24 @@ def test_thinking_is_as_long_as_its_tokens(empty):
     assert [found for _, found in of_text(recipe("sentence"), f"{empty}A! A!")] == [False, True, True]
 
 
+def test_a_token_that_ends_the_thinking_is_thinking():
+    ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think", b">A", b" a")])
+    units = segment(recipe("steps"), [Answer(ids, False)], byte_level)
+    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 3, 4], [False, False])
+    units = segment(recipe("paragraph"), [Answer(ids, False)], byte_level)
+    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 3, 4], [False, True])
+
+
+def test_a_token_without_text_after_the_thinking_is_no_step():
+    ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think>", b"", b"\nB. x")])
+    units = segment(recipe("steps", pattern="^B", ordinal=False), [Answer(ids, False)], byte_level)
+    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 3, 4], [False, True])
+
+
+def test_white_space_before_the_first_step_belongs_to_it():
+    assert of_text(recipe("steps"), "\n\n\nA. a\nB. x") == [("\n\n\nA. a", True), ("\nB. x", True)]
+
+
 def test_thinking_that_the_prompt_opened():
     episode = played(tokens=4)
     episode.streams[0].ids = np.array(encode("!<think> a</think>A!"), dtype=np.int64)

@@ -25,6 +25,8 @@ VOCABULARY: list[bytes] = [
     b"\nB. x",
     b"<think>",
     b"</think>",
+    b"</think",
+    b">A",  # ends a thinking block and begins what is said
     b" a",
     "\ufffd".encode(),  # a replacement character that somebody wrote
     b"",  # a token without text
