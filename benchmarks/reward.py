@@ -14,8 +14,8 @@ def main() -> None:
     sides = [
         *OURS,
         TRL_DEFAULT,
-        tuned("grouped by length", "mixed", train_sampling_strategy="group_by_length"),
-        tuned("grouped by length, float32", "float32", train_sampling_strategy="group_by_length"),
+        tuned("grouped", "mixed", train_sampling_strategy="group_by_length"),
+        tuned("grouped float32", "float32", train_sampling_strategy="group_by_length"),
     ]
     finish("Reward model", chosen, *compare("reward", chosen, sides, preference_rows, "pairs"))
 

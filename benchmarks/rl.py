@@ -13,7 +13,7 @@ from learners.job import OURS, TRL_DEFAULT, Stage, tuned
 def main() -> None:
     """Run the sides of both algorithms in turn and print one table."""
     chosen = options(__doc__, rows=16, group=4)
-    sides = [*OURS, TRL_DEFAULT, tuned("no checkpointing", "mixed"), tuned("no checkpointing, float32", "float32")]
+    sides = [*OURS, TRL_DEFAULT, tuned("tuned", "mixed"), tuned("tuned float32", "float32")]
     rows, notes = [], []
     stages: tuple[Stage, ...] = ("rloo", "grpo")
     for stage in stages:

@@ -16,8 +16,8 @@ def main() -> None:
     sides = [
         *OURS,
         TRL_DEFAULT,
-        tuned("grouped by length", "mixed", train_sampling_strategy="group_by_length"),
-        tuned("grouped by length, float32", "float32", train_sampling_strategy="group_by_length"),
+        tuned("grouped", "mixed", train_sampling_strategy="group_by_length"),
+        tuned("grouped float32", "float32", train_sampling_strategy="group_by_length"),
         tuned("packed", "mixed", gradient_accumulation_steps=1, **packed),
     ]
     finish("Supervised fine-tuning", chosen, *compare("sft", chosen, sides, chat_rows, "rows"))

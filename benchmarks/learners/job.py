@@ -57,18 +57,18 @@ class Job:
 
 
 OURS = [
-    Side("posttrain, auto", "posttrain", "", "mixed", {"model.dtype": "auto"}),
-    Side("posttrain, float32", "posttrain", "", "float32", {"model.dtype": "float32"}),
+    Side("posttrain auto", "posttrain", "", "mixed", {"model.dtype": "auto"}),
+    Side("posttrain float32", "posttrain", "", "float32", {"model.dtype": "float32"}),
 ]
 WEIGHTS = {"bfloat16": "bf16 weights, f32 masters", "float32": PLAIN}
 """What `model.dtype` came out as -> for the table."""
-TRL_DEFAULT = Side("TRL, defaults", "trl", f"{MIXED}, checkpointing", "mixed", default=True)
+TRL_DEFAULT = Side("TRL defaults", "trl", f"{MIXED}, checkpointing", "mixed", default=True)
 
 
 def tuned(name: str, precision: Literal["float32", "mixed"], **settings: Any) -> Side:
     """TRL without gradient checkpointing and with `settings`."""
     chosen = {"gradient_checkpointing": False, "bf16": precision == "mixed", **settings}
-    return Side(f"TRL, {name}", "trl", MIXED if precision == "mixed" else PLAIN, precision, chosen)
+    return Side(f"TRL {name}", "trl", MIXED if precision == "mixed" else PLAIN, precision, chosen)
 
 
 def read_job(values: dict[str, Any]) -> Job:

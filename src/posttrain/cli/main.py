@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from posttrain import __version__
+from posttrain.cli.benchmark import PASSED_ON, benchmark
 from posttrain.cli.data import app as data
 from posttrain.cli.dpo import dpo
 from posttrain.cli.env import app as env
@@ -39,6 +40,7 @@ for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:
     app.command()(verb)
+app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 

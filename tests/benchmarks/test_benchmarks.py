@@ -1,0 +1,170 @@
+"""The learner's benchmarks run, measure the same work on both sides, and are found by `posttrain benchmark`."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.cli.main import main
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+ONE_OF_EACH = "posttrain float32,TRL defaults"
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """The modules of `benchmarks/harness`, imported as the scripts import them."""
+    sys.path.insert(0, str(FOLDER))
+    import harness.data
+    import harness.table
+    import harness.timing
+
+    yield harness
+    sys.path.remove(str(FOLDER))
+
+
+def run(script: str, tmp_path: Path, *options: str) -> dict:
+    """The table of a script at its smallest, as it writes it."""
+    pytest.importorskip("trl")
+    file = tmp_path / "table.json"
+    command = [sys.executable, str(FOLDER / f"{script}.py"), "--steps", "2", "--rounds", "1", "--threads", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [*command, "--json", str(file), *options], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(file.read_text())
+
+
+def check(rows: list[dict], unit: str) -> None:
+    for row in rows:
+        assert row["tokens/s"] > 0
+        assert row["tokens/s"] / row[f"{unit}/s"] == pytest.approx(row[f"tokens/{unit.removesuffix('s')}"], rel=1e-6)
+        assert 0.1 < row["peak GB"] < 20
+    default = next(row for row in rows if row["side"] == "TRL defaults")
+    assert default["x TRL defaults"] == 1
+    assert max(row["x TRL best"] for row in rows if row["side"].startswith("TRL")) == 1
+    for row in rows:
+        assert row["x TRL defaults"] == pytest.approx(row["tokens/s"] / default["tokens/s"])
+
+
+def test_supervised_fine_tuning_against_trl(tmp_path):
+    table = run("sft", tmp_path, "--rows", "4", "--sides", ONE_OF_EACH)
+    check(table["rows"], "rows")
+    assert [row["side"] for row in table["rows"]] == ["posttrain float32", "TRL defaults"]
+    for row in table["rows"]:
+        # A random model is as good as a guess among its 4096 tokens, on the same tokens of both sides.
+        assert row["loss"] == pytest.approx(math.log(4096), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "unit", "stages"),
+    [
+        ("sft", "rows", ["sft"]),
+        ("reward", "pairs", ["reward"]),
+        ("dpo", "pairs", ["dpo"]),
+        ("rl", "answers", ["rloo", "grpo"]),
+    ],
+)
+@pytest.mark.timeout(1200)
+def test_every_side_of_every_script(script, unit, stages, tmp_path):
+    table = run(script, tmp_path, "--rows", "8")
+    for stage in stages:
+        rows = [row for row in table["rows"] if row["stage"] == stage]
+        assert len(rows) >= 5
+        check(rows, unit)
+        if stage == "dpo":
+            # With equal rewards at the start, every pair costs ln 2.
+            assert all(row["loss"] == pytest.approx(math.log(2), rel=0.02) for row in rows)
+        if stage in ("rloo", "grpo"):
+            # Prompts come in another order on each side; answers are equally long.
+            lengths = [row["tokens/answer"] for row in rows]
+            assert max(lengths) / min(lengths) < 1.35
+
+
+def test_sides_take_turns_and_warm_up(harness):
+    calls: list[tuple[str, int]] = []
+
+    def side(name):
+        return lambda number: calls.append((name, number)) or number
+
+    found = harness.timing.in_turn({"a": side("a"), "b": side("b")}, rounds=2, warmup=1, say=lambda line: None)
+    assert calls == [("b", -1), ("a", -1), ("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+    assert found == {"a": [0, 1], "b": [0, 1]}
+    assert harness.timing.ratio([1, 2, 9], [4, 4, 4]) == 0.5
+    assert len(harness.timing.seconds_of(lambda: None, repeats=3, warmup=2)) == 3
+
+
+def test_peak_memory_sees_what_was_held():
+    code = (
+        "from harness.timing import peak_memory; before = peak_memory(); held = b'x' * 200_000_000; del held;"
+        "print(peak_memory() - before)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, check=True)
+    assert 190e6 < int(printed.stdout) < 300e6
+
+
+def test_lengths_are_lognormal_and_each_step_has_the_same_sum(harness):
+    drawn = harness.data.ROWS.draw(4000, np.random.default_rng(0))
+    assert np.mean(drawn) == pytest.approx(140 * math.exp(0.635**2 / 2), rel=0.02)
+    assert np.percentile(drawn, 95) == pytest.approx(398, rel=0.02)
+    steps = [harness.data.answer_lengths(step, 16) for step in range(3)]
+    assert steps[0] != steps[1]
+    assert len({tuple(sorted(step)) for step in steps}) == 1
+    assert steps[0] == harness.data.answer_lengths(0, 16)
+
+
+def test_rows_have_the_lengths_asked_for(harness, tiny_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def tokens(messages):
+        return len(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])
+
+    rows = harness.data.chat_rows(tokenizer, 64)
+    assert rows == harness.data.chat_rows(tokenizer, 64)
+    mean = np.mean([tokens(row["prompt"] + row["completion"]) for row in rows])
+    assert mean == pytest.approx(171, rel=0.1)
+    for row in harness.data.preference_rows(tokenizer, 8):
+        assert row["chosen"] != row["rejected"]
+    for row in harness.data.prompt_rows(tokenizer, 32):
+        assert 25 <= tokens(row["prompt"]) <= 165
+
+
+def test_tables_are_shown_and_written(harness, tmp_path, capsys):
+    rows = [{"side": "ours", "tokens/s": 1234.5, "x": float("nan")}, {"side": "theirs", "tokens/s": 0.12345, "x": 1.0}]
+    harness.table.show("Speed", rows, ["a note"], tmp_path / "table.json")
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("1,234", "0.123", "–", "- a note"))
+    written = json.loads((tmp_path / "table.json").read_text())
+    assert written["rows"] == [{**rows[0], "x": None}, rows[1]]
+    assert written["machine"]["packages"]["torch"]
+
+
+def test_the_verb_lists_the_scripts_by_their_first_lines(capsys):
+    assert main(["benchmark"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(list(FOLDER.glob("*.py"))) >= 4
+    assert any(line.startswith("sft ") and line.endswith("peak memory.") for line in lines)
+
+
+def test_the_verb_passes_words_on_and_the_exit_code_back(capfd):
+    assert main(["benchmark", "sft", "--help"]) == 0
+    assert "--rounds" in capfd.readouterr().out
+    assert main(["benchmark", "sft", "--rows", "12"]) == 2
+    assert "multiple of 8" in capfd.readouterr().err
+
+
+def test_what_is_no_benchmark_is_told(capsys, monkeypatch, tmp_path):
+    assert main(["benchmark", "nothing"]) == 2
+    assert "no benchmark 'nothing'; there is " in capsys.readouterr().err
+    monkeypatch.setattr("posttrain.cli.benchmark._FOLDER", tmp_path)
+    assert main(["benchmark"]) == 2
+    assert "pip install -e ." in capsys.readouterr().err
