@@ -1,0 +1,190 @@
+"""The engine's benchmarks: their arithmetic in closed form, and each script from end to end at tiny size."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def importable():
+    """The scripts' folder on the path, as when they are run."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Where the small model is kept."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(cache, script, *arguments, **environment):
+    """The JSON that `script` writes, and what it printed."""
+    file = cache / f"{script}.json"
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *arguments, "--threads", "1", "--json", str(file)]
+    inherited = {key: value for key, value in os.environ.items() if key != "POSTTRAIN_VLLM_PYTHON"}
+    done = subprocess.run(
+        command,
+        env={**inherited, "POSTTRAIN_CACHE": str(cache), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(file.read_text()), done.stdout + done.stderr
+
+
+def sizes(**changes):
+    from posttrain.recipe.memory import ModelSizes
+
+    given = {
+        "parameters": 0,
+        "layers": 2,
+        "hidden": 4,
+        "intermediate": 8,
+        "heads": 2,
+        "key_value_heads": 1,
+        "head_size": 2,
+        "vocabulary": 10,
+    }
+    return ModelSizes(**given | changes)
+
+
+def test_parameters_that_multiply_are_counted_by_hand(importable):
+    from limits import product_parameters
+
+    # Queries 4x4, keys and values 4x2 each, output 4x4, three matrices of 4x8; the vocabulary once, tied or not.
+    layer = 16 + 8 + 8 + 16 + 3 * 32
+    assert product_parameters(sizes()) == 2 * layer + 40
+
+
+def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
+    from limits import Limits, decoding_bound, product_parameters
+
+    model = sizes()
+    weights = 2 * product_parameters(model)
+    # Keys and values: 2 tensors, 2 layers, 1 head of 2, 3 requests of 5 tokens, 2 bytes.
+    cached = 3 * 2 * 2 * 1 * 2 * 5 * 2
+    slow_memory = Limits(products=1e30, reading=10.0)
+    assert decoding_bound(model, 2, 3, 5, slow_memory) == pytest.approx((weights + cached) / 10)
+    # Two per parameter, and four per layer, head, dimension and seen token.
+    flops = 3 * (2 * product_parameters(model) + 4 * 2 * 2 * 2 * 5)
+    slow_products = Limits(products=10.0, reading=1e30)
+    assert decoding_bound(model, 2, 3, 5, slow_products) == pytest.approx(flops / 10)
+
+
+def test_a_shared_prompt_enters_the_bound_once(importable):
+    from limits import Limits, forward_flops, job_bound
+
+    model, limits = sizes(), Limits(products=1.0, reading=1e30)
+    shared = job_bound(model, 2, [[1, 2, 3]] * 4, [1] * 4, 4, limits)
+    apart = job_bound(model, 2, [[1, 2, n] for n in range(4)], [1] * 4, 4, limits)
+    assert shared == pytest.approx(forward_flops(model, 3, 1.5))
+    assert apart == pytest.approx(4 * shared)
+
+
+def test_training_costs_three_forward_passes(importable):
+    from limits import Limits, forward_flops, training_flops, utilisation
+
+    model = sizes()
+    assert training_flops(model, 7, 3) == pytest.approx(3 * forward_flops(model, 7, 3))
+    assert utilisation(5.0, 2.0, Limits(products=10.0, reading=1.0)) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_a_power_law_is_found_again(importable, power):
+    from growing.series import TOLERANCE, Series
+
+    series = Series("engine", "n", "seconds", expected=1.0)
+    for x in (1, 2, 4, 8):
+        series.add(x, 3.0 * x**power)
+    assert series.exponent == pytest.approx(power, abs=1e-9)
+    assert series.verdict == ("as it must" if power <= 1 + TOLERANCE else "faster than it must")
+
+
+def test_one_point_has_no_exponent(importable):
+    from growing.series import Series
+
+    series = Series("engine", "n", "seconds", 1.0, x=[2], y=[1.0])
+    assert math.isnan(series.exponent)
+    assert series.verdict == "too few points"
+
+
+def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(cache))
+    from harness.models import model_directory
+    from sides.workload import PROMPTS, first_token_job, make_job
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_directory("qwen3"))
+    jobs = [make_job(tokenizer, 4, 16, 8, number) for number in range(-1, 3)]
+    prompts = [{tuple(prompt) for prompt in job.prompts} for job in jobs]
+    assert [len(distinct) for distinct in prompts] == [2] * 4
+    assert len(set().union(*prompts)) == 8
+    # Every job asks for the same lengths in an order of its own.
+    assert len({tuple(sorted(job.lengths)) for job in jobs}) == 1
+    assert len({tuple(job.lengths) for job in jobs}) == 4
+    assert all(PROMPTS[0] - 8 <= len(prompt) <= PROMPTS[1] + 8 for job in jobs for prompt in job.prompts)
+    assert jobs[0] == make_job(tokenizer, 4, 16, 8, -1)
+    assert first_token_job(tokenizer, 4, 1, 0).lengths == [1] * 4
+
+
+def test_generation_compares_the_sides_and_says_that_vllm_is_absent(cache):
+    table, printed = run(
+        cache, "generation", "--model=qwen3", "--in-flight=2", "--groups=2", "--requests=4", "--rounds=1",
+        "--sides=posttrain float32,generate float32,vLLM", "--vllm-python=/nonexistent/python",
+    )  # fmt: skip
+    rows = {row["side"]: row for row in table["rows"]}
+    assert set(rows) == {"posttrain float32", "generate float32"}
+    assert "vLLM is left out" in printed
+    ours, theirs = rows["posttrain float32"], rows["generate float32"]
+    assert ours["x generate"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
+    assert theirs["x generate"] == pytest.approx(1.0)
+    assert ours["x vLLM"] is None
+    # Half of the prompts stand in for their neighbours, but for the last token.
+    assert 0.45 < ours["prompts reused"] < 0.55
+    assert theirs["prompts reused"] == 0
+    assert all(row["peak GB"] > 0.05 and row["first token s"] > 0 for row in rows.values())
+
+
+def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
+    table, _ = run(
+        cache, "turns", "--model=qwen3", "--turns=3", "--episodes=4", "--group=2", "--answer=4", "--size=3",
+        "--rounds=1", "--sides=float32",
+    )  # fmt: skip
+    ours, theirs = table["rows"]
+    assert ours["side"] == "posttrain float32"
+    # Lengths of answers are given, so both sides sample as many tokens.
+    assert ours["sampled"] == theirs["sampled"] > 0
+    assert ours["reused"] > ours["computed"] / 2
+    assert theirs["reused"] == 0
+    assert theirs["computed"] > 2 * ours["computed"]
+    assert ours["x lock-step"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
+
+
+def test_limits_are_measured(cache):
+    table, printed = run(cache, "limits", "--model=qwen3", "--in-flight=2", "--tokens=32", "--side=128", "--buffer=16")
+    assert len(table["rows"]) == 1 + 2 * 4
+    assert all(row["float32 GFLOP/s"] > 0.01 and row["bfloat16 GFLOP/s"] > 0.01 for row in table["rows"])
+    assert "reading memory" in printed
+
+
+def test_growth_fits_counts_exactly_and_draws(cache):
+    file = cache / "growth.png"
+    table, _ = run(cache, "growth", "--points=2", "--steps=20", "--plot", str(file), "--parts=engine,memory")
+    rows = {(row["against"], row["cost"]): row for row in table["rows"]}
+    assert file.stat().st_size > 10_000
+    # The shared prompt of 256 tokens is computed once; the last token by each answer for itself.
+    group = rows["group size", "prompt tokens computed"]
+    assert (group["at the first"], group["at the last"]) == (257, 259)
+    turns = rows["turns", "prompt tokens computed, 4 episodes"]
+    assert turns["verdict"] == "as it must"
+    assert rows["steps", "resident MB"]["at the last"] > 50
