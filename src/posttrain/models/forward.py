@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.attention import Layout
+from posttrain.models.projection import projected_scores
 
 
 def transformer(model: torch.nn.Module) -> Any:
@@ -54,6 +55,13 @@ def token_scores(
     a chunk's logits are dropped after use and computed again in the backward pass.
     """
     divisor = temperature if temperature > 0 else 1.0
+    if not len(targets):
+        return TokenScores(hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32))
+    plain = _plain_projection(model)
+    if plain is not None:
+        weight, scale = plain
+        elements = positions_per_chunk * len(weight)
+        return TokenScores(*projected_scores(hidden, weight, targets, divisor / scale, elements))
 
     def score(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.log_softmax(logits_of(model, chunk) / divisor, dim=-1)
@@ -68,6 +76,16 @@ def token_scores(
             parts.append(checkpoint(score, chunk, chunk_targets, use_reentrant=False))
         else:
             parts.append(score(chunk, chunk_targets))
-    if not parts:
-        return TokenScores(hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32))
     return TokenScores(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+
+
+def _plain_projection(model: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
+    """Weight [vocabulary, hidden] and scale, where logits are nothing but their product with the hidden states."""
+    inner = transformer(model)
+    head, config = inner.get_output_embeddings(), inner.config
+    hooked = head._forward_hooks or head._forward_pre_hooks
+    if type(head) is not torch.nn.Linear or head.bias is not None or hooked:
+        return None
+    if getattr(config, "final_logit_softcapping", None):
+        return None
+    return head.weight, (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)

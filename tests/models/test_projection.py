@@ -1,0 +1,116 @@
+"""Fused log-probabilities and entropies equal the plain ones, for any upstream gradient and any slicing."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.models import projection
+from posttrain.models.attention import use_packed_attention
+from posttrain.models.forward import token_scores
+from posttrain.models.projection import projected_scores
+from tests.conftest import tiny_config
+
+N, WIDTH, VOCABULARY = 13, 8, 600
+
+
+def inputs(dtype=torch.float64, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, WIDTH, generator=generator, dtype=torch.float64) * scale
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
+    # Targets at the edges of slices, some of them twice, and the likeliest token of the last row.
+    targets = torch.tensor([0, 255, 256, 256, 511, 512, 599, 1, 300, 0, 77, 598, 0])
+    targets[-1] = (hidden[-1] @ weight.T).argmax()
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def plainly(hidden, weight, targets, divisor):
+    logprobs = torch.log_softmax(hidden @ weight.T / divisor, -1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("elements", [1, 3 * VOCABULARY, 13 * 300, 10**6])
+@pytest.mark.parametrize("divisor", [1.0, 0.7])
+@pytest.mark.parametrize("upstream", ["logprobs", "entropies", "both"])
+def test_values_and_gradients_equal_the_plain_ones(monkeypatch, elements, divisor, upstream):
+    monkeypatch.setattr(projection, "ELEMENTS_IN_CACHE", 2 * VOCABULARY)
+    hidden, weight, targets = inputs()
+    found, expected = (
+        projected_scores(hidden, weight, targets, divisor, elements),
+        plainly(hidden, weight, targets, divisor),
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
+    factors = torch.randn(2, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def total(scores):
+        parts = {"logprobs": [0], "entropies": [1], "both": [0, 1]}[upstream]
+        return sum((factors[i] * scores[i]).sum() for i in parts)
+
+    mine, theirs = (torch.autograd.grad(total(scores), (hidden, weight)) for scores in (found, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        assert other.abs().max() > 1e-3
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def test_only_what_is_asked_for_gets_a_gradient():
+    hidden, weight, targets = inputs()
+    projected_scores(hidden, weight.detach(), targets, 1.0, 1000)[0].sum().backward()
+    expected = torch.autograd.grad(plainly(hidden, weight, targets, 1.0)[0].sum(), (hidden, weight))
+    torch.testing.assert_close(hidden.grad, expected[0])
+    projected_scores(hidden.detach(), weight, targets, 1.0, 1000)[0].sum().backward()
+    torch.testing.assert_close(weight.grad, expected[1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+def test_bfloat16_keeps_logprobs_of_its_logits_exact_and_gradients_near(scale):
+    hidden, weight, targets = inputs(torch.bfloat16, scale)
+    logprobs, entropies = projected_scores(hidden, weight, targets, 1.0, 5 * VOCABULARY)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    rounded = torch.log_softmax((hidden @ weight.T).float(), -1)
+    torch.testing.assert_close(logprobs, rounded.gather(1, targets[:, None])[:, 0], atol=2e-5, rtol=0)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    factors = torch.randn(2, N, generator=torch.Generator().manual_seed(2))
+    mine = torch.autograd.grad((factors[0] * logprobs + factors[1] * entropies).sum(), (hidden, weight))
+    truth = plainly(*exact, targets, 1.0)
+    theirs = torch.autograd.grad((factors[0] * truth[0] + factors[1] * truth[1]).sum(), exact)
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_a_sure_token_keeps_its_small_gradient_in_bfloat16():
+    """1 - p is far below the resolution of bfloat16 near 1."""
+    weight = torch.tensor([[9.0, 0.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16)
+    projected_scores(hidden, weight, torch.tensor([0]), 1.0, 100)[0].sum().backward()
+    expected = 1 - torch.softmax(torch.tensor([9.0, 0.0, 0.0]), 0)[0]
+    torch.testing.assert_close(weight.grad[0, 0].float(), expected, atol=0, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"), [({}, 1.0), ({"logit_scale": 0.25}, 0.25), ({"logits_scaling": 8.0}, 0.125)]
+)
+def test_scaled_logits_of_models(changes, scale):
+    config = tiny_config("llama", 100)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    use_packed_attention(model)
+    model.config.update(changes)
+    hidden, targets = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)) * 10, torch.arange(7)
+    scores = token_scores(model, hidden, targets, 0.5, positions_per_chunk=3)
+    expected = plainly(hidden, model.lm_head.weight * scale, targets, 0.5)
+    torch.testing.assert_close(scores.logprobs, expected[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("change", ["softcap", "bias"])
+def test_other_projections_are_scored_through_the_model(change):
+    config = tiny_config("llama", 100)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if change == "softcap":
+        model.config.final_logit_softcapping = 0.3
+    else:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(100, generator=torch.Generator().manual_seed(4)))
+    hidden, targets = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)) * 10, torch.arange(7)
+    logits = model.lm_head(hidden)
+    if change == "softcap":
+        logits = torch.tanh(logits / 0.3) * 0.3
+    scores = token_scores(model, hidden, targets, 1.0, positions_per_chunk=3)
+    torch.testing.assert_close(scores.logprobs, torch.log_softmax(logits, -1)[range(7), targets], atol=1e-5, rtol=0)
