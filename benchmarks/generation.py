@@ -6,6 +6,7 @@ its own that sleeps while others are measured; no prompt comes twice, so caches 
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     limits = {"float32": measure_limits(torch.float32), "bfloat16": measure_limits(torch.bfloat16)}
     rows, workers = [], {}
+    # Sleeping workers outlive a parent that is ended without closing them.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         for name in names:
             workers[name] = start(name, chosen, str(model), python)
