@@ -1,73 +1,90 @@
-"""The key/value cache of the local engine: one slab, a row per sequence, and the layout that reads and fills it."""
+"""The key/value cache of the local engine: pages by slot, and the layout that reads and fills them."""
 
 from collections.abc import Sequence
 
 import torch
 
-from posttrain.engines.plan import Part, Run, Segment, plan_decoding
+from posttrain.engines.plan import PAGE, Plan, Segment, Shared, plan_decoding
 from posttrain.models.attention import causal_attention
+from posttrain.models.attention_cpu import Masks, attend_segments
+from posttrain.models.attention_cpu import Segment as Stretch
 
 
-class KeyValueSlab:
-    """Keys and values of all layers, each [slots, H_kv, capacity, D]. A row's tokens stand at their positions.
+class KeyValuePages:
+    """Keys and values of all layers, each [pages, slots, H_kv, PAGE, D]: page p of slot s holds its tokens
+    p x PAGE .. (p + 1) x PAGE - 1.
 
-    The capacity grows by doubling as sequences do.
+    A page of neighbouring slots is one piece of memory, which is what makes products over many sequences fast. The
+    number of pages grows by half as sequences do.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.capacity = 0
+        self.pages = 0
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
     def reserve(self, tokens: int) -> None:
         """Make room for sequences of up to `tokens` tokens."""
-        if tokens <= self.capacity:
+        needed = -(-tokens // PAGE)
+        if needed <= self.pages:
             return
-        self.capacity = max(tokens, 2 * self.capacity, 128)
+        self.pages = max(needed, self.pages + self.pages // 2)
         for store in (self.keys, self.values):
             for layer, old in store.items():
-                store[layer] = self._empty(old.shape[1], old)
-                store[layer][:, :, : old.shape[2]] = old
+                store[layer] = self._empty(old.shape[2], old)
+                store[layer][: len(old)] = old
 
     def write(self, layer: int, places: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store keys and values [T, H_kv, D] at `places` [T] int64, which are slot x H_kv x capacity + position."""
-        heads = key.shape[1]
+        """Store keys and values [T, H_kv, D] at `places` [T x H_kv], which are indices of rows of D numbers."""
         if layer not in self.keys:
-            self.keys[layer], self.values[layer] = self._empty(heads, key), self._empty(heads, key)
-        rows = (places[:, None] + torch.arange(heads, device=places.device) * self.capacity).flatten()
-        self.keys[layer].flatten(0, 2).index_copy_(0, rows, key.flatten(0, 1))
-        self.values[layer].flatten(0, 2).index_copy_(0, rows, value.flatten(0, 1))
+            self.keys[layer], self.values[layer] = self._empty(key.shape[1], key), self._empty(key.shape[1], key)
+        self.keys[layer].flatten(0, 3).index_copy_(0, places, key.flatten(0, 1))
+        self.values[layer].flatten(0, 3).index_copy_(0, places, value.flatten(0, 1))
+
+    def places(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:
+        """[T x H_kv] int64: where `write` puts the tokens of `segments` in a cache of `heads` key heads."""
+        starts = torch.tensor([s.start for s in segments])
+        counts = torch.tensor([s.count for s in segments])
+        within = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        positions = torch.repeat_interleave(starts, counts) + within
+        slots = torch.repeat_interleave(torch.tensor([s.slot for s in segments]), counts)
+        first = (positions // PAGE * self.slots + slots) * heads
+        return ((first[:, None] + torch.arange(heads)) * PAGE + (positions % PAGE)[:, None]).flatten()
+
+    def tokens(self, store: torch.Tensor, slot: int, count: int) -> torch.Tensor:
+        """[H_kv, count, D]: a copy of the first `count` keys or values of a slot."""
+        pages = -(-count // PAGE)
+        return store[:pages, slot].transpose(0, 1).flatten(1, 2)[:, :count]
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
-        """Give slot `target` the first `tokens` tokens of slot `source`."""
+        """Give slot `target` the pages with the first `tokens` tokens of slot `source`."""
+        pages = -(-tokens // PAGE)
         for store in (self.keys, self.values):
             for rows in store.values():
-                rows[target, :, :tokens] = rows[source, :, :tokens]
+                rows[:pages, target] = rows[:pages, source]
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         # Zeros, since what a mask hides is still multiplied, and must be finite.
-        return like.new_zeros(self.slots, heads, self.capacity, like.shape[-1])
+        return like.new_zeros(self.pages, self.slots, heads, PAGE, like.shape[-1])
 
 
 class CachedLayout:
     """New tokens of many sequences in one row; each attends to its own cached past and, causally, to itself.
 
-    Segments of one token (decoding) come first and are attended in runs of neighbouring slots; longer ones (prompts)
-    one by one. What decoding sequences share is read once for all of them.
+    Segments of one token (decoding) come first, by slot, and are attended together; longer ones (prompts) one by one.
+    What decoding sequences share is read once for all of them.
     """
 
-    def __init__(self, slab: KeyValueSlab, segments: Sequence[Segment], device: torch.device) -> None:
-        self.slab = slab
+    def __init__(self, cache: KeyValuePages, segments: Sequence[Segment], device: torch.device) -> None:
+        self.cache = cache
         self.device = device
-        singles = [s for s in segments if s.count == 1]
+        self.singles = sorted((s for s in segments if s.count == 1), key=lambda s: s.slot)
         self.longer = [s for s in segments if s.count > 1]
-        slab.reserve(max(s.start + s.count for s in segments))
-        self.singles, self._shared = plan_decoding(singles, share=True)
-        self._apart: list[Part] | None = None
-        self._longest = max((s.start + 1 for s in singles), default=0)
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        cache.reserve(max(s.start + s.count for s in segments))
         self._places: dict[int, torch.Tensor] = {}
+        self._readers: dict[int | None, _Reader] = {}
+        self._stretch_masks = Masks()
 
     @property
     def segments(self) -> list[Segment]:
@@ -97,81 +114,107 @@ class CachedLayout:
     ) -> torch.Tensor:
         """As `attend`, token by token: `query` [T, H, D], `key` and `value` [T, H_kv, D]; returns [T, H, D]."""
         heads = key.shape[1]
-        self.slab.write(layer, self._places_of(heads), key, value)
-        keys, values = self.slab.keys[layer], self.slab.values[layer]
+        if heads not in self._places:
+            self._places[heads] = self.cache.places(self.segments, heads).to(self.device)
+        self.cache.write(layer, self._places[heads], key, value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         offset = len(self.singles)
         outputs = []
         if offset:
             # The query heads that share a key head become rows of one small matrix, so nothing is repeated.
             rows = query[:offset].unflatten(1, (heads, -1)) * scaling
-            parts = [self._decode(part, keys, values, rows, window) for part in self._parts(window)]
-            outputs += [part.flatten(1, 2) for part in parts]
+            outputs.append(self._reader(window)(keys, values, rows).flatten(1, 2))
         for segment in self.longer:
             span = slice(offset, offset + segment.count)
             offset = span.stop
-            mine = (segment.slot, slice(None), slice(0, segment.start + segment.count))
-            out = causal_attention(query[span].transpose(0, 1), keys[mine], values[mine], scaling, window)
-            outputs.append(out.transpose(0, 1))
+            mine, seen_keys, seen_values = (part[span].transpose(0, 1) for part in (query, key, value))
+            if segment.start:
+                seen = segment.start + segment.count
+                seen_keys, seen_values = (self.cache.tokens(store, segment.slot, seen) for store in (keys, values))
+            outputs.append(self._prefill(mine, seen_keys, seen_values, scaling, window).transpose(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _places_of(self, heads: int) -> torch.Tensor:
-        """[T] int64: where the slab takes the tokens of this pass."""
-        if heads not in self._places:
-            stride = heads * self.slab.capacity
-            places = [s.slot * stride + p for s in self.segments for p in range(s.start, s.start + s.count)]
-            self._places[heads] = torch.tensor(places, device=self.device)
-        return self._places[heads]
-
-    def _parts(self, window: int | None) -> Sequence[Part]:
-        """How the decoding rows are attended. What a window may hide is not shared."""
-        if window is None or window >= self._longest:
-            return self._shared
-        if self._apart is None:
-            self._apart = plan_decoding(self.singles, share=False)[1]
-        return self._apart
-
-    def _decode(
-        self, part: Part, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, window: int | None
+    def _prefill(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """[R, H_kv, G, D] for the rows of a part; `rows` [B, H_kv, G, D] are all scaled queries.
+        """Attention [H, Q, D] of the last Q of K positions: `query` [H, Q, D], `key` and `value` [H_kv, K, D]."""
+        if query.device.type != "cpu":
+            return causal_attention(query, key, value, scaling, window)
+        before = key.shape[1] - query.shape[1]
+        if before:
+            query = torch.cat([query.new_empty(len(query), before, query.shape[2]), query], dim=1)
+        segment = Stretch(before, key.shape[1], 0, before)
+        return attend_segments(query, key, value, [segment], scaling, window, self._stretch_masks)[:, before:]
 
-        What the rows share is multiplied once for all of them, and its scores join those of their own tokens.
-        """
-        mine = rows[part.rows]
-        count, heads, groups, size = mine.shape
-        common = (part.source, slice(None), slice(0, part.tokens))
-        if part.tokens:
-            together = mine.transpose(0, 1).reshape(heads, count * groups, size)
-            scores = (together @ keys[common].transpose(1, 2)).view(heads, count, groups, -1).transpose(0, 1)
-        outputs, weights = [], []
-        for run in part.runs:
-            local = slice(run.rows.start - part.rows.start, run.rows.stop - part.rows.start)
-            both = _products(keys[run.slots, :, run.columns], mine[local])
-            mask = self._mask(run, window)
-            if mask is not None:
-                both = both.masked_fill(mask, -torch.inf)
-            if part.tokens:
-                both = torch.cat([scores[local], both], dim=-1)
-            shares = both.softmax(-1, dtype=torch.float32).to(mine.dtype)
-            weights.append(shares[..., : part.tokens])
-            outputs.append(shares[..., part.tokens :] @ values[run.slots, :, run.columns])
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if part.tokens:
-            shares = torch.cat(weights).transpose(0, 1).reshape(heads, count * groups, -1)
-            out += (shares @ values[common]).view(heads, count, groups, size).transpose(0, 1)
-        return out
+    def _reader(self, window: int | None) -> "_Reader":
+        """What attends the decoding rows. What a window may hide is not shared."""
+        if window is not None and window > max(s.start for s in self.singles):
+            window = None
+        if window not in self._readers:
+            plan = plan_decoding(self.singles, window, share=window is None)
+            self._readers[window] = _Reader(plan, self.singles, window, self.device)
+        return self._readers[window]
 
-    def _mask(self, run: Run, window: int | None) -> torch.Tensor | None:
-        """[R, 1, 1, columns] bool: which cached positions each decoding token does not see; None where it sees all."""
-        key = (run.rows.start, window)
-        if key not in self._masks:
-            starts = torch.tensor([s.start for s in self.singles[run.rows]])[:, None]
-            columns = torch.arange(run.columns.start, run.columns.stop)[None]
-            hidden = columns > starts
-            if window is not None:
-                hidden |= columns <= starts - window
-            self._masks[key] = hidden[:, None, None].to(self.device) if bool(hidden.any()) else None
-        return self._masks[key]
+
+class _Reader:
+    """Attention of decoding rows by a plan. It works on all slots from the first to the last that decodes, so that
+    what it reads and writes is in one piece; the rows of slots in between are computed in vain."""
+
+    def __init__(self, plan: Plan, singles: Sequence[Segment], window: int | None, device: torch.device) -> None:
+        self.plan = plan
+        self.span = plan.stop - plan.first
+        slots = torch.tensor([s.slot - plan.first for s in singles])
+        self._slots = slots.to(device) if len(singles) < self.span else None
+        starts = torch.zeros(self.span, dtype=torch.int64).index_copy_(
+            0, slots, torch.tensor([s.start for s in singles])
+        )
+        columns = torch.arange(plan.pages * PAGE)[None]
+        hidden = columns > starts[:, None]
+        if window is not None:
+            hidden |= columns <= starts[:, None] - window
+        self._hidden = hidden[:, None, None].to(device)
+        self._groups = [(group, torch.tensor(group.slots, device=device) - plan.first) for group in plan.shared]
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[B, H_kv, G, D] for scaled queries `rows` [B, H_kv, G, D]; keys and values [pages, slots, H_kv, PAGE, D]."""
+        heads, groups, size = rows.shape[1:]
+        first = self.plan.first
+        queries = rows
+        if self._slots is not None:
+            queries = rows.new_zeros(self.span, heads, groups, size).index_copy_(0, self._slots, rows)
+        scores = rows.new_zeros(self.span, heads, groups, self.plan.pages * PAGE, dtype=torch.float32)
+        for block in self.plan.blocks:
+            local = slice(block.first - first, block.stop - first)
+            page = keys[block.page, block.first : block.stop]
+            scores[local, ..., block.page * PAGE : (block.page + 1) * PAGE] = _products(page, queries[local])
+        for group, slots in self._groups:
+            scores[slots, ..., : group.pages * PAGE] = self._shared_scores(group, slots, keys, queries).float()
+        shares = scores.masked_fill_(self._hidden, -torch.inf).softmax(-1).to(rows.dtype)
+        out = rows.new_zeros(self.span, heads, groups, size)
+        for block in self.plan.blocks:
+            local = slice(block.first - first, block.stop - first)
+            part = shares[local, ..., block.page * PAGE : (block.page + 1) * PAGE]
+            out[local] += part @ values[block.page, block.first : block.stop]
+        for group, slots in self._groups:
+            out.index_add_(0, slots, self._shared_values(group, slots, values, shares))
+        return out if self._slots is None else out[self._slots]
+
+    def _shared_scores(
+        self, group: Shared, slots: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, H_kv, G, columns] for the R rows of a group: one product per key head over the pages that they share."""
+        mine = queries[slots]
+        together = mine.transpose(0, 1).flatten(1, 2)
+        common = keys[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
+        return (together @ common.transpose(1, 2)).unflatten(1, mine.shape[::2][:2]).transpose(0, 1)
+
+    def _shared_values(
+        self, group: Shared, slots: torch.Tensor, values: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, H_kv, G, D]: what the R rows of a group take from the pages that they share."""
+        mine = shares[slots, ..., : group.pages * PAGE]
+        common = values[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
+        return (mine.transpose(0, 1).flatten(1, 2) @ common).unflatten(1, mine.shape[::2][:2]).transpose(0, 1)
 
 
 def _products(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:

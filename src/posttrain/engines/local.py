@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.engines.cache import CachedLayout, KeyValueSlab
+from posttrain.engines.cache import CachedLayout, KeyValuePages
 from posttrain.engines.decoder import Decoder, decoder_of
 from posttrain.engines.plan import Segment
 from posttrain.engines.protocol import Completion, EngineCounters, Request
@@ -73,7 +73,7 @@ class LocalEngine:
         self.recipe = recipe
         self.counters = EngineCounters()
         self.capacity = recipe.slots
-        self._slab = KeyValueSlab(recipe.slots)
+        self._cache = KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
         self._decoder: Decoder | None = None
         self._waiting: list[_Sequence] = []
@@ -185,7 +185,7 @@ class LocalEngine:
             budget -= count
             by_slot[sequence.slot] = sequence
             segments.append(Segment(sequence.slot, sequence.computed, count, self._slots[sequence.slot].prefix))
-        layout = CachedLayout(self._slab, segments, self.policy.device)
+        layout = CachedLayout(self._cache, segments, self.policy.device)
         return layout, [(by_slot[segment.slot], segment) for segment in layout.segments]
 
     def _admit(self) -> None:
@@ -212,7 +212,7 @@ class LocalEngine:
     def _start(self, sequence: _Sequence, placement: Placement) -> None:
         """Let `sequence` run in the slot of `placement`."""
         if placement.source != placement.slot:
-            self._slab.copy_prefix(placement.source, placement.slot, placement.shared)
+            self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
         self._slots.take(placement, sequence.tokens[: sequence.prompt], self._clock)
         sequence.slot, sequence.computed = placement.slot, placement.shared
         self.counters.reused += placement.shared

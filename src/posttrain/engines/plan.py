@@ -1,12 +1,14 @@
-"""How the decoding sequences of a pass are attended: in runs of neighbouring slots, shared beginnings apart."""
+"""How the decoding sequences of a pass read the cache: page by page, neighbouring slots together, shared pages once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WASTE = 192
-"""Cached tokens that a run may read in vain for another row, about what starting another run costs."""
-WORTH_SHARING = 1024
-"""Cached tokens that must be read less for a shared beginning to be attended apart."""
+PAGE = 128
+"""Tokens of a page. Every row of a product over a page takes all of it, so half of the last one is read in vain."""
+GAP = 8
+"""Slots between two that need a page, up to which it costs less to read theirs too than to start another product."""
+WORTH_SHARING = 512
+"""Cached tokens that must be read less for shared pages to be attended apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,78 +26,68 @@ class Segment:
     start: int
     count: int
     prefix: Prefix | None = None
-    """What the sequence has in common with others; shorter than `start`."""
+    """What the sequence has in common with others; not longer than `start`."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """Decoding rows whose sequences stand in neighbouring slots, and the cached columns that they read."""
+class Block:
+    """One page of neighbouring slots, first .. stop - 1."""
 
-    rows: slice
-    slots: slice
-    columns: slice
+    page: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
-class Part:
-    """Decoding rows that are attended together. Their first `tokens` columns, if any, are those of slot `source`; the
-    runs read what comes after."""
+class Shared:
+    """Slots whose first `pages` pages hold the same tokens; those of the first slot are read for all."""
 
-    rows: slice
-    source: int
-    tokens: int
-    runs: list[Run]
+    slots: list[int]
+    pages: int
 
 
-def plan_decoding(singles: Sequence[Segment], share: bool) -> tuple[list[Segment], list[Part]]:
-    """The segments (of one token each) in the order of the rows, and the parts that attend them, in that order."""
-    groups: dict[Prefix | None, list[Segment]] = {}
+@dataclass(frozen=True)
+class Plan:
+    """What decoding reads: `shared` pages and `blocks` of own ones, in slots first .. stop - 1 and `pages` pages."""
+
+    first: int
+    stop: int
+    pages: int
+    blocks: list[Block]
+    shared: list[Shared]
+
+
+def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -> Plan:
+    """The plan for segments of one token each, sorted by slot; with a `window`, pages before it are left out."""
+    shared = _shared(singles) if share else []
+    skipped = {slot: group.pages for group in shared for slot in group.slots}
+    pages = max(s.start for s in singles) // PAGE + 1
+    blocks = []
+    for page in range(pages):
+        needing = [
+            s.slot
+            for s in singles
+            if skipped.get(s.slot, 0) <= page <= s.start // PAGE
+            and (window is None or (page + 1) * PAGE > s.start + 1 - window)
+        ]
+        blocks += _blocks(page, needing)
+    return Plan(singles[0].slot, singles[-1].slot + 1, pages, blocks, shared)
+
+
+def _shared(singles: Sequence[Segment]) -> list[Shared]:
+    groups: dict[Prefix, list[int]] = {}
     for segment in singles:
-        groups.setdefault(segment.prefix if share else None, []).append(segment)
-    alone = groups.pop(None, [])
-    ordered: list[Segment] = []
-    parts: list[Part] = []
+        if segment.prefix is not None:
+            groups.setdefault(segment.prefix, []).append(segment.slot)
+    found = [Shared(slots, prefix.tokens // PAGE) for prefix, slots in groups.items()]
+    return [group for group in found if (len(group.slots) - 1) * group.pages * PAGE >= WORTH_SHARING]
 
-    def add(group: Sequence[Segment], tokens: int) -> None:
-        rows = slice(len(ordered), len(ordered) + len(group))
-        parts.append(Part(rows, group[0].slot, tokens, _runs(group, rows.start, tokens)))
-        ordered.extend(sorted(group, key=_slot))
 
-    for prefix, group in groups.items():
-        assert prefix is not None
-        if (len(group) - 1) * prefix.tokens >= WORTH_SHARING:
-            add(group, prefix.tokens)
+def _blocks(page: int, slots: Sequence[int]) -> list[Block]:
+    blocks: list[Block] = []
+    for slot in slots:
+        if blocks and slot - blocks[-1].stop <= GAP:
+            blocks[-1] = Block(page, blocks[-1].first, slot + 1)
         else:
-            alone += group
-    if alone:
-        add(alone, 0)
-    return ordered, parts
-
-
-def _runs(segments: Sequence[Segment], first_row: int, first_column: int) -> list[Run]:
-    """Runs of neighbouring slots; a run ends where one more row would make it read too much in vain."""
-    runs: list[Run] = []
-    begin, longest = 0, 0
-    ordered = sorted(segments, key=_slot)
-
-    def close(end: int) -> None:
-        rows = slice(first_row + begin, first_row + end)
-        slots = slice(ordered[begin].slot, ordered[end - 1].slot + 1)
-        runs.append(Run(rows, slots, slice(first_column, first_column + longest)))
-
-    for place, segment in enumerate(ordered):
-        length = segment.start + 1 - first_column
-        if place > begin:
-            count = place - begin
-            wasted = max(length - longest, 0) * count + max(longest - length, 0)
-            if segment.slot != ordered[place - 1].slot + 1 or wasted > WASTE:
-                close(place)
-                begin, longest = place, 0
-        longest = max(longest, length)
-    if ordered:
-        close(len(ordered))
-    return runs
-
-
-def _slot(segment: Segment) -> int:
-    return segment.slot
+            blocks.append(Block(page, slot, slot + 1))
+    return blocks
