@@ -5,13 +5,13 @@ to the steps that use them, and none is read from a cache.
 """
 
 from harness.data import preference_rows
-from learners.compare import compare, finish, options
+from learners.compare import Size, compare, finish, options
 from learners.job import OURS, TRL_DEFAULT, tuned
 
 
 def main() -> None:
     """Run the sides in turn and print the table."""
-    chosen = options(__doc__, rows=8)
+    chosen = options(__doc__, {"qwen3": Size(8, 2, 8, 2), "smollm2": Size(4, 1, 1, 2)})
     sides = [
         *OURS,
         TRL_DEFAULT,

@@ -4,13 +4,13 @@ Both sides minimise the Bradley-Terry loss; the two answers of a pair have one p
 """
 
 from harness.data import preference_rows
-from learners.compare import compare, finish, options
+from learners.compare import Size, compare, finish, options
 from learners.job import OURS, TRL_DEFAULT, tuned
 
 
 def main() -> None:
     """Run the sides in turn and print the table."""
-    chosen = options(__doc__, rows=8)
+    chosen = options(__doc__, {"qwen3": Size(8, 2, 8, 3), "smollm2": Size(4, 1, 1, 2)})
     sides = [
         *OURS,
         TRL_DEFAULT,

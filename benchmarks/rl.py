@@ -6,13 +6,13 @@ coefficient 0.05), GRPO has none, as TRL has it by default.
 """
 
 from harness.data import prompt_rows
-from learners.compare import compare, finish, options
+from learners.compare import Size, compare, finish, options
 from learners.job import OURS, TRL_DEFAULT, Stage, tuned
 
 
 def main() -> None:
     """Run the sides of both algorithms in turn and print one table."""
-    chosen = options(__doc__, rows=16, group=4)
+    chosen = options(__doc__, {"qwen3": Size(16, 1, 2, 2), "smollm2": Size(8, 1, 1, 1)}, group=4)
     sides = [*OURS, TRL_DEFAULT, tuned("tuned", "mixed"), tuned("tuned float32", "float32")]
     rows, notes = [], []
     stages: tuple[Stage, ...] = ("rloo", "grpo")

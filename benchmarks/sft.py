@@ -4,13 +4,13 @@ Rows are prompts and answers of lognormal length (mean 172 tokens); the loss is 
 """
 
 from harness.data import ROWS, chat_rows
-from learners.compare import compare, finish, options
+from learners.compare import Size, compare, finish, options
 from learners.job import LONGEST, OURS, TRL_DEFAULT, tuned
 
 
 def main() -> None:
     """Run the sides in turn and print the table."""
-    chosen = options(__doc__, rows=8)
+    chosen = options(__doc__, {"qwen3": Size(8, 2, 8, 3), "smollm2": Size(8, 1, 1, 2)})
     mean = ROWS.median * 1.22
     packed = {"packing": True, "per_device_train_batch_size": max(1, round(chosen.rows * mean / LONGEST))}
     sides = [

@@ -3,6 +3,7 @@
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,30 +13,43 @@ from harness.models import MODELS, model_directory
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
-from learners.job import WEIGHTS, Job, Side, Stage
-
-SHORT = {"qwen3": (2, 8, 3), "smollm2": (1, 2, 2)}
-"""Model -> warm-up steps, measured steps and rounds at the default settings."""
+from learners.job import KL, WEIGHTS, Job, Side, Stage
 
 
-def options(description: str | None, rows: int, group: int = 1) -> argparse.Namespace:
-    """The command line of a script; `rows` and `group` are its defaults."""
+@dataclass(frozen=True)
+class Size:
+    """How much a script does by default; on two quiet cores about four minutes for `qwen3` and eight for `smollm2`."""
+
+    rows: int
+    """Rows, pairs or answers of an optimizer step."""
+    warmup: int
+    steps: int
+    rounds: int
+
+
+def options(description: str | None, sizes: dict[str, Size], group: int = 1) -> argparse.Namespace:
+    """The command line of a script; `sizes` (by model) and `group` are its defaults."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
     parser.add_argument("--steps", type=int, help="optimizer steps that are measured in a round")
     parser.add_argument("--rounds", type=int, help="times that every side runs")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
-    parser.add_argument("--rows", type=int, default=rows, help="rows, pairs or answers of an optimizer step")
+    parser.add_argument("--rows", type=int, help="rows, pairs or answers of an optimizer step")
     if group > 1:
         parser.add_argument("--group", type=int, default=group, help="answers to one prompt")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
-    _, steps, rounds = SHORT[chosen.model]
-    chosen.steps, chosen.rounds = chosen.steps or steps, chosen.rounds or rounds
+    for name, default in asdict(sizes[chosen.model]).items():
+        if getattr(chosen, name, None) is None:
+            setattr(chosen, name, default)
     chosen.group = getattr(chosen, "group", 1)
     # TRL takes rows in micro-batches of 8, whole groups among them.
-    if chosen.rows % min(8, chosen.rows) or chosen.rows % chosen.group or chosen.steps < 1 or chosen.rounds < 1:
+    if (
+        min(chosen.rows, chosen.steps, chosen.rounds) < 1
+        or chosen.rows % min(8, chosen.rows)
+        or chosen.rows % chosen.group
+    ):
         parser.error(
             "--rows is at most 8 or a multiple of 8, and a multiple of --group; --steps and --rounds are 1 or more"
         )
@@ -57,54 +71,69 @@ def compare(
         sides = [side for side in sides if any(word in side.name for word in words)]
         if not sides:
             raise SystemExit(f"--sides: no side is called {chosen.sides}")
-    warmup = SHORT[chosen.model][0]
     model = model_directory(chosen.model)
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         # Two more for the held-out episodes of an RL run. A group shares its prompt.
-        count = (warmup + chosen.steps) * chosen.rows // chosen.group + (2 if chosen.group > 1 else 0)
+        count = (chosen.warmup + chosen.steps) * chosen.rows // chosen.group + (2 if chosen.group > 1 else 0)
         rows = write_rows(make_rows(AutoTokenizer.from_pretrained(model), count), Path(place) / "rows.jsonl")
 
         def run(side: Side, number: int) -> dict[str, Any]:
             job = Job(
-                stage, str(model), str(rows), warmup, chosen.steps, chosen.rows, chosen.group, number, side.settings
+                stage,
+                str(model),
+                str(rows),
+                chosen.warmup,
+                chosen.steps,
+                chosen.rows,
+                chosen.group,
+                number,
+                side.settings,
             )
             return run_side(f"learners.{side.system}_side", job.as_json(), chosen.threads)
 
         found = in_turn({side.name: partial(run, side) for side in sides}, chosen.rounds)
     return _table(stage, sides, found, unit), [
-        f"{chosen.model}, {chosen.rows} {unit} an optimizer step, {warmup} steps of warm-up and {chosen.steps} measured, "
+        f"{chosen.model}, {chosen.rows} {unit} an optimizer step, {chosen.warmup} steps of warm-up and {chosen.steps} measured, "
         f"medians of {chosen.rounds} rounds in turn, {chosen.threads} threads; tokens are real ones, without padding",
-        *_verdict(sides, found, unit),
+        *_verdict(stage, sides, found),
     ]
 
 
-def _speeds(outcomes: Sequence[dict[str, Any]], amount: str = "rows") -> list[float]:
+def _measure(stage: Stage) -> str:
+    """What sides are compared by: in RL answers a second, since tokens also count prompts, which differ in order."""
+    return "rows" if stage in KL else "tokens"
+
+
+def _speeds(outcomes: Sequence[dict[str, Any]], amount: str) -> list[float]:
+    """`amount` (rows or tokens) a second in each round."""
     return [outcome[amount] / outcome["seconds"] for outcome in outcomes]
 
 
-def _best(sides: Sequence[Side], found: dict[str, list[dict[str, Any]]], precision: str | None = None) -> Side | None:
-    """The fastest side of TRL, in tokens a second."""
+def _best(
+    stage: Stage, sides: Sequence[Side], found: dict[str, list[dict[str, Any]]], precision: str | None = None
+) -> Side | None:
+    """The fastest side of TRL."""
     theirs = [side for side in sides if side.system == "trl" and precision in (None, side.precision)]
-    return max(theirs, key=lambda side: middle(_speeds(found[side.name], "tokens")), default=None)
+    return max(theirs, key=lambda side: middle(_speeds(found[side.name], _measure(stage))), default=None)
 
 
 def _table(
     stage: str, sides: Sequence[Side], found: dict[str, list[dict[str, Any]]], unit: str
 ) -> list[dict[str, Any]]:
     default = next((side for side in sides if side.default), None)
-    best = _best(sides, found)
+    best = _best(stage, sides, found)
     rows = []
     for side in sides:
         outcomes = found[side.name]
-        speeds = _speeds(outcomes, "tokens")
+        speeds = _speeds(outcomes, _measure(stage))
         row: dict[str, Any] = {
             "stage": stage,
             "side": side.name,
             "weights and arithmetic": WEIGHTS.get(outcomes[0]["dtype"], side.about),
-            "tokens/s": middle(speeds),
-            f"{unit}/s": middle(_speeds(outcomes)),
-            "x TRL defaults": ratio(speeds, _speeds(found[default.name], "tokens")) if default else None,
-            "x TRL best": ratio(speeds, _speeds(found[best.name], "tokens")) if best else None,
+            "tokens/s": middle(_speeds(outcomes, "tokens")),
+            f"{unit}/s": middle(_speeds(outcomes, "rows")),
+            "x TRL defaults": ratio(speeds, _speeds(found[default.name], _measure(stage))) if default else None,
+            "x TRL best": ratio(speeds, _speeds(found[best.name], _measure(stage))) if best else None,
             "peak GB": middle([outcome["peak_memory"] / 1e9 for outcome in outcomes]),
             f"tokens/{unit.removesuffix('s')}": middle([outcome["tokens"] / outcome["rows"] for outcome in outcomes]),
         }
@@ -113,21 +142,21 @@ def _table(
     return rows
 
 
-def _verdict(sides: Sequence[Side], found: dict[str, list[dict[str, Any]]], unit: str) -> list[str]:
+def _verdict(stage: Stage, sides: Sequence[Side], found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """What the ratios are between like and like."""
     lines = []
-    best = _best(sides, found)
+    best = _best(stage, sides, found)
     if best is not None:
         lines.append(
             f"TRL is fastest as `{best.name}`: {', '.join(f'{k}={v}' for k, v in best.settings.items()) or '-'}"
         )
-    plain = _best(sides, found, "float32")
+    plain = _best(stage, sides, found, "float32")
     ours = next((side for side in sides if side.system == "posttrain" and side.precision == "float32"), None)
     if plain is not None and ours is not None:
-        times = ratio(*(_speeds(found[side.name], "tokens") for side in (ours, plain)))
+        times = ratio(*(_speeds(found[side.name], _measure(stage)) for side in (ours, plain)))
         lines.append(f"float32 against float32: {ours.name} is {times:.2f} times as fast as {plain.name}")
-    spreads = [max(speeds) / min(speeds) for speeds in map(_speeds, found.values())]
-    return [*lines, f"between rounds, {unit}/s of a side differ by a factor of {max(spreads):.2f} at most"]
+    spreads = [max(speeds) / min(speeds) for speeds in (_speeds(each, _measure(stage)) for each in found.values())]
+    return [*lines, f"between rounds, the speeds of a side differ by a factor of {max(spreads):.2f} at most"]
 
 
 def finish(title: str, chosen: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:

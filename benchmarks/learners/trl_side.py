@@ -14,6 +14,7 @@ from harness.data import answer_lengths
 
 from learners.job import KL, LEARNING_RATES, LONGEST_ANSWER, Job, read_job
 from learners.recording import Recorder
+from posttrain.recipe.rollout import SeedRange
 from posttrain.seeds import random_stream
 
 PER_DEVICE = 8
@@ -47,6 +48,7 @@ def _trainer(job: Job, place: str) -> Any:
         "learning_rate": LEARNING_RATES[job.stage],
         "lr_scheduler_type": "constant",
         "max_steps": job.warmup + job.steps,
+        "train_sampling_strategy": "sequential",
         "save_strategy": "no",
         "logging_steps": 1,
         "disable_tqdm": True,
@@ -59,8 +61,9 @@ def _trainer(job: Job, place: str) -> Any:
         from learners.reward_rule import of_completions
 
         settings |= {"num_generations": job.group, "max_completion_length": LONGEST_ANSWER, "beta": KL[job.stage]}
+        settings["shuffle_dataset"] = False
         rest["reward_funcs"] = of_completions
-    rows = [json.loads(line) for line in Path(job.rows).read_text().splitlines()]
+    rows = _in_our_order([json.loads(line) for line in Path(job.rows).read_text().splitlines()], job)
     grouped = job.settings.get("train_sampling_strategy") == "group_by_length"
     if grouped and job.stage != "sft":
         # Pairs can only be grouped by a column of lengths, which must be kept from being removed as unused.
@@ -72,6 +75,18 @@ def _trainer(job: Job, place: str) -> Any:
     if grouped:
         _mix_batches(trainer, job)
     return trainer
+
+
+def _in_our_order(rows: list[dict[str, Any]], job: Job) -> list[dict[str, Any]]:
+    """The rows in the random order in which posttrain takes them, so that a step is the same rows on both sides."""
+    from posttrain.training.collect import TaskOrder
+    from posttrain.training.rows import EpochRows
+
+    if job.stage in KL:
+        groups = (job.warmup + job.steps) * (job.rows_per_step // job.group)
+        return [rows[i] for i in TaskOrder(SeedRange(start=0, count=groups), job.seed).take(groups)]
+    order: Any = EpochRows([rows], [1.0], job.rows_per_step, job.seed)  # type: ignore[list-item]
+    return [row for step in range(order.updates_per_epoch) for row in order.batch(step)]
 
 
 def _longer_answer(row: dict[str, Any]) -> int:

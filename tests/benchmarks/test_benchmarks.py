@@ -49,14 +49,17 @@ def check(rows: list[dict], unit: str) -> None:
     default = next(row for row in rows if row["side"] == "TRL defaults")
     assert default["x TRL defaults"] == 1
     assert max(row["x TRL best"] for row in rows if row["side"].startswith("TRL")) == 1
+    compared = "answers/s" if unit == "answers" else "tokens/s"
     for row in rows:
-        assert row["x TRL defaults"] == pytest.approx(row["tokens/s"] / default["tokens/s"])
+        assert row["x TRL defaults"] == pytest.approx(row[compared] / default[compared])
 
 
 def test_supervised_fine_tuning_against_trl(tmp_path):
     table = run("sft", tmp_path, "--rows", "4", "--sides", ONE_OF_EACH)
     check(table["rows"], "rows")
     assert [row["side"] for row in table["rows"]] == ["posttrain float32", "TRL defaults"]
+    # TRL counts the line break after the end token, posttrain does not.
+    assert table["rows"][0]["tokens/row"] == pytest.approx(table["rows"][1]["tokens/row"], abs=1.5)
     for row in table["rows"]:
         # A random model is as good as a guess among its 4096 tokens, on the same tokens of both sides.
         assert row["loss"] == pytest.approx(math.log(4096), rel=0.02)
@@ -83,9 +86,7 @@ def test_every_side_of_every_script(script, unit, stages, tmp_path):
             # With equal rewards at the start, every pair costs ln 2.
             assert all(row["loss"] == pytest.approx(math.log(2), rel=0.02) for row in rows)
         if stage in ("rloo", "grpo"):
-            # Prompts come in another order on each side; answers are equally long.
-            lengths = [row["tokens/answer"] for row in rows]
-            assert max(lengths) / min(lengths) < 1.35
+            assert len({row["tokens/answer"] for row in rows}) == 1
 
 
 def test_sides_take_turns_and_warm_up(harness):
