@@ -64,6 +64,13 @@ class KeyValuePages:
             for rows in store.values():
                 rows[:pages, target] = rows[:pages, source]
 
+    def swap(self, one: int, other: int, tokens: int) -> None:
+        """Exchange the pages with the first `tokens` tokens of two slots."""
+        pages = -(-tokens // PAGE)
+        for store in (self.keys, self.values):
+            for rows in store.values():
+                rows[:pages, [one, other]] = rows[:pages, [other, one]]
+
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         # Zeros, since what a mask hides is still multiplied, and must be finite.
         return like.new_zeros(self.pages, self.slots, heads, PAGE, like.shape[-1])

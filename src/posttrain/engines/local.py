@@ -140,6 +140,7 @@ class LocalEngine:
         self._clock += 1
         self._drop_cancelled()
         self._admit()
+        self._close_gaps()
         layout, ordered = self._schedule()
         spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
         ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
@@ -218,6 +219,14 @@ class LocalEngine:
         self.counters.reused += placement.shared
         self.counters.prefilled += sequence.prompt - placement.shared
         self._running.append(sequence)
+
+    def _close_gaps(self) -> None:
+        """Move what runs to the first slots: sequences that decode together are read together."""
+        by_slot = {sequence.slot: sequence for sequence in self._running}
+        for free, busy in self._slots.gaps():
+            self._cache.swap(free, busy, max(len(self._slots[free].held), by_slot[busy].computed))
+            self._slots.swap(free, busy)
+            by_slot[busy].slot = free
 
     def _stop_reason(self, sequence: _Sequence) -> StopReason | None:
         answer = sequence.answer

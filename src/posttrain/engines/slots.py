@@ -1,5 +1,6 @@
 """Which tokens the rows of the cache hold, who uses them, and where a new prompt has least left to compute."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +82,16 @@ class Slots:
         """Free the slot but remember what it holds, for the episode's next turn or a neighbour's prompt."""
         slot = self.slots[index]
         slot.held, slot.busy, slot.last_used = held, False, clock
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Pairs (free, busy) of slots to exchange so that the busy ones are the first."""
+        busy = [i for i, slot in enumerate(self.slots) if slot.busy]
+        free = [i for i in range(len(busy)) if not self.slots[i].busy]
+        return zip(free, reversed(busy), strict=False)
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange what two slots hold and who uses them."""
+        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
 
     def _common(self, source: Slot, shared: int) -> Prefix | None:
         """The mark of what a slot now has in common with `source`."""
