@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.engines.plan import PAGE, Plan, Segment, Shared, plan_decoding
+from posttrain.engines.plan import PAGE, Segment
+from posttrain.engines.reading import Reader, reader_of
 from posttrain.models.attention import causal_attention
 from posttrain.models.attention_cpu import Masks, attend_segments
 from posttrain.models.attention_cpu import Segment as Stretch
@@ -90,7 +91,7 @@ class CachedLayout:
         self.longer = [s for s in segments if s.count > 1]
         cache.reserve(max(s.start + s.count for s in segments))
         self._places: dict[int, torch.Tensor] = {}
-        self._readers: dict[int | None, _Reader] = {}
+        self._readers: dict[int | None, Reader] = {}
         self._stretch_masks = Masks()
 
     @property
@@ -129,8 +130,8 @@ class CachedLayout:
         outputs = []
         if offset:
             # The query heads that share a key head become rows of one small matrix, so nothing is repeated.
-            rows = query[:offset].unflatten(1, (heads, -1)) * scaling
-            outputs.append(self._reader(window)(keys, values, rows).flatten(1, 2))
+            rows = query[:offset].unflatten(1, (heads, -1))
+            outputs.append(self._reader(window, rows)(keys, values, rows, scaling).flatten(1, 2))
         for segment in self.longer:
             span = slice(offset, offset + segment.count)
             offset = span.stop
@@ -153,83 +154,10 @@ class CachedLayout:
         segment = Stretch(before, key.shape[1], 0, before)
         return attend_segments(query, key, value, [segment], scaling, window, self._stretch_masks)[:, before:]
 
-    def _reader(self, window: int | None) -> "_Reader":
+    def _reader(self, window: int | None, rows: torch.Tensor) -> Reader:
         """What attends the decoding rows. What a window may hide is not shared."""
         if window is not None and window > max(s.start for s in self.singles):
             window = None
         if window not in self._readers:
-            plan = plan_decoding(self.singles, window, share=window is None)
-            self._readers[window] = _Reader(plan, self.singles, window, self.device)
+            self._readers[window] = reader_of(self.singles, window, rows)
         return self._readers[window]
-
-
-class _Reader:
-    """Attention of decoding rows by a plan. It works on all slots from the first to the last that decodes, so that
-    what it reads and writes is in one piece; the rows of slots in between are computed in vain."""
-
-    def __init__(self, plan: Plan, singles: Sequence[Segment], window: int | None, device: torch.device) -> None:
-        self.plan = plan
-        self.span = plan.stop - plan.first
-        slots = torch.tensor([s.slot - plan.first for s in singles])
-        self._slots = slots.to(device) if len(singles) < self.span else None
-        starts = torch.zeros(self.span, dtype=torch.int64).index_copy_(
-            0, slots, torch.tensor([s.start for s in singles])
-        )
-        columns = torch.arange(plan.pages * PAGE)[None]
-        hidden = columns > starts[:, None]
-        if window is not None:
-            hidden |= columns <= starts[:, None] - window
-        self._hidden = hidden[:, None, None].to(device)
-        self._groups = [(group, torch.tensor(group.slots, device=device) - plan.first) for group in plan.shared]
-
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[B, H_kv, G, D] for scaled queries `rows` [B, H_kv, G, D]; keys and values [pages, slots, H_kv, PAGE, D]."""
-        heads, groups, size = rows.shape[1:]
-        first = self.plan.first
-        queries = rows
-        if self._slots is not None:
-            queries = rows.new_zeros(self.span, heads, groups, size).index_copy_(0, self._slots, rows)
-        scores = rows.new_zeros(self.span, heads, groups, self.plan.pages * PAGE, dtype=torch.float32)
-        for block in self.plan.blocks:
-            local = slice(block.first - first, block.stop - first)
-            page = keys[block.page, block.first : block.stop]
-            scores[local, ..., block.page * PAGE : (block.page + 1) * PAGE] = _products(page, queries[local])
-        for group, slots in self._groups:
-            scores[slots, ..., : group.pages * PAGE] = self._shared_scores(group, slots, keys, queries).float()
-        shares = scores.masked_fill_(self._hidden, -torch.inf).softmax(-1).to(rows.dtype)
-        out = rows.new_zeros(self.span, heads, groups, size)
-        for block in self.plan.blocks:
-            local = slice(block.first - first, block.stop - first)
-            part = shares[local, ..., block.page * PAGE : (block.page + 1) * PAGE]
-            out[local] += part @ values[block.page, block.first : block.stop]
-        for group, slots in self._groups:
-            out.index_add_(0, slots, self._shared_values(group, slots, values, shares))
-        return out if self._slots is None else out[self._slots]
-
-    def _shared_scores(
-        self, group: Shared, slots: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor
-    ) -> torch.Tensor:
-        """[R, H_kv, G, columns] for the R rows of a group: one product per key head over the pages that they share."""
-        mine = queries[slots]
-        together = mine.transpose(0, 1).flatten(1, 2)
-        common = keys[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
-        return (together @ common.transpose(1, 2)).unflatten(1, mine.shape[::2][:2]).transpose(0, 1)
-
-    def _shared_values(
-        self, group: Shared, slots: torch.Tensor, values: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
-        """[R, H_kv, G, D]: what the R rows of a group take from the pages that they share."""
-        mine = shares[slots, ..., : group.pages * PAGE]
-        common = values[: group.pages, group.slots[0]].transpose(0, 1).flatten(1, 2)
-        return (mine.transpose(0, 1).flatten(1, 2) @ common).unflatten(1, mine.shape[::2][:2]).transpose(0, 1)
-
-
-def _products(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Scores [R, H_kv, G, L] of `queries` [R, H_kv, G, D] with `keys` [R, H_kv, L, D].
-
-    In bfloat16 a processor multiplies the large matrix by the small one much faster than the other way round, where
-    it would first lay out the large one anew.
-    """
-    if keys.dtype == torch.bfloat16:
-        return (keys @ queries.transpose(2, 3)).transpose(2, 3)
-    return queries @ keys.transpose(2, 3)

@@ -59,7 +59,7 @@ class Plan:
 
 def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -> Plan:
     """The plan for segments of one token each, sorted by slot; with a `window`, pages before it are left out."""
-    shared = _shared(singles) if share else []
+    shared = shared_pages(singles) if share else []
     skipped = {slot: group.pages for group in shared for slot in group.slots}
     pages = max(s.start for s in singles) // PAGE + 1
     blocks = []
@@ -74,7 +74,8 @@ def plan_decoding(singles: Sequence[Segment], window: int | None, share: bool) -
     return Plan(singles[0].slot, singles[-1].slot + 1, pages, blocks, shared)
 
 
-def _shared(singles: Sequence[Segment]) -> list[Shared]:
+def shared_pages(singles: Sequence[Segment]) -> list[Shared]:
+    """Groups of slots that hold the same first pages, where it pays to read those once."""
     groups: dict[Prefix, list[int]] = {}
     for segment in singles:
         if segment.prefix is not None:

@@ -1,0 +1,174 @@
+// Attention of decoding sequences over a paged key/value cache, one (sequence, key head) pair at a time.
+//
+// Built for one shape: TYPE_BF16 (0 or 1), HEAD (numbers of a head), GROUPS (query heads of a key head) and PAGE
+// (tokens of a page) are macros, so that the loops over them unroll. Everything is computed in float32.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+constexpr int LANES = 16;
+constexpr int PARTS = HEAD / LANES;  // even: HEAD is a multiple of 32
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+static inline floats load(const float* from) {
+    floats x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// Reads and writes 2 x LANES numbers of a head. Those in bfloat16 come apart into the even and the odd ones, which are
+// the lower and upper halves of 32-bit words: a float32 is a bfloat16 with 16 more bits.
+#if TYPE_BF16
+typedef uint16_t number;
+static inline void load(const number* from, floats* to) {
+    words pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    to[0] = (floats)(pairs << 16);
+    to[1] = (floats)(pairs & 0xffff0000u);
+}
+static inline words rounded(floats x) {  // to nearest, ties to even
+    words bits = (words)x;
+    return bits + 0x7fff + ((bits >> 16) & 1);
+}
+static inline void store(number* to, const floats* x) {
+    words pairs = (rounded(x[0]) >> 16) | (rounded(x[1]) & 0xffff0000u);
+    std::memcpy(to, &pairs, sizeof pairs);
+}
+#else
+typedef float number;
+static inline void load(const number* from, floats* to) {
+    to[0] = load(from);
+    to[1] = load(from + LANES);
+}
+static inline void store(number* to, const floats* x) { std::memcpy(to, x, 2 * sizeof *x); }
+#endif
+
+// The sums of the lanes of 16 vectors, as one vector: pairs are halved and interleaved four times over.
+static inline floats sums(floats* x) {
+#define HALVE(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
+    for (int i = 0; i < 8; i++)
+        x[i] = HALVE(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               HALVE(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        x[i] = HALVE(x[i], x[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               HALVE(x[i], x[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        x[i] = HALVE(x[i], x[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               HALVE(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return HALVE(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           HALVE(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+// e^x for x <= 0 to about 1e-7: 2^n times a polynomial of the rest.
+static inline floats exponential(floats x) {
+    x = x < -87.0f ? floats{} - 87.0f : x;
+    // Truncation rounds to nearest after 0.5 is taken away, since x is negative.
+    ints whole = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
+    floats n = __builtin_convertvector(whole, floats);
+    floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (floats)((whole + 127) << 23);
+}
+
+struct Row {
+    int64_t slot;    // of the sequence
+    int64_t source;  // slot whose first pages are read in place of the sequence's own
+    int64_t shared;  // how many pages those are
+    int64_t first;   // first token that is seen
+    int64_t stop;    // one past the last
+};
+
+// queries and out [count, heads, GROUPS, HEAD]; keys and values [pages, slots, heads, PAGE, HEAD].
+extern "C" void attend(const number* queries, const number* keys, const number* values, number* out, const Row* rows,
+                       int64_t count, int64_t heads, int64_t slots, float scaling, int threads) {
+    int64_t width = 0;
+    for (int64_t i = 0; i < count; i++) width = rows[i].stop > width ? rows[i].stop : width;
+    width = (width + LANES - 1) / LANES * LANES;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> scores(GROUPS * width);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < count * heads; item++) {
+            const Row row = rows[item / heads];
+            const int64_t head = item % heads, begin = row.first / LANES * LANES;
+            // Tokens of a page, PAGE x HEAD numbers, of which the kernel reads LANES at a time.
+            auto place = [&](const number* from, int64_t token) {
+                const int64_t page = token / PAGE, slot = page < row.shared ? row.source : row.slot;
+                return from + (((page * slots + slot) * heads + head) * PAGE + token % PAGE) * HEAD;
+            };
+            floats query[GROUPS][PARTS];
+            for (int g = 0; g < GROUPS; g++)
+                for (int d = 0; d < PARTS; d += 2) load(queries + (item * GROUPS + g) * HEAD + d * LANES, query[g] + d);
+            for (int64_t token = begin; token < row.stop; token += LANES) {
+                const number* key = place(keys, token);
+                floats products[GROUPS][LANES];
+                for (int t = 0; t < LANES; t++) {
+                    floats wide[PARTS];
+#pragma GCC unroll 16
+                    for (int d = 0; d < PARTS; d += 2) load(key + t * HEAD + d * LANES, wide + d);
+#pragma GCC unroll 8
+                    for (int g = 0; g < GROUPS; g++) {
+                        floats sum = query[g][0] * wide[0];
+#pragma GCC unroll 16
+                        for (int d = 1; d < PARTS; d++) sum += query[g][d] * wide[d];
+                        products[g][t] = sum;
+                    }
+                }
+                for (int g = 0; g < GROUPS; g++) {
+                    const floats mine = sums(products[g]) * scaling;
+                    std::memcpy(scores.data() + g * width + token, &mine, sizeof mine);
+                }
+            }
+            float total[GROUPS];
+            for (int g = 0; g < GROUPS; g++) {
+                float* mine = scores.data() + g * width;
+                for (int64_t t = begin; t < row.first; t++) mine[t] = -INFINITY;
+                for (int64_t t = row.stop; t % LANES; t++) mine[t] = -INFINITY;
+                floats largest = floats{} - INFINITY, all = floats{};
+                for (int64_t t = begin; t < row.stop; t += LANES) {
+                    floats x = load(mine + t);
+                    largest = x > largest ? x : largest;
+                }
+                float top = largest[0];
+                for (int lane = 1; lane < LANES; lane++) top = largest[lane] > top ? largest[lane] : top;
+                for (int64_t t = begin; t < row.stop; t += LANES) {
+                    floats x = exponential(load(mine + t) - top);
+                    std::memcpy(mine + t, &x, sizeof x);
+                    all += x;
+                }
+                total[g] = 0;
+                for (int lane = 0; lane < LANES; lane++) total[g] += all[lane];
+            }
+            floats sum[GROUPS][PARTS];
+            for (int g = 0; g < GROUPS; g++)
+                for (int d = 0; d < PARTS; d++) sum[g][d] = floats{};
+            for (int64_t token = row.first; token < row.stop;) {
+                const int64_t end = (token / PAGE + 1) * PAGE < row.stop ? (token / PAGE + 1) * PAGE : row.stop;
+                for (const number* value = place(values, token); token < end; token++, value += HEAD) {
+                    floats wide[PARTS];
+#pragma GCC unroll 16
+                    for (int d = 0; d < PARTS; d += 2) load(value + d * LANES, wide + d);
+#pragma GCC unroll 8
+                    for (int g = 0; g < GROUPS; g++) {
+                        const float share = scores[g * width + token];
+#pragma GCC unroll 16
+                        for (int d = 0; d < PARTS; d++) sum[g][d] += share * wide[d];
+                    }
+                }
+            }
+            for (int g = 0; g < GROUPS; g++)
+                for (int d = 0; d < PARTS; d += 2) {
+                    const floats mine[2] = {sum[g][d] * (1.0f / total[g]), sum[g][d + 1] * (1.0f / total[g])};
+                    store(out + (item * GROUPS + g) * HEAD + d * LANES, mine);
+                }
+        }
+    }
+}
