@@ -79,12 +79,14 @@ class TorchReader:
             scores[slots, ..., : group.pages * PAGE] = self._shared_scores(group, slots, keys, queries).float()
         shares = scores.masked_fill_(self._hidden, -torch.inf).softmax(-1).to(rows.dtype)
         out = rows.new_zeros(self.span, heads, groups, size)
+        for group, slots in self._groups:
+            out.index_add_(0, slots, self._shared_values(group, slots, values, shares))
+            # A block that reaches over the slots of a group must not add to them once more.
+            shares[slots, ..., : group.pages * PAGE] = 0
         for block in self.plan.blocks:
             local = slice(block.first - first, block.stop - first)
             part = shares[local, ..., block.page * PAGE : (block.page + 1) * PAGE]
             out[local] += part @ values[block.page, block.first : block.stop]
-        for group, slots in self._groups:
-            out.index_add_(0, slots, self._shared_values(group, slots, values, shares))
         return out if self._slots is None else out[self._slots]
 
     def _shared_scores(

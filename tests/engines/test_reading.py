@@ -1,0 +1,134 @@
+"""Decoding attention over the cache: compiled and by torch's products, against the plain formula."""
+
+import os
+import stat
+
+import pytest
+import torch
+
+from posttrain.engines import kernel
+from posttrain.engines.cache import KeyValuePages
+from posttrain.engines.kernel import decoding_kernel
+from posttrain.engines.plan import PAGE, Prefix, Segment, plan_decoding, shared_pages
+from posttrain.engines.reading import CompiledReader, TorchReader
+
+SLOTS, HEADS, GROUPS, SIZE = 12, 2, 3, 64
+
+
+def compiled(singles, window, dtype):
+    built = decoding_kernel(dtype, SIZE, GROUPS)
+    if built is None:
+        pytest.skip("there is no C++ compiler")
+    return CompiledReader(built, singles, window)
+
+
+READERS = {
+    "compiled": compiled,
+    "torch": lambda singles, window, dtype: TorchReader(singles, window, torch.device("cpu")),
+}
+
+
+def filled(dtype, segments):
+    """A cache whose slots hold random keys and values; slots of one prefix hold the same ones there."""
+    generator = torch.Generator().manual_seed(0)
+    cache = KeyValuePages(SLOTS)
+    cache.reserve(3 * PAGE)
+    shape = (3, SLOTS, HEADS, PAGE, SIZE)
+    cache.keys[0], cache.values[0] = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    for segment in segments:
+        if segment.prefix is not None:
+            first = next(s.slot for s in segments if s.prefix is segment.prefix)
+            cache.copy_prefix(first, segment.slot, segment.prefix.tokens)
+    queries = torch.randn(len(segments), HEADS, GROUPS, SIZE, generator=generator).to(dtype)
+    return cache, queries
+
+
+def plain(cache, queries, segments, window):
+    rows = []
+    for query, segment in zip(queries, segments, strict=True):
+        key, value = (cache.tokens(store[0], segment.slot, segment.start + 1) for store in (cache.keys, cache.values))
+        first = 0 if window is None else max(0, segment.start + 1 - window)
+        scores = query.double() @ key[:, first:].double().transpose(1, 2) * 0.1
+        rows.append(scores.softmax(-1) @ value[:, first:].double())
+    return torch.stack(rows)
+
+
+def ragged():
+    together = Prefix(PAGE + 5)
+    starts = {0: 3, 1: PAGE - 1, 2: PAGE, 3: 2 * PAGE + 17, 4: 0, 9: 40}
+    alone = [Segment(slot, start, 1) for slot, start in starts.items()]
+    group = [Segment(slot, PAGE + 5 + 30 * place, 1, together) for place, slot in enumerate((5, 6, 7, 8, 10, 11))]
+    return sorted([*alone, *group], key=lambda s: s.slot)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("window", [None, 1, 50, PAGE, 10_000])
+def test_attention_is_the_plain_formula(reader, dtype, bound, window):
+    segments = ragged()
+    cache, queries = filled(dtype, segments)
+    # A window that hides nothing is no window.
+    window = None if window == 10_000 else window
+    out = READERS[reader](segments, window, dtype)(cache.keys[0], cache.values[0], queries, 0.1)
+    assert out.dtype == dtype
+    assert (out.double() - plain(cache, queries, segments, window)).abs().max() < bound
+
+
+def test_what_slots_share_is_read_in_one_of_them():
+    segments = ragged()
+    (group,) = shared_pages(segments)
+    assert (group.slots, group.pages) == ([5, 6, 7, 8, 10, 11], 1)
+    cache, queries = filled(torch.float32, segments)
+    expected = plain(cache, queries, segments, None)
+    for slot in group.slots[1:]:
+        cache.keys[0][0, slot] = cache.values[0][0, slot] = 1e3
+    for make in READERS.values():
+        out = make(segments, None, torch.float32)(cache.keys[0], cache.values[0], queries, 0.1)
+        assert (out.double() - expected).abs().max() < 2e-6
+
+
+def test_every_token_is_in_one_block_of_a_plan():
+    segments = ragged()
+    plan = plan_decoding(segments, None, share=False)
+    for segment in segments:
+        pages = [b.page for b in plan.blocks if b.first <= segment.slot < b.stop]
+        assert set(range(segment.start // PAGE + 1)) <= set(pages)
+        assert len(pages) == len(set(pages))
+
+
+def test_one_thread_or_two_the_bits_are_the_same():
+    segments = ragged()
+    cache, queries = filled(torch.bfloat16, segments)
+    read = compiled(segments, None, torch.bfloat16)
+    threads = torch.get_num_threads()
+    try:
+        outputs = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            outputs.append(read(cache.keys[0], cache.values[0], queries, 0.1))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*outputs)
+
+
+def test_a_compiler_that_fails_is_warned_of_and_none_is_none(tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(broken))
+    decoding_kernel.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="no such option.*POSTTRAIN_KERNEL=0"):
+            assert decoding_kernel(torch.float32, SIZE, GROUPS) is None
+        monkeypatch.delenv("CXX")
+        monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
+        decoding_kernel.cache_clear()
+        assert decoding_kernel(torch.float32, SIZE, GROUPS) is None
+    finally:
+        decoding_kernel.cache_clear()
+    assert not list(os.scandir(tmp_path / "cache")) or not list((tmp_path / "cache" / "kernels").glob("*.so"))
+
+
+def test_heads_that_the_kernel_has_no_lanes_for_go_to_torch():
+    assert decoding_kernel(torch.float32, 80, 1) is None
