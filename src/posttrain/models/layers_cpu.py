@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from posttrain.models.attention import ATTENTION_NAME
+from posttrain.models.products import OneDnnLinear, prefers_onednn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Decoders whose norm, gated network and attention are those written out here."""
@@ -63,17 +64,20 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(heads, cos, sin, 1.0)
+        return turn(heads, cos, sin, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradient, cos, sin, -1.0), None, None
+        return turn(gradient, cos, sin, -1.0), None, None
 
 
-def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
-    """Turn each pair (i, i + D / 2) by its angle; the two halves of `cos` and of `sin` are the same."""
+def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float = 1.0) -> torch.Tensor:
+    """`heads` [..., T, H, D] with each pair (i, i + D / 2) turned by its angle, backwards for `direction` -1.
+
+    The two halves of `cos` and of `sin` [T, 1, D] are the same.
+    """
     half = heads.shape[-1] // 2
     turned = heads * cos
     turned[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-direction)
@@ -121,10 +125,18 @@ _PARTS = {"RMSNorm": _Norm, "MLP": _Network, "Attention": _Attention}
 
 
 def use_fused_layers(model: torch.nn.Module) -> None:
-    """Make the known parts of `model` compute in fewer passes on a CPU; whatever else it holds stays as it is."""
+    """Make the known parts of `model` compute in fewer passes on a CPU, and its products with the faster library.
+
+    Whatever else it holds stays as it is.
+    """
     module: Any
+    # The output projection is computed together with what follows it.
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     for module in model.modules():
         cls = type(module)
+        if cls is torch.nn.Linear and module is not head and module.weight.dtype == torch.float32 and prefers_onednn():
+            module.__class__ = OneDnnLinear
+            continue
         known = re.fullmatch(rf"transformers\.models\.({'|'.join(FAMILIES)})\.modeling_\1", cls.__module__)
         part = _PARTS.get(re.sub(r"^(Llama|Mistral|Qwen2|Qwen3)", "", cls.__name__)) if known else None
         if part is None:

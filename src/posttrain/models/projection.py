@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from posttrain.models.products import product
+
 ELEMENTS_IN_CACHE = 1 << 21
 """Logits in float32 at one time on a CPU: what softmax and its reductions pass over stays in the cache."""
 COLUMNS = 256
@@ -41,7 +43,7 @@ class _ProjectedScores(torch.autograd.Function):
         buffer = hidden.new_empty(chunk, vocabulary)
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
-            logits = torch.mm(hidden[start:stop], weight.t(), out=buffer[: stop - start])
+            logits = product(hidden[start:stop], weight.t(), buffer[: stop - start])
             for first in range(start, stop, rows):
                 last = min(first + rows, stop)
                 scores = _divided(logits[first - start : last - start].to(wide), divisor)
@@ -84,7 +86,7 @@ class _ProjectedScores(torch.autograd.Function):
         for start in range(0, vocabulary, columns):
             stop = min(start + columns, vocabulary)
             part = weight[start:stop]
-            logits = torch.mm(hidden, part.t(), out=buffer[: count * (stop - start)].view(count, stop - start))
+            logits = product(hidden, part.t(), buffer[: count * (stop - start)].view(count, stop - start))
             logs = _divided(logits, divisor).sub_(shift[:, None])
             if of_entropies is None:
                 gradient = logs.exp_().mul_(factor)
@@ -94,9 +96,12 @@ class _ProjectedScores(torch.autograd.Function):
             inside = ((targets >= start) & (targets < stop)).nonzero()[:, 0]
             gradient[inside, targets[inside] - start] = at_target[inside]
             if hidden_gradient is not None:
-                hidden_gradient += gradient @ part
+                hidden_gradient += product(gradient, part)
             if weight_gradient is not None:
-                torch.mm(gradient.t(), hidden, out=weight_gradient[start:stop])
+                place = weight_gradient[start:stop]
+                found = product(gradient.t(), hidden, place)
+                if found is not place:
+                    place.copy_(found)
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None, None, None

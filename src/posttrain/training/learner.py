@@ -12,6 +12,7 @@ import torch
 
 from posttrain.errors import RunError
 from posttrain.models.base import TrainedModel
+from posttrain.models.heap import keep_freed_memory
 from posttrain.recipe.optimizer import LearnerRecipe
 from posttrain.training.batches import Sample, pack
 from posttrain.training.optimizer import Optimizer
@@ -59,6 +60,8 @@ class Learner(Generic[Output]):
         self.skipped_in_a_row = 0
         self.trained_tokens = 0
         self._messages: list[str] = []
+        if model.device.type == "cpu":
+            keep_freed_memory()
 
     def update(self, samples: Sequence[Sample], objective: Objective[Output]) -> Totals:
         """One optimizer step on `samples`. A loss or gradient that is not finite skips it and names the samples."""

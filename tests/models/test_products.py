@@ -1,0 +1,63 @@
+"""Products with either library are the same but for rounding, and the choice is made by the processor alone."""
+
+import copy
+
+import pytest
+import torch
+
+from posttrain.models import products
+from posttrain.models.products import OneDnnLinear, product
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
+    reason="PyTorch without oneDNN",
+)
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
+def library(request, monkeypatch):
+    monkeypatch.setattr(products, "prefers_onednn", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 5, 7), (1, 64, 32), (70, 33, 129)])
+def test_products_of_any_strides(library, rows, inner, columns):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(rows, inner, generator=generator), torch.randn(inner, columns, generator=generator)
+    truth = (a.double() @ b.double()).float()
+    for left in (a, a.t().contiguous().t()):
+        for right in (b, b.t().contiguous().t()):
+            torch.testing.assert_close(product(left, right), truth, atol=1e-5, rtol=1e-5)
+            assert torch.equal(product(left, right), product(left, right))
+    out = torch.empty(rows, columns)
+    assert (product(a, b, out) is out) == (not library)
+
+
+def test_bfloat16_and_float64_go_the_usual_way(library):
+    for dtype in (torch.bfloat16, torch.float64):
+        a = torch.randn(3, 4).to(dtype)
+        assert torch.equal(product(a, a.t()), a @ a.t())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_layer_equals_the_usual_one_with_its_gradients(library, bias):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(6, 4, bias=bias)
+    mine = copy.deepcopy(plain)
+    mine.__class__ = OneDnnLinear
+    inputs = [torch.randn(2, 5, 6).requires_grad_()]
+    inputs.append(inputs[0].detach().clone().requires_grad_())
+    for module, x in zip((plain, mine), inputs, strict=True):
+        module(x).square().sum().backward()
+    torch.testing.assert_close(mine(inputs[1]), plain(inputs[0]), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, atol=1e-5, rtol=1e-5)
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_the_processor_decides(tmp_path, monkeypatch):
+    for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
+        file = tmp_path / vendor
+        file.write_text(f"vendor_id\t: {vendor}\n")
+        monkeypatch.setattr(products, "PROCESSORS", file)
+        assert products.prefers_onednn.__wrapped__() is (expected and torch.backends.mkl.is_available())
