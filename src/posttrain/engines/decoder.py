@@ -8,6 +8,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.cache import CachedLayout
 from posttrain.engines.linear import SamplingLinear
 from posttrain.models.forward import hidden_states, logits_of, transformer
+from posttrain.models.layers_cpu import turn
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose decoder is the one written out here: RMS norms, rotary positions, gated SiLU."""
@@ -103,7 +104,7 @@ class _Layer:
                 ],
                 dim=1,
             )
-        turned = turned * cos + _half_turned(turned) * sin
+        turned = turn(turned, cos, sin)
         query, key = turned[:, : self.queries], turned[:, self.queries :]
         value = heads[:, self.queries + self.keys :]
         seen = layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)
@@ -114,9 +115,3 @@ class _Layer:
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-def _half_turned(x: torch.Tensor) -> torch.Tensor:
-    """(a, b) -> (-b, a) for the halves of the last dimension."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)

@@ -20,6 +20,7 @@ from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.sampler import sample
 from posttrain.engines.slots import Placement, Slots, common_prefix
 from posttrain.errors import RunError
+from posttrain.models.heap import keep_freed_memory
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.rollout.streams import StopReason
@@ -69,6 +70,8 @@ class LocalEngine:
     """Engine over a `Policy` in this process."""
 
     def __init__(self, policy: Policy, recipe: EngineRecipe) -> None:
+        if policy.device.type == "cpu":
+            keep_freed_memory()
         self.policy = policy
         self.recipe = recipe
         self.counters = EngineCounters()
