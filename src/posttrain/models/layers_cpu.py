@@ -18,28 +18,48 @@ from posttrain.models.products import OneDnnLinear, prefers_onednn
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Decoders whose norm, gated network and attention are those written out here."""
 
+ELEMENTS_IN_CACHE = 1 << 17
+"""Numbers in float32 at one time in a norm."""
+
 
 class _RmsNorm(torch.autograd.Function):
     """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension: Zhang and Sennrich 2019, arXiv 1910.07467."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = (torch.linalg.vecdot(wide, wide) / x.shape[-1] + epsilon).rsqrt_()[..., None]
+        kind, size = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
+        rows, out = x.reshape(-1, size), torch.empty_like(x, memory_format=torch.contiguous_format)
+        inverse = rows.new_empty(len(rows), 1, dtype=kind)
+        for part in _parts(rows):
+            wide = rows[part].to(kind)
+            torch.add(torch.linalg.vecdot(wide, wide)[:, None] / size, epsilon, out=inverse[part]).rsqrt_()
+            torch.mul((wide * inverse[part]).to(x.dtype), weight, out=out.view(-1, size)[part])
         ctx.save_for_backward(x, weight, inverse)
-        return weight * (wide * inverse).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        normal = x.to(inverse.dtype) * inverse
-        above, scale = gradient.to(inverse.dtype), weight.to(inverse.dtype)
-        products = above * normal
-        of_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        along = torch.matmul(products, scale)[..., None] / x.shape[-1]
-        of_x = torch.mul(above, scale, out=products).addcmul_(normal, along, value=-1).mul_(inverse)
-        return of_x.to(x.dtype), of_weight, None
+        kind, size = inverse.dtype, x.shape[-1]
+        rows, above_rows, scale = x.reshape(-1, size), gradient.reshape(-1, size), weight.to(kind)
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        of_weight = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
+        for part in _parts(rows):
+            normal, above = rows[part].to(kind) * inverse[part], above_rows[part].to(kind)
+            products = above * normal
+            if of_weight is not None:
+                of_weight += products.sum(0)
+            along = torch.mv(products, scale)[:, None] / size
+            torch.mul(above, scale, out=products).addcmul_(normal, along, value=-1).mul_(inverse[part])
+            of_x.view(-1, size)[part] = products
+        return of_x, None if of_weight is None else of_weight.to(weight.dtype), None
+
+
+def _parts(rows: torch.Tensor) -> list[slice]:
+    """Spans of rows whose intermediate results stay in the cache."""
+    count = max(1, ELEMENTS_IN_CACHE // rows.shape[1])
+    return [slice(start, start + count) for start in range(0, len(rows), count)]
 
 
 class _Gated(torch.autograd.Function):

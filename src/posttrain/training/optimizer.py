@@ -58,7 +58,10 @@ class Optimizer:
 
         A norm that is not finite changes nothing. Gradients are forgotten in every case.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.recipe.max_gradient_norm))
+        total = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        norm = float(total)
+        if norm > self.recipe.max_gradient_norm and math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.recipe.max_gradient_norm, total)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
                 group["lr"] = self.learning_rate
