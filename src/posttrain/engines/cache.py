@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from posttrain.engines.kernel import DecodingKernel
 from posttrain.engines.plan import PAGE, Segment
 from posttrain.engines.reading import Reader, reader_of
 from posttrain.models.attention import causal_attention
@@ -38,10 +39,15 @@ class KeyValuePages:
 
     def write(self, layer: int, places: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [T, H_kv, D] at `places` [T x H_kv], which are indices of rows of D numbers."""
+        keys, values = self.of(layer, key)
+        keys.flatten(0, 3).index_copy_(0, places, key.flatten(0, 1))
+        values.flatten(0, 3).index_copy_(0, places, value.flatten(0, 1))
+
+    def of(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, whose heads are `like` [T, H_kv, D]."""
         if layer not in self.keys:
-            self.keys[layer], self.values[layer] = self._empty(key.shape[1], key), self._empty(key.shape[1], key)
-        self.keys[layer].flatten(0, 3).index_copy_(0, places, key.flatten(0, 1))
-        self.values[layer].flatten(0, 3).index_copy_(0, places, value.flatten(0, 1))
+            self.keys[layer], self.values[layer] = (self._empty(like.shape[1], like) for _ in range(2))
+        return self.keys[layer], self.values[layer]
 
     def places(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:
         """[T x H_kv] int64: where `write` puts the tokens of `segments` in a cache of `heads` key heads."""
@@ -91,6 +97,7 @@ class CachedLayout:
         self.longer = [s for s in segments if s.count > 1]
         cache.reserve(max(s.start + s.count for s in segments))
         self._places: dict[int, torch.Tensor] = {}
+        self._first_places: torch.Tensor | None = None
         self._readers: dict[int | None, Reader] = {}
         self._stretch_masks = Masks()
 
@@ -121,16 +128,46 @@ class CachedLayout:
         window: int | None,
     ) -> torch.Tensor:
         """As `attend`, token by token: `query` [T, H, D], `key` and `value` [T, H_kv, D]; returns [T, H, D]."""
-        heads = key.shape[1]
-        if heads not in self._places:
-            self._places[heads] = self.cache.places(self.segments, heads).to(self.device)
-        self.cache.write(layer, self._places[heads], key, value)
+        self.cache.write(layer, self._places_of(key.shape[1]), key, value)
+        return self._attended(layer, query, key, value, scaling, window)
+
+    def attend_placed(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        keyed: int,
+        kernel: DecodingKernel,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        epsilon: float,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """As `attend_tokens` for queries, keys and values before their rotary positions, `heads` [T, H + 2 H_kv, D] in
+        one piece with `keyed` = H_kv, which are used up; `kernel.place` says what the others are."""
+        queries = heads.shape[1] - 2 * keyed
+        key, value = heads[:, queries : queries + keyed], heads[:, queries + keyed :]
+        if self._first_places is None:
+            self._first_places = self._places_of(keyed)[::keyed].contiguous()
+        kernel.place(heads, angles, norms, epsilon, self.cache.of(layer, key), self._first_places)
+        return self._attended(layer, heads[:, :queries], key, value, scaling, window)
+
+    def _attended(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attention over the cache, which holds the new tokens already."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         offset = len(self.singles)
         outputs = []
         if offset:
             # The query heads that share a key head become rows of one small matrix, so nothing is repeated.
-            rows = query[:offset].unflatten(1, (heads, -1))
+            rows = query[:offset].unflatten(1, (key.shape[1], -1))
             outputs.append(self._reader(window, rows)(keys, values, rows, scaling).flatten(1, 2))
         for segment in self.longer:
             span = slice(offset, offset + segment.count)
@@ -141,6 +178,11 @@ class CachedLayout:
                 seen_keys, seen_values = (self.cache.tokens(store, segment.slot, seen) for store in (keys, values))
             outputs.append(self._prefill(mine, seen_keys, seen_values, scaling, window).transpose(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _places_of(self, heads: int) -> torch.Tensor:
+        if heads not in self._places:
+            self._places[heads] = self.cache.places(self.segments, heads).to(self.device)
+        return self._places[heads]
 
     def _prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from posttrain.engines.cache import CachedLayout
+from posttrain.engines.kernel import decoding_kernel
 from posttrain.engines.linear import SamplingLinear
 from posttrain.models.forward import hidden_states, logits_of, transformer
 from posttrain.models.layers_cpu import turn
@@ -62,7 +63,7 @@ class StreamlinedDecoder:
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         x = self._embed(ids)
-        cos, sin = (part[0, :, None] for part in self._rotary(x[None], positions[None]))
+        cos, sin = (part[0] for part in self._rotary(x[None], positions[None]))
         for layer in self._layers:
             x = layer(x, cos, sin, layout)
         return _normed(self._norm, x)
@@ -83,34 +84,56 @@ class _Layer:
         # Mistral keeps its window in the configuration, the others say per layer whether they have one.
         self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None) if mistral else None)
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
-        self.query_norm, self.key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self.norms = self.head_norms and (attention.q_norm.weight, attention.k_norm.weight)
+        self.epsilon = self.before.variance_epsilon
         self.project = SamplingLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         width = getattr(attention.q_proj, "base_layer", attention.q_proj).out_features
         self.queries = width // self.head
         self.keys = getattr(attention.k_proj, "base_layer", attention.k_proj).out_features // self.head
+        base = self.before.weight
+        self.kernel = decoding_kernel(base.dtype, self.head, self.queries // self.keys) if base.is_cpu else None
         self.combine = SamplingLinear(attention.o_proj)
         self.gate, self.up = SamplingLinear(network.gate_proj), SamplingLinear(network.up_proj)
         self.down = SamplingLinear(network.down_proj)
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
-        """`x` [T, hidden], `cos` and `sin` [T, 1, D] -> [T, hidden]."""
-        heads = self.project(_normed(self.before, x)).view(len(x), -1, self.head)
-        turned = heads[:, : self.queries + self.keys]
-        if self.query_norm is not None:
-            turned = torch.cat(
-                [
-                    _normed(self.query_norm, turned[:, : self.queries]),
-                    _normed(self.key_norm, turned[:, self.queries :]),
-                ],
-                dim=1,
+        """`x` [T, hidden], `cos` and `sin` [T, D] -> [T, hidden]."""
+        heads = self.project(self._normed(self.before, x)).view(len(x), -1, self.head)
+        if self.kernel is not None:
+            seen = layout.attend_placed(
+                self.index,
+                heads,
+                self.keys,
+                self.kernel,
+                (cos, sin),
+                self.norms,
+                self.epsilon,
+                self.scaling,
+                self.window,
             )
+        else:
+            seen = self._attended(heads, cos[:, None], sin[:, None], layout)
+        x = self.combine.plus(seen.flatten(1), x)
+        inputs = self._normed(self.between, x)
+        return self.down.plus(self.up.times(inputs, self.gate.silu(inputs)), x)
+
+    def _attended(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout
+    ) -> torch.Tensor:
+        turned = heads[:, : self.queries + self.keys]
+        if self.head_norms is not None:
+            parts = turned.split([self.queries, self.keys], dim=1)
+            turned = torch.cat([_normed(norm, part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=1)
         turned = turn(turned, cos, sin)
         query, key = turned[:, : self.queries], turned[:, self.queries :]
         value = heads[:, self.queries + self.keys :]
-        seen = layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)
-        x = self.combine.plus(seen.flatten(1), x)
-        inputs = _normed(self.between, x)
-        return self.down.plus(self.up.times(inputs, self.gate.silu(inputs)), x)
+        return layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)
+
+    def _normed(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.kernel is not None and x.shape[-1] % 32 == 0:
+            return self.kernel.normalise(x, norm.weight, norm.variance_epsilon)
+        return _normed(norm, x)
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:

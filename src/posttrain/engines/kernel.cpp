@@ -1,4 +1,5 @@
-// Attention of decoding sequences over a paged key/value cache, one (sequence, key head) pair at a time.
+// What a decoder does between its matrix products, for sampling: norms, rotary positions, filling a paged key/value
+// cache, and the attention of decoding sequences over it.
 //
 // Built for one shape: TYPE_BF16 (0 or 1), HEAD (numbers of a head), GROUPS (query heads of a key head) and PAGE
 // (tokens of a page) are macros, so that the loops over them unroll. Everything is computed in float32.
@@ -8,7 +9,7 @@
 #include <vector>
 
 constexpr int LANES = 16;
-constexpr int PARTS = HEAD / LANES;  // even: HEAD is a multiple of 32
+constexpr int PARTS = HEAD / LANES;  // HEAD is a multiple of 64
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -78,6 +79,72 @@ static inline floats exponential(floats x) {
     return p * (floats)((whole + 127) << 23);
 }
 
+static inline float total(floats x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+// weight x row / sqrt(mean(row^2) + epsilon), for a row of `size` numbers, a multiple of 2 x LANES.
+static inline void norm(const number* row, const number* weight, number* out, int64_t size, float epsilon) {
+    floats squares[2] = {floats{}, floats{}}, x[2], w[2];
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
+        load(row + i, x);
+        squares[0] += x[0] * x[0];
+        squares[1] += x[1] * x[1];
+    }
+    const float factor = 1.0f / std::sqrt(total(squares[0] + squares[1]) / size + epsilon);
+    for (int64_t i = 0; i < size; i += 2 * LANES) {
+        load(row + i, x);
+        load(weight + i, w);
+        const floats scaled[2] = {x[0] * factor * w[0], x[1] * factor * w[1]};
+        store(out + i, scaled);
+    }
+}
+
+// x and out [rows, size].
+extern "C" void normalise(const number* x, const number* weight, number* out, int64_t rows, int64_t size, float epsilon,
+                          int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > 16384)
+    for (int64_t row = 0; row < rows; row++) norm(x + row * size, weight, out + row * size, size, epsilon);
+}
+
+// heads [tokens, queries + 2 x keyed, HEAD]: queries, keys, values. Queries and keys are normed, where there are weights
+// for that, and turned in place by cosines and sines [tokens, HEAD]; keys and values then also go to rows
+// places[token] + key head x PAGE of the cache.
+extern "C" void place(number* heads, const number* cosines, const number* sines, const number* query_weight,
+                      const number* key_weight, float epsilon, number* keys, number* values, const int64_t* places,
+                      int64_t tokens, int64_t queries, int64_t keyed, int threads) {
+    constexpr int HALF = HEAD / 2;
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 4)
+    for (int64_t token = 0; token < tokens; token++) {
+        for (int64_t h = 0; h < queries + 2 * keyed; h++) {
+            number* mine = heads + (token * (queries + 2 * keyed) + h) * HEAD;
+            if (h < queries + keyed) {
+                const number* weight = h < queries ? query_weight : key_weight;
+                if (weight) norm(mine, weight, mine, HEAD, epsilon);
+                for (int i = 0; i < HALF; i += 2 * LANES) {
+                    floats a[2], b[2], cosine[2], sine[2];
+                    load(mine + i, a);
+                    load(mine + HALF + i, b);
+                    // The two halves of the angles are the same.
+                    load(cosines + token * HEAD + i, cosine);
+                    load(sines + token * HEAD + i, sine);
+                    const floats first[2] = {a[0] * cosine[0] - b[0] * sine[0], a[1] * cosine[1] - b[1] * sine[1]};
+                    const floats second[2] = {b[0] * cosine[0] + a[0] * sine[0], b[1] * cosine[1] + a[1] * sine[1]};
+                    store(mine + i, first);
+                    store(mine + HALF + i, second);
+                }
+            }
+            if (h >= queries) {
+                number* store_in = h < queries + keyed ? keys : values;
+                const int64_t row = places[token] + (h - queries) % keyed * PAGE;
+                std::memcpy(store_in + row * HEAD, mine, HEAD * sizeof(number));
+            }
+        }
+    }
+}
+
 struct Row {
     int64_t slot;    // of the sequence
     int64_t source;  // slot whose first pages are read in place of the sequence's own
@@ -86,8 +153,9 @@ struct Row {
     int64_t stop;    // one past the last
 };
 
-// queries and out [count, heads, GROUPS, HEAD]; keys and values [pages, slots, heads, PAGE, HEAD].
-extern "C" void attend(const number* queries, const number* keys, const number* values, number* out, const Row* rows,
+// Row r of queries [count, heads, GROUPS, HEAD] begins at queries + r x stride. out has the same shape, without gaps;
+// keys and values are [pages, slots, heads, PAGE, HEAD].
+extern "C" void attend(const number* queries, int64_t stride, const number* keys, const number* values, number* out, const Row* rows,
                        int64_t count, int64_t heads, int64_t slots, float scaling, int threads) {
     int64_t width = 0;
     for (int64_t i = 0; i < count; i++) width = rows[i].stop > width ? rows[i].stop : width;
@@ -104,9 +172,10 @@ extern "C" void attend(const number* queries, const number* keys, const number* 
                 const int64_t page = token / PAGE, slot = page < row.shared ? row.source : row.slot;
                 return from + (((page * slots + slot) * heads + head) * PAGE + token % PAGE) * HEAD;
             };
+            const number* mine = queries + item / heads * stride + head * GROUPS * HEAD;
             floats query[GROUPS][PARTS];
             for (int g = 0; g < GROUPS; g++)
-                for (int d = 0; d < PARTS; d += 2) load(queries + (item * GROUPS + g) * HEAD + d * LANES, query[g] + d);
+                for (int d = 0; d < PARTS; d += 2) load(mine + g * HEAD + d * LANES, query[g] + d);
             for (int64_t token = begin; token < row.stop; token += LANES) {
                 const number* key = place(keys, token);
                 floats products[GROUPS][LANES];
@@ -127,7 +196,7 @@ extern "C" void attend(const number* queries, const number* keys, const number* 
                     std::memcpy(scores.data() + g * width + token, &mine, sizeof mine);
                 }
             }
-            float total[GROUPS];
+            float totals[GROUPS];
             for (int g = 0; g < GROUPS; g++) {
                 float* mine = scores.data() + g * width;
                 for (int64_t t = begin; t < row.first; t++) mine[t] = -INFINITY;
@@ -144,8 +213,7 @@ extern "C" void attend(const number* queries, const number* keys, const number* 
                     std::memcpy(mine + t, &x, sizeof x);
                     all += x;
                 }
-                total[g] = 0;
-                for (int lane = 0; lane < LANES; lane++) total[g] += all[lane];
+                totals[g] = total(all);
             }
             floats sum[GROUPS][PARTS];
             for (int g = 0; g < GROUPS; g++)
@@ -166,7 +234,7 @@ extern "C" void attend(const number* queries, const number* keys, const number* 
             }
             for (int g = 0; g < GROUPS; g++)
                 for (int d = 0; d < PARTS; d += 2) {
-                    const floats mine[2] = {sum[g][d] * (1.0f / total[g]), sum[g][d + 1] * (1.0f / total[g])};
+                    const floats mine[2] = {sum[g][d] * (1.0f / totals[g]), sum[g][d + 1] * (1.0f / totals[g])};
                     store(out + (item * GROUPS + g) * HEAD + d * LANES, mine);
                 }
         }

@@ -41,7 +41,7 @@ class CompiledReader:
         )
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
-        return self._kernel(rows, keys, values, self._rows, scaling)
+        return self._kernel.attend(rows, keys, values, self._rows, scaling)
 
 
 class TorchReader:

@@ -25,19 +25,21 @@ def sample(
     temperatures = [1.0 if cold else s.temperature for cold, s in zip(greedy, sampling, strict=True)]
     if any(temperature != 1 for temperature in temperatures):
         logits /= torch.tensor(temperatures, device=logits.device)[:, None]
-    largest, best = logits.max(-1)
+    largest = logits.amax(-1)
     if not bool(torch.isfinite(largest).all()):
         raise FloatingPointError("the model's logits are not finite")
     weights = torch.exp_(logits - largest[:, None])
     total = weights.sum(-1)
     if all(greedy):
-        return best, -total.log()
+        return logits.argmax(-1), -total.log()
     cut = [b for b, s in enumerate(sampling) if s.top_k or s.top_p < 1 or s.min_p > 0]
     kept = weights
     if cut:
         kept = weights.clone()
         kept[cut] = truncate(weights[cut], [sampling[b] for b in cut])
-    tokens = torch.where(torch.tensor(greedy, device=logits.device), best, _drawn(kept, draws))
+    tokens = _drawn(kept, draws)
+    if any(greedy):
+        tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
     chosen = logits.gather(1, tokens[:, None])[:, 0] - largest
     return tokens, chosen - total.log()
 

@@ -1,0 +1,147 @@
+"""The streamlined decoder, compiled and not, against the model's own modules."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from posttrain.engines.cache import CachedLayout, KeyValuePages
+from posttrain.engines.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
+from posttrain.engines.kernel import decoding_kernel
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.plan import Segment
+from posttrain.engines.protocol import Request
+from posttrain.models.attention import use_packed_attention
+from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+}
+
+
+def made(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norm weights and biases that are not 1 and 0, so that leaving one out shows.
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    model = model.to(dtype).eval()
+    use_packed_attention(model)
+    return model
+
+
+def passes(decoder, dtype):
+    """Hidden states of four passes: two prompts, one token each, a prompt beside decoding, a prompt in two pieces."""
+    cache = KeyValuePages(4)
+    generator = torch.Generator().manual_seed(1)
+    outputs = []
+    for segments in (
+        [Segment(0, 0, 12), Segment(2, 0, 7)],
+        [Segment(0, 12, 1), Segment(2, 7, 1)],
+        [Segment(0, 13, 1), Segment(1, 0, 150), Segment(2, 8, 1)],
+        [Segment(0, 14, 1), Segment(1, 150, 20)],
+    ):
+        layout = CachedLayout(cache, segments, torch.device("cpu"))
+        count = sum(s.count for s in segments)
+        ids = torch.randint(3, 300, (count,), generator=generator)
+        positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in layout.segments])
+        with torch.no_grad():
+            hidden = decoder.hidden(ids, positions, layout)
+            outputs.append(torch.cat([hidden.float().flatten(), decoder.logits(hidden).flatten()]))
+    return outputs
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "torch"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.15)])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_KERNEL", "0" if kernel == "torch" else "1")
+    decoding_kernel.cache_clear()
+    try:
+        model = made(name, dtype)
+        fast = decoder_of(model)
+        assert isinstance(fast, StreamlinedDecoder)
+        if kernel == "compiled" and fast._layers[0].kernel is None and name != "qwen2":
+            pytest.skip("there is no C++ compiler")
+        for mine, theirs in zip(passes(fast, dtype), passes(ModuleDecoder(model), dtype), strict=True):
+            assert (mine - theirs).abs().max() < bound
+    finally:
+        decoding_kernel.cache_clear()
+
+
+def test_adapters_count(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = made("qwen3")
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    plain = passes(decoder_of(adapted), torch.float32)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted.eval()
+    for before, mine, theirs in zip(
+        plain,
+        passes(decoder_of(adapted), torch.float32),
+        passes(ModuleDecoder(adapted), torch.float32),
+        strict=True,
+    ):
+        assert (mine - theirs).abs().max() < 2e-5
+        assert (mine - before).abs().max() > 1e-3
+
+
+class Stub:
+    """What the engine asks of a policy."""
+
+    def __init__(self, model):
+        self.model = model
+        self.device = torch.device("cpu")
+        self.end_tokens = frozenset()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_greedy_equals_transformers_generate_token_for_token(name):
+    model = made(name)
+    engine = LocalEngine(Stub(model), EngineRecipe(slots=3, tokens_per_forward=64))
+    rng = np.random.default_rng(0)
+    prompts = [tuple(int(t) for t in rng.integers(3, 300, length)) for length in (5, 90, 30, 140, 17)]
+
+    async def ask():
+        greedy = SamplingRecipe(temperature=0.0)
+        return await asyncio.gather(*(engine.generate(Request(p, greedy, 0, 40)) for p in prompts))
+
+    answers = asyncio.run(ask())
+    torch.manual_seed(0)
+    theirs = made(name)
+    theirs.set_attn_implementation("sdpa")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert list(answer.ids) == expected
