@@ -1,17 +1,36 @@
-"""The reward model: a decoder with a scalar head, read at the last token of a stream."""
+"""The reward model: a decoder with a scalar head, read at the last token of a stream or of each of its units."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
+from posttrain.errors import InputError
 from posttrain.models.base import TrainedModel
 from posttrain.models.forward import hidden_states, transformer
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import pack_row
+from posttrain.models.packing import PackedRow, pack_row
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.unit_rewards import StoredUnits
 from posttrain.seeds import derive_seed
+
+_UNITS = "posttrain_units"
+"""Key of `config.json` under which a model keeps how answers are cut into the units that it rewards."""
+
+
+@dataclass(frozen=True)
+class UnitValues:
+    """Rewards of the U units of S streams, stream after stream, in order."""
+
+    rewards: torch.Tensor
+    """[U] float32."""
+    stream: torch.Tensor
+    """[U] int64: the stream of each."""
+    streams: int
+    """S."""
 
 
 class RewardModel(TrainedModel):
@@ -40,6 +59,23 @@ class RewardModel(TrainedModel):
         config = transformer(self.model).config
         config.mean, config.std = mean, std
 
+    @property
+    def units(self) -> StoredUnits | None:
+        """How the model's training cut answers into units; None for a model that rewards whole answers."""
+        kept = getattr(transformer(self.model).config, _UNITS, None)
+        try:
+            return None if kept is None else StoredUnits.model_validate(kept)
+        except ValidationError as error:
+            key = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise InputError(
+                f"{self.recipe.path}/config.json: `{_UNITS}` is wrong at {key!r} ({error.errors()[0]['msg']}); restore the "
+                "file as `posttrain reward` exported it"
+            ) from error
+
+    def set_units(self, units: StoredUnits | None) -> None:
+        """Keep `units` with the model, in its `config.json`; None makes it one that rewards whole answers."""
+        setattr(transformer(self.model).config, _UNITS, None if units is None else units.model_dump(mode="json"))
+
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Rewards [S] float32 of several streams, in one packed forward pass, each read at its last token.
 
@@ -47,11 +83,28 @@ class RewardModel(TrainedModel):
         once. The same numbers as `AutoModelForSequenceClassification(num_labels=1)` gives for each stream alone.
         """
         row = pack_row(streams, sampled)
+        return self._read(row, row.last)
+
+    def unit_rewards(
+        self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], ends: Sequence[np.ndarray]
+    ) -> UnitValues:
+        """As `rewards`, read at the last token of each unit: `ends` [K_i] int64 are their places in each stream, from
+        its first sampled token on. Each reward is that of `rewards` for the stream cut after the unit.
+        """
+        row = pack_row(streams, sampled)
+        # The answers of a stream stand together in the row, and `last` is the place of their last token.
+        places = [last - (len(ids) - 1) + end for last, ids, end in zip(row.last, streams, ends, strict=True)]
+        counts = [len(end) for end in ends]
+        owner = torch.from_numpy(np.repeat(np.arange(len(streams)), counts)).to(self.device)
+        return UnitValues(self._read(row, np.concatenate(places)), owner, len(streams))
+
+    def _read(self, row: PackedRow, places: np.ndarray) -> torch.Tensor:
+        """The head's values [n] at `places` [n] of the row."""
         ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
         hidden = hidden_states(self.model, ids, positions, row.layout)
-        last = hidden[torch.from_numpy(row.last).to(self.device)]
+        read = hidden[torch.from_numpy(places).to(self.device)]
         # In float32 whatever the weights are in: rewards that are close should not become equal.
-        return torch.nn.functional.linear(last.float(), self._head().weight.float())[:, 0]
+        return torch.nn.functional.linear(read.float(), self._head().weight.float())[:, 0]
 
     def _head(self) -> torch.nn.Linear:
         head = transformer(self.model).score

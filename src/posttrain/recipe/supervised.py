@@ -12,6 +12,7 @@ from posttrain.recipe.preference import DpoLoss, PreferenceLossRecipe, RewardLos
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.recipe.stage import StageRecipe, refuse_overlap
+from posttrain.recipe.unit_rewards import UnitRewardsRecipe
 
 
 class ExpertsRecipe(Part):
@@ -129,6 +130,8 @@ class RewardRecipe(_Rows):
     """Which stage the recipe is for; `posttrain reward` takes this one."""
     data: DataRecipe
     loss: RewardLossRecipe = RewardLossRecipe()
+    units: UnitRewardsRecipe | None = None
+    """Rewards of units in place of one reward at the end of the answer; null is the latter."""
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
 
     @model_validator(mode="after")

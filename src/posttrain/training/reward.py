@@ -1,18 +1,25 @@
 """Training of a reward model on pairs of answers."""
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from rich.console import Console
 
 from posttrain.data.rendering import Renderer
+from posttrain.data.tokens import TokenRow
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.stages import RewardRecipe
+from posttrain.recipe.unit_rewards import stored_units
 from posttrain.runs.directory import RunDirectory
+from posttrain.training.batches import Sample
 from posttrain.training.comparisons import RewardObjective
 from posttrain.training.forward import reward_forward
 from posttrain.training.preference_measure import PreferenceMeasure, choice_of
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Trainer
+from posttrain.training.unit_reader import UnitReader
+from posttrain.training.unit_rewards import UnitRewardObjective, unit_reward_forward
 
 
 def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
@@ -22,9 +29,9 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
     data = load_data("pair", recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)
     batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
-    trainer: Trainer[torch.Tensor] = Trainer(recipe, run, model, reward_forward(model), total, total)
+    forward, objective = _computed(recipe, model, [*data.stored, *data.validation, *data.test])
+    trainer: Trainer[Any] = Trainer(recipe, run, model, forward, total, total)
     trainer.messages = data.problems.summary()
-    objective = RewardObjective(recipe.loss)
     if data.validation or data.test:
         trainer.measures.append(
             PreferenceMeasure(trainer.learner, recipe, data, lambda samples: objective, model, renderer)
@@ -34,3 +41,18 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
     if data.validation:
         trainer.choice = choice_of(recipe.evaluation.metric)
     train_on(trainer, batches, lambda samples: objective, resume, console)
+
+
+def _computed(
+    recipe: RewardRecipe, model: RewardModel, rows: Sequence[TokenRow]
+) -> tuple[Callable[[Sequence[Sample]], Any], RewardObjective]:
+    """What the model computes and what is minimised: one reward per answer, or one per unit. `rows`: all that are stored."""
+    if recipe.units is None:
+        model.set_units(None)
+        return reward_forward(model), RewardObjective(recipe.loss)
+    units = stored_units(recipe.units, recipe.model.path)
+    model.set_units(units)
+    reader = UnitReader(model, units, recipe.learner.tokens_per_batch)
+    # All at once and in a fixed order: a resumed run finds the very same units.
+    reader.remember([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
+    return unit_reward_forward(model, reader), UnitRewardObjective(recipe.loss, recipe.units)

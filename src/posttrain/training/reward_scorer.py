@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.data.chat import render_conversation
+from posttrain.data.chat import LossOn, render_conversation
 from posttrain.data.rendering import Renderer
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
@@ -19,13 +19,15 @@ from posttrain.rollout.streams import CUT_OFF, Episode, Outcome, Stream
 from posttrain.training.batches import Sample, pack
 from posttrain.training.forward import reward_forward
 from posttrain.training.rows import stream_of
+from posttrain.training.unit_reader import UnitReader
+from posttrain.training.unit_rewards import unit_rewards
 
 RAW = "reward_model"
 """Key of a turn's info that holds what the reward model said."""
 
 
 class RewardScorer:
-    """Adds a reward model's reward to the last turn of each episode.
+    """Adds a reward model's reward to the last turn of each episode: of a model that rewards units, their mean.
 
     Where the reward model has the policy's tokenizer and template, it reads the sampled tokens themselves. Otherwise
     the conversation is rendered for it; an answer that was cut off gets no end there either, so it is not taken for
@@ -49,6 +51,8 @@ class RewardScorer:
         own, others = self.model.tokenizer, policy.tokenizer
         self.same_tokens = _writing(own) == _writing(others)
         self.renderer = Renderer(own, self.model.end_tokens)
+        units = self.model.units
+        self.reader = None if units is None else UnitReader(self.model, units, source.tokens_per_batch)
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Score all that did not fail. A reward that is not a number fails the episode."""
@@ -66,6 +70,11 @@ class RewardScorer:
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
         """What the reward model says of each episode as a whole, unscaled."""
         samples = [self._sample(episode) for episode in episodes]
+        if self.reader is not None:
+            key = "reward.tokens_per_batch"
+            of_units = unit_rewards(self.model, self.reader, samples, self.source.tokens_per_batch, key)
+            self.reader.forget()
+            return [float(np.mean(values)) for values in of_units]
         forward = reward_forward(self.model)
         found: dict[int, float] = {}
         for group in pack(samples, self.source.tokens_per_batch, "reward.tokens_per_batch"):
@@ -81,7 +90,8 @@ class RewardScorer:
             return Sample(_until_last_answer(episode), label, none)
         last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
         # As the rows of its training were, whose answers end with the end token that its own template gives them.
-        rendered = render_conversation(self.renderer, episode.messages[: last + 1], "last_assistant")[0]
+        wanted: LossOn = "last_assistant" if self.reader is None else "assistant"
+        rendered = render_conversation(self.renderer, episode.messages[: last + 1], wanted)[-1]
         if episode.turns[-1].stop_reason in CUT_OFF:
             rendered = rendered.cut(len(rendered.ids) - 1)
         answer = rendered.trained.copy()

@@ -38,16 +38,20 @@ def answers_of(episode: Episode, decode: Decode, entropies: Sequence[np.ndarray]
     answers = []
     for turn in episode.turns:
         ids = episode.streams[turn.stream].ids
-        prompt = decode(ids[max(0, turn.start - _PROMPT_TAIL) : turn.start].tolist())
         answers.append(
             Answer(
                 ids=ids[turn.start : turn.stop],
                 ended=turn.stop_reason is StopReason.END_TOKEN,
-                opened=prompt.rstrip().endswith(OPENING),
+                opened=opened(ids[: turn.start], decode),
                 entropies=None if entropies is None else entropies[turn.stream][turn.start : turn.stop],
             )
         )
     return answers
+
+
+def opened(before: np.ndarray, decode: Decode) -> bool:
+    """Whether the token ids `before` [n] int64 an answer end with `<think>`, so that it begins inside the block."""
+    return decode(before[-_PROMPT_TAIL:].tolist()).rstrip().endswith(OPENING)
 
 
 def segment(recipe: UnitsRecipe, answers: Sequence[Answer], decode: Decode) -> Spans:
