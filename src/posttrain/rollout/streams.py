@@ -69,6 +69,8 @@ class Turn:
     answer: str
     """The answer as text, for people; training uses the ids."""
     info: dict[str, Any] = field(default_factory=dict)
+    state: str | None = None
+    """The environment's name for the state in which the answer was given; None where it names none."""
 
 
 @dataclass
