@@ -15,6 +15,7 @@ from posttrain.cli.dpo import dpo
 from posttrain.cli.env import app as env
 from posttrain.cli.episodes import episodes
 from posttrain.cli.evaluate import evaluate
+from posttrain.cli.fit_normalizer import fit_normalizer
 from posttrain.cli.pipeline import pipeline
 from posttrain.cli.plot import plot
 from posttrain.cli.recipe import recipe
@@ -40,6 +41,7 @@ for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:
     app.command()(verb)
+app.command("fit-normalizer")(fit_normalizer)
 app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")

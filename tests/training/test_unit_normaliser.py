@@ -1,0 +1,50 @@
+"""`posttrain fit-normalizer` on a run: the files it writes, what it prints, what it refuses."""
+
+import io
+import json
+
+import pytest
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from posttrain.cli.main import main
+from posttrain.credit.units.params import read_normalisers
+from posttrain.recipe.stages import Recipe
+from posttrain.training.stage import run_stage
+from tests.training.preferences import pair_rows, recipe_values, write_jsonl
+
+
+def run(values):
+    return run_stage(TypeAdapter(Recipe).validate_python(values), console=Console(file=io.StringIO())).path
+
+
+@pytest.fixture(scope="module")
+def of_units(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("units")
+    return run(recipe_values("reward", tiny_model, folder, epochs=1, units={"segmenter": {"type": "token"}}))
+
+
+def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
+    assert main(["fit-normalizer", str(of_units)]) == 0
+    first = capsys.readouterr().out
+    assert "R²" in first
+    assert (
+        main(["fit-normalizer", str(of_units), "--data", write_jsonl(tmp_path / "more.jsonl", pair_rows(40, 50))]) == 0
+    )
+    fits = read_normalisers(of_units / "normaliser" / "params.json")
+    assert [key.path for key in fits] == [("small", name, "token", "avg", "0") for name in ("validation", "more")]
+    printed = capsys.readouterr().out
+    made = list(fits.values())[1]
+    assert f"mean(p)  = {made.slope_mean:+.4f} log p {made.intercept_mean:+.4f}" in printed
+    details = json.loads((of_units / "normaliser" / "more.json").read_text())
+    assert details["count"]["1.000"] == 80
+    assert details["mean"].keys() == details["std"].keys() == details["count"].keys()
+    assert (of_units / "plots" / "normaliser.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_without_units_and_files_without_pairs_are_refused(of_units, tiny_model, tmp_path, capsys):
+    plain = run(recipe_values("reward", tiny_model, tmp_path, epochs=1))
+    assert main(["fit-normalizer", str(plain)]) == 2
+    assert "rewards whole answers, so there are no units to fit" in capsys.readouterr().err
+    assert main(["fit-normalizer", str(of_units), "--data", str(tmp_path / "gone.jsonl")]) == 2
+    assert main(["fit-normalizer", str(tmp_path / "gone")]) == 2
