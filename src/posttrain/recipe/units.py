@@ -25,6 +25,7 @@ class StepUnits(_CutUnits):
     """Labelled steps: a unit begins at each label. What stands before the first label is a unit that is no step."""
 
     type: Literal["steps"]
+    """`steps`: units begin at labels at the start of a line."""
     pattern: str = STEP_PATTERN
     """Regular expression of where a step starts, in multi-line mode over the text of the answer. Its group `label` is the step's label, a number or letters, which `ordinal` needs."""
     ordinal: bool = True
@@ -52,6 +53,7 @@ class EntropyUnits(_CutUnits):
     """Segments that begin where the reference model was unsure of the next token."""
 
     type: Literal["entropy"]
+    """`entropy`: units begin where the reference model was unsure."""
     threshold: float = Field(1.5, ge=0)
     """Nats. A token begins a unit where the entropy of the distribution it was drawn from, under the reference model at temperature 1, is above this. Published values: 1.5 to 2.25."""
     peak: Literal["threshold", "local_max"] = "threshold"
