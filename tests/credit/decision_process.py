@@ -32,6 +32,8 @@ class Trajectory:
     ids: tuple[int, ...]
     sampled: tuple[bool, ...]
     rewards: tuple[float, ...]
+    turn: tuple[int, ...]
+    """Index of the turn that sampled each token, -1 for the environment's."""
 
     @property
     def total(self) -> float:
@@ -74,15 +76,16 @@ class _Part:
         self.ids = before + answer
         self.sampled = (False,) * len(before) + (True,) * len(answer)
         self.rewards = (0.0,) * (len(self.ids) - 1) + (reward,)
+        self.turn = (-1,) * len(before) + (0 if shown is None else 1,) * len(answer)
 
     def __add__(self, other: "_Part") -> "_Part":
         joined = object.__new__(_Part)
-        for name in ("choices", "ids", "sampled", "rewards"):
+        for name in ("choices", "ids", "sampled", "rewards", "turn"):
             setattr(joined, name, getattr(self, name) + getattr(other, name))
         return joined
 
     def trajectory(self, chance: float) -> Trajectory:
-        return Trajectory(self.choices, chance, self.ids, self.sampled, self.rewards)
+        return Trajectory(self.choices, chance, self.ids, self.sampled, self.rewards, self.turn)
 
 
 def score(trajectory: Trajectory, log_policy: np.ndarray) -> np.ndarray:
@@ -111,7 +114,7 @@ def episode(trajectory: Trajectory, log_policy: np.ndarray, index: int) -> Episo
         sampled,
         logprobs,
         np.array(trajectory.rewards, dtype=np.float32),
-        np.where(sampled, 0, -1),
+        np.array(trajectory.turn, dtype=np.int32),
     )
     return Episode(seed=0, group=0, index=index, version=0, streams=[stream], turns=[], outcome=Outcome.TERMINATED)
 

@@ -86,7 +86,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         ),
         (
             ["learning_rate=1"],
-            "override learning_rate=1: there is no key learning_rate; optimizer.learning_rate has that name",
+            "override learning_rate=1: there is no key learning_rate; critic.optimizer.learning_rate and optimizer.learning_rate have that name",
         ),
         (
             ["kl.zork=1"],
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["credit.type=rloo", "credit.discount=0.9"],
             "override credit.discount=0.9: there is no key credit.discount; "
-            "it belongs to credit.type reinforce, reinforce_pp, not rloo, so remove it or change the type",
+            "it belongs to credit.type reinforce, reinforce_pp, turn_returns, gigpo, gae, bilevel_gae, not rloo, so remove it or change the type",
         ),
         (
             ["loss.type=gsop"],
@@ -167,7 +167,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["rollout.episodes_per_group=1", "credit.type=grpo"],
             "override rollout.episodes_per_group=1: `credit.type: grpo` compares the episodes of a group; set "
-            "`rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce or reinforce_pp",
+            "`rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae",
         ),
         (
             ["learner.updates_per_step=9"],

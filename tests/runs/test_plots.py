@@ -22,6 +22,7 @@ def train(step: int, **changed: float) -> dict[str, float]:
         "policy/kl": 0.01 * step,
         "policy/entropy": 1.0,
         "rollout/tokens_per_answer": 12.0,
+        "critic/explained_variance": 0.1 * step,
         "optimizer/gradient_norm": 10.0**step,
         "time/rollout": 2.0,
         "time/update": 1.0,

@@ -10,10 +10,12 @@ from posttrain.credit.baselines.greedy import remax
 from posttrain.credit.baselines.group_mean import dr_grpo, grpo
 from posttrain.credit.baselines.leave_one_out import rloo
 from posttrain.credit.baselines.length_weighted import opo
-from posttrain.credit.baselines.token_returns import reinforce, reinforce_pp, reinforce_pp_baseline
-from posttrain.credit.types import Advantages, RewardStreams
+from posttrain.credit.baselines.token_returns import reinforce, reinforce_pp, reinforce_pp_baseline, whitened
+from posttrain.credit.turns.dispatch import TurnCredit, turn_credit
+from posttrain.credit.types import Advantages, PerToken, RewardStreams
+from posttrain.credit.valued import advantages_over_values
 from posttrain.errors import RunError
-from posttrain.recipe.credit import CreditRecipe, TokenCredit
+from posttrain.recipe.credit import BatchCredit, CreditRecipe, CriticCredit, GroupCredit, TokenCredit
 from posttrain.rollout.streams import Episode
 
 OutcomeBaseline = Callable[[np.ndarray, np.ndarray, np.ndarray, Mapping[int, float]], np.ndarray]
@@ -40,24 +42,47 @@ def assign(
     recipe: CreditRecipe,
     rewards: RewardStreams,
     greedy_returns: Mapping[int, float] | None = None,
+    values: PerToken | None = None,
 ) -> Advantages:
     """One advantage per sampled token: per episode and stream [T] float32, zero where nothing was sampled.
 
     The return of an episode is the sum of all its rewards. `greedy_returns`: group id -> return of the greedy episode
-    (`remax`). Neither the order of episodes nor that of groups changes a bit of the result. RunError for a reward
-    that is not finite or that sits where nothing was sampled, since no token could be credited with it.
+    (`remax`). `values`: the critic's, before each sampled token (`gae`, `bilevel_gae`). Neither the order of episodes
+    nor that of groups changes a bit of the result. RunError for a reward that is not finite or that sits where nothing
+    was sampled, since no token could be credited with it.
     """
     sampled = [[stream.sampled for stream in episode.streams] for episode in episodes]
-    paid = [
-        _of_sampled_tokens(e, streams, masks)
-        for e, streams, masks in zip(episodes, rewards.values, sampled, strict=True)
+    paid = rewards_of_sampled_tokens(episodes, rewards)
+    if isinstance(recipe, CriticCredit):
+        if values is None:
+            raise ValueError(f"{recipe.type} needs the values of a critic")
+        credit = advantages_over_values(recipe, episodes, paid, of_sampled_tokens(episodes, values))
+        credit = whitened(credit) if recipe.whiten else credit
+    elif isinstance(recipe, TurnCredit):
+        credit = turn_credit(recipe, episodes, paid)
+    else:
+        credit = _per_token(recipe, paid, np.array([e.group for e in episodes], dtype=np.int64), greedy_returns or {})
+    return Advantages([_spread(own, masks) for own, masks in zip(credit, sampled, strict=True)])
+
+
+def rewards_of_sampled_tokens(episodes: Sequence[Episode], rewards: RewardStreams) -> list[np.ndarray]:
+    """Per episode [n] float64; RunError as `assign` says."""
+    return [_paid(episode, streams) for episode, streams in zip(episodes, rewards.values, strict=True)]
+
+
+def of_sampled_tokens(episodes: Sequence[Episode], numbers: PerToken) -> list[np.ndarray]:
+    """Per episode [n] float64: the numbers of its sampled tokens, in order, across its streams."""
+    return [
+        np.concatenate([np.zeros(0), *(own[s.sampled] for own, s in zip(streams, episode.streams, strict=True))])
+        for episode, streams in zip(episodes, numbers, strict=True)
     ]
-    credit = _per_token(recipe, paid, np.array([e.group for e in episodes], dtype=np.int64), greedy_returns or {})
-    return Advantages([_spread(values, masks) for values, masks in zip(credit, sampled, strict=True)])
 
 
 def _per_token(
-    recipe: CreditRecipe, paid: list[np.ndarray], groups: np.ndarray, greedy: Mapping[int, float]
+    recipe: GroupCredit | BatchCredit | TokenCredit,
+    paid: list[np.ndarray],
+    groups: np.ndarray,
+    greedy: Mapping[int, float],
 ) -> list[np.ndarray]:
     """Per episode [n] float64 over its sampled tokens."""
     if isinstance(recipe, TokenCredit):
@@ -70,10 +95,10 @@ def _per_token(
     return [np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)]
 
 
-def _of_sampled_tokens(episode: Episode, streams: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+def _paid(episode: Episode, streams: Sequence[np.ndarray]) -> np.ndarray:
     """The rewards [n] float64 of an episode's sampled tokens, across its streams."""
     rewards = np.concatenate([np.zeros(0), *streams])
-    mask = np.concatenate([np.zeros(0, dtype=bool), *masks])
+    mask = np.concatenate([np.zeros(0, dtype=bool), *(stream.sampled for stream in episode.streams)])
     name = f"group {episode.group} episode {episode.index} (environment seed {episode.seed})"
     if not np.isfinite(rewards).all():
         raise RunError(f"{name} has a reward that is not finite; mend the reward of its environment")

@@ -103,6 +103,9 @@ class Bandit(Game):
             return f"{self._pulled} paid {self._pay[self._pulled]:.2f}."
         return f"The machines are {self.actions[0]} and {self.actions[1]}. Which one?"
 
+    def _key(self) -> str:
+        return self._pulled or "none pulled"
+
     def _act(self, name: str) -> float:
         self._pulled = name
         return self._pay[name]

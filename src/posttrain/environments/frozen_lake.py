@@ -110,6 +110,9 @@ class FrozenLake(Game):
         cells[self._cell] = player.get(self._cell, symbols.player)
         return drawing(cells, lake.size, lake.size)
 
+    def _key(self) -> str:
+        return str(self._cell)
+
     def _act(self, name: str) -> float:
         self._cell = self._lake.next_cell(self._cell, DIRECTIONS.index(name), self._slips[self._moves])
         self._moves += 1

@@ -34,7 +34,7 @@ class Game(Environment):
         self._begin(seed)
         turns = f"You have {self.turns_left} turn{'s' if self.turns_left > 1 else ''}."
         rules = f"{self._rules()} {turns}\n{self.format.instructions(self.actions)}"
-        return Observation([{"role": "system", "content": rules}, _user(self._state(first=True))])
+        return Observation([{"role": "system", "content": rules}, _user(self._state(first=True))], self._key())
 
     def step(self, action: str) -> Step:
         """Play one answer: its actions in order until the game ends; a rejected answer plays none.
@@ -62,7 +62,7 @@ class Game(Environment):
             self.turns_left = 0
         if terminated or truncated:
             info["success"] = self._succeeded()
-        return Step([_user(notice + self._state(first=False))], reward, terminated, truncated, info)
+        return Step([_user(notice + self._state(first=False))], reward, terminated, truncated, info, self._key())
 
     def expert(self) -> str:
         """The best answer in the current state, with a one-line reason where the format has thinking."""
@@ -89,6 +89,10 @@ class Game(Environment):
     @abstractmethod
     def _state(self, first: bool) -> str:
         """The state as the policy sees it; `first`: in the first message, with what never changes."""
+
+    @abstractmethod
+    def _key(self) -> str:
+        """A name of the state within this game, however it is shown; the turns left are no part of it."""
 
     @abstractmethod
     def _act(self, name: str) -> float:

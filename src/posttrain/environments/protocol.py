@@ -16,6 +16,9 @@ class Observation:
     """What the policy sees first: the messages before its first answer."""
 
     messages: list[Message]
+    state: str | None = None
+    """A name of the state, the same for two episodes of one task exactly where they stand in the same state; for
+    credit that compares answers given in one state (`gigpo`). None: the observation's tokens tell states apart."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Step:
 
     `messages` are shown to the policy if the episode goes on. `terminated` means the task ended by its own rules,
     `truncated` that a limit cut it off. `info["success"]` (bool) is set on the last step; `info["rejected"]` (text)
-    says why an answer was not understood.
+    says why an answer was not understood. `state` names the state that it led to, as that of `Observation` does.
     """
 
     messages: list[Message]
@@ -32,6 +35,7 @@ class Step:
     terminated: bool
     truncated: bool
     info: dict[str, Any] = field(default_factory=dict)
+    state: str | None = None
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,10 @@ class Sokoban(Game):
         cells[player] = symbols.player_on_target if player in room.targets else symbols.player
         return drawing(cells, room.rows, room.columns)
 
+    def _key(self) -> str:
+        player, boxes = self._place
+        return f"{player} {sorted(boxes)}"
+
     def _act(self, name: str) -> float:
         before = self._place
         self._place = self._room.move(before, self._room.directions()[ACTIONS.index(name)])

@@ -97,11 +97,11 @@ def load_model(recipe: ModelRecipe) -> torch.nn.Module:
     return model
 
 
-def load_reward_model(recipe: ModelRecipe, head_seed: int | None) -> torch.nn.Module:
+def load_reward_model(recipe: ModelRecipe, head_seed: int | None, head_scale: float = 1.0) -> torch.nn.Module:
     """The model of the recipe with a scalar head `score`, as `load_model` loads.
 
-    Where it has none, as a language model, the head is drawn from N(0, 1 / (hidden + 1)) with `head_seed` (the scale
-    of Stiennon et al. 2020, arXiv 2009.01325); `InputError` when that is None.
+    Where it has none, as a language model, the head is `head_scale` times a draw from N(0, 1 / (hidden + 1)) with
+    `head_seed` (the scale of Stiennon et al. 2020, arXiv 2009.01325); `InputError` when that is None.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -119,7 +119,7 @@ def load_reward_model(recipe: ModelRecipe, head_seed: int | None) -> torch.nn.Mo
         generator = torch.Generator().manual_seed(head_seed)
         weights = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)
         with torch.no_grad():
-            head.weight.copy_(weights)
+            head.weight.copy_(head_scale * weights)
     return model
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from posttrain.recipe.base import Part
+from posttrain.recipe.credit_turns import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
 
 
 class GroupCredit(Part):
@@ -30,7 +31,50 @@ class TokenCredit(Part):
     """Discount per sampled token."""
 
 
-CreditRecipe = Annotated[GroupCredit | BatchCredit | TokenCredit, Field(discriminator="type")]
+class ValueCredit(Part):
+    """Advantages over the values of the critic."""
+
+    type: Literal["gae"]
+    """`gae`: generalised advantage estimation, the credit of PPO."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """gamma: discount per sampled token."""
+    trace_decay: float = Field(0.95, ge=0, le=1)
+    """lambda: 1 takes the rewards that came, 0 the critic's word for all but the next; between, a mixture."""
+    whiten: bool = True
+    """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
+
+
+class BilevelValueCredit(Part):
+    """Advantages over the values of the critic, of turns and, within a turn, of tokens."""
+
+    type: Literal["bilevel_gae"]
+    """`bilevel_gae`: generalised advantage estimation over turns, and over the tokens of each turn."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """Discount per sampled token within a turn."""
+    turn_discount: float = Field(0.95, gt=0, le=1)
+    """Discount per turn."""
+    trace_decay: float = Field(0.95, ge=0, le=1)
+    """lambda within a turn: 1 takes the rewards that came, 0 the critic's word for all but the next."""
+    turn_trace_decay: float = Field(0.95, ge=0, le=1)
+    """lambda from turn to turn."""
+    whiten: bool = True
+    """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
+
+
+CriticCredit = ValueCredit | BilevelValueCredit
+"""Credit that needs the values of a critic."""
+
+CreditRecipe = Annotated[
+    GroupCredit
+    | BatchCredit
+    | TokenCredit
+    | TurnReturnsCredit
+    | MtGrpoCredit
+    | GigpoCredit
+    | ValueCredit
+    | BilevelValueCredit,
+    Field(discriminator="type"),
+]
 
 
 class FilterRecipe(Part):

@@ -76,6 +76,8 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if isinstance(recipe, RlRecipe) and recipe.reward is not None:
         size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
         rows["reward model"] = (size, "if it is as large as the policy")
+    if isinstance(recipe, RlRecipe) and recipe.has_critic:
+        rows["critic"] = (_critic(recipe, sizes), "weights, gradients and AdamW state, if it is as large as the policy")
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
     if recipe.model.gradient_checkpointing:
         per_token = width * (sizes.layers * sizes.hidden + _layer_activations(sizes))
@@ -90,6 +92,13 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x 12 bytes",
     )
     return rows
+
+
+def _critic(recipe: RlRecipe, sizes: ModelSizes) -> int:
+    """Bytes without activations, which do not exist at the same time as the policy's."""
+    own = 2 if recipe.critic.dtype == "bfloat16" else 4
+    trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
+    return own * sizes.parameters + (own + 8 + (8 if own == 2 else 0)) * trained
 
 
 def trained_parameters(model: ModelRecipe, sizes: ModelSizes) -> int:

@@ -107,7 +107,14 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         if rollout.failures.policy != policy and _given(rollout.failures, key):
             reason = f"rollout.failures.policy is {rollout.failures.policy}"
             found.append(_without_effect(f"rollout.failures.{key}", reason))
-    once = learner.updates_per_step == 1 and learner.passes == 1 and recipe.loss.correction is None
+    if not recipe.has_critic and recipe.critic != type(recipe.critic)():
+        found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
+    elif recipe.critic.lora is not None and _given(recipe.critic.lora, "export"):
+        found.append(_without_effect("critic.lora.export", "the critic is not exported"))
+    once = learner.updates_per_step == 1 and learner.passes == 1
+    if once and recipe.has_critic and _given(recipe.critic, "clip"):
+        found.append(_without_effect("critic.clip", "with one update per step the values have not moved yet"))
+    once = once and recipe.loss.correction is None
     if once and isinstance(recipe.loss, PpoLoss | GspoLoss):
         clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(recipe.loss, key)]
         reason = "with one update per step the ratio is 1 and nothing is clipped"

@@ -87,8 +87,22 @@ def _rl(recipe: RlRecipe) -> list[str]:
         f"an optimizer step takes forward passes of at most {learner.tokens_per_batch} tokens, at most {passes} of them "
         f"where every episode is {rollout.tokens_per_episode} tokens long",
         f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
+        *_beside(recipe, recipe.steps * updates),
         f"training on seeds {recipe.seeds}, {used}",
     ]
+
+
+def _beside(recipe: RlRecipe, updates: int) -> list[str]:
+    """What else the optimizer steps of the run take."""
+    lines = []
+    if recipe.has_critic:
+        alone = recipe.critic.updates_before_policy
+        first = f", the first {alone} of them alone: the policy makes {updates - alone:,}" if alone else ""
+        lines.append(f"the critic makes {updates:,} optimizer steps on the same episodes{first}")
+    if recipe.ptx is not None:
+        paths = ", ".join(source.path for source in recipe.ptx.data.train)
+        lines.append(f"each optimizer step of the policy also takes {recipe.ptx.rows_per_update} rows from {paths}")
+    return lines
 
 
 def _evaluation(recipe: RlRecipe | SftRecipe | EvaluateRecipe, steps: int) -> list[str]:

@@ -4,9 +4,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.credit import CreditRecipe, GroupCredit
+from posttrain.recipe.credit import CreditRecipe, CriticCredit, GroupCredit
+from posttrain.recipe.credit_turns import TurnReturnsCredit
+from posttrain.recipe.critic import CriticRecipe
 from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.ptx import PtxRecipe
 from posttrain.recipe.reward import RewardSource
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe
@@ -29,15 +32,23 @@ class RlRecipe(PlayedRecipe):
     reward: RewardSource | None = None
     """A reward model that pays each episode besides what the environment pays; null is none."""
     credit: CreditRecipe = GroupCredit(type="rloo")
+    critic: CriticRecipe = CriticRecipe()
     loss: LossRecipe = PpoLoss()
     kl: KlRecipe = KlRecipe()
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus."""
+    ptx: PtxRecipe | None = None
+    """Supervised rows that join every update of the policy; null is none."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
     guards: GuardRecipe = GuardRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether its credit needs the values of a critic."""
+        return isinstance(self.credit, CriticCredit)
 
     @model_validator(mode="after")
     def _parts_fit(self):
@@ -47,11 +58,11 @@ class RlRecipe(PlayedRecipe):
                 f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
             )
         if (
-            self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline")
-            and self.rollout.episodes_per_group < 2
-        ):
+            self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "mt_grpo", "gigpo")
+            or (isinstance(self.credit, TurnReturnsCredit) and self.credit.baseline == "others")
+        ) and self.rollout.episodes_per_group < 2:
             raise ValueError(
-                f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce or reinforce_pp"
+                f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
             )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
             raise ValueError(
@@ -69,5 +80,16 @@ class RlRecipe(PlayedRecipe):
         if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.passes > 1):
             raise ValueError(
                 "`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more"
+            )
+        updates = self.steps * self.learner.updates_per_step * self.learner.passes
+        if self.has_critic and self.critic.updates_before_policy >= updates:
+            raise ValueError(
+                f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
+                f"{updates} updates; lower it or raise `steps`"
+            )
+        if self.ptx is not None and self.ptx.data.max_tokens > self.learner.tokens_per_batch:
+            raise ValueError(
+                f"one row may have `ptx.data.max_tokens` = {self.ptx.data.max_tokens} tokens, more than "
+                f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
             )
         return self

@@ -15,11 +15,14 @@ class Conversation:
     prompt is the rewritten history.
     """
 
-    def __init__(self, renderer: Renderer, messages: Sequence[Message], primer: str = "") -> None:
+    def __init__(
+        self, renderer: Renderer, messages: Sequence[Message], primer: str = "", state: str | None = None
+    ) -> None:
         self.renderer = renderer
         self.primer = primer
         self.messages: list[Message] = list(messages)
         self.turns: list[Turn] = []
+        self._state = state
         self._streams = [_Growing()]
         self._streams[0].append(renderer.prompt(self.messages, primer))
 
@@ -34,7 +37,9 @@ class Conversation:
         text = self.primer + self.renderer.answer_text(ids)
         start = len(stream.ids)
         stream.append(ids, logprobs, turn=len(self.turns))
-        self.turns.append(Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text))
+        self.turns.append(
+            Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text, state=self._state)
+        )
         self.messages.append({"role": "assistant", "content": text})
         return text
 
@@ -45,8 +50,9 @@ class Conversation:
         turn.info = info
         self._streams[turn.stream].rewards[turn.stop - 1] += reward
 
-    def observe(self, messages: Sequence[Message]) -> None:
-        """Append what the environment says next and the start of the policy's next answer."""
+    def observe(self, messages: Sequence[Message], state: str | None = None) -> None:
+        """Append what the environment says next and the start of the policy's next answer, given in `state`."""
+        self._state = state
         answer = self.messages[-1]["content"]
         self.messages.extend(messages)
         if self.renderer.must_split(answer):

@@ -71,7 +71,7 @@ class Player:
         outcome = Outcome.FAILED
         try:
             observation = await self._call(partial(environment.reset, place.seed))
-            conversation = Conversation(self.renderer, observation.messages, environment.primer)
+            conversation = Conversation(self.renderer, observation.messages, environment.primer, observation.state)
             outcome = await self._turns(environment, conversation, place, attempt)
         except EnvironmentFailure as error:
             failure = str(error)
@@ -115,7 +115,7 @@ class Player:
                 return Outcome.TERMINATED
             if step.truncated:
                 return Outcome.TRUNCATED
-            conversation.observe(step.messages)
+            conversation.observe(step.messages, step.state)
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Call the environment, in a thread where the recipe sets a time-out; anything it raises is its failure."""

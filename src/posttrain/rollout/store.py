@@ -186,6 +186,7 @@ def _episode_values(episode: Episode) -> dict[str, Any]:
                 "stop_reason": turn.stop_reason.value,
                 "answer": turn.answer,
                 "info": turn.info,
+                "state": turn.state,
             }
             for turn in episode.turns
         ],

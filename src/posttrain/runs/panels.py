@@ -150,11 +150,33 @@ PANELS = {
             percent=True,
         ),
     ],
+    "critic": [
+        Panel(
+            "Values against the returns that came",
+            "explained variance",
+            [Curve("critic/explained_variance", "explained variance, training episodes", TRAINING)],
+            from_zero=False,
+            smoothed=True,
+        ),
+        Panel(
+            "Mean over sampled tokens",
+            "reward",
+            [Curve("critic/value", "value", TRAINING), Curve("critic/return", "return from the token on", HELD_OUT)],
+            from_zero=False,
+            smoothed=True,
+        ),
+        Panel("Value loss", "reward squared", [Curve("critic/loss", "value loss")], logarithmic=True),
+    ],
     "optimization": [
         Panel(
             "What is minimised",
             "loss",
-            [Curve("loss/total", "total"), Curve("loss/policy", "policy", ORANGE), Curve("loss/kl", "KL", GREEN)],
+            [
+                Curve("loss/total", "total"),
+                Curve("loss/policy", "policy", ORANGE),
+                Curve("loss/kl", "KL", GREEN),
+                Curve("ptx/loss", "supervised rows", PURPLE),
+            ],
             from_zero=False,
         ),
         Panel(
@@ -178,6 +200,7 @@ TITLES = {
     "kl": "Kullback-Leibler divergence",
     "entropy": "Entropy and repetition",
     "lengths": "Lengths",
+    "critic": "Critic",
     "optimization": "Optimization",
     "time": "Time per phase",
 }

@@ -34,6 +34,12 @@ class Sample:
     """[n] float32: log-probabilities under the reference model."""
     old: np.ndarray | None = None
     """[n] float32: the learner's own log-probabilities before the step's updates; None takes the engine's."""
+    values: np.ndarray | None = None
+    """[n] float32: the critic's values before the step's updates, in units of reward."""
+    returns: np.ndarray | None = None
+    """[n] float32: what the critic's values should have been."""
+    taught: bool = False
+    """A row of text that joins an update of reinforcement learning, and not an episode."""
 
     side: Side | None = None
     """For preference data."""

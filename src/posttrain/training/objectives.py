@@ -52,6 +52,46 @@ class PolicyObjective:
         return loss, metrics
 
 
+class MixedObjective:
+    """The policy's objective on episodes + coefficient x negative log-likelihood of taught rows, a mean over tokens.
+
+    Source: "PPO-ptx" of Ouyang et al. 2022, arXiv 2203.02155.
+    """
+
+    def __init__(self, policy: PolicyObjective, coefficient: float) -> None:
+        self.policy = policy
+        self.taught = SupervisedObjective()
+        self.coefficient = coefficient
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        """The policy's weights and divisor; a taught token weighs so much that its share comes out after division."""
+        own, divisor = self.policy.weigh([s for s in samples if not s.taught])
+        _, tokens = self.taught.weigh([s for s in samples if s.taught])
+        weights = iter(own)
+        return [self.coefficient * divisor / tokens if s.taught else next(weights) for s in samples], divisor
+
+    def has_signal(self, sample: Sample) -> bool:
+        return sample.taught or self.policy.has_signal(sample)
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        mask = np.repeat([s.taught for s in samples], [s.sampled_tokens for s in samples])
+        loss = output.logprobs.new_zeros(())
+        metrics: Totals = {}
+        for taught in (False, True):
+            chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.taught == taught]
+            if chosen:
+                places = torch.from_numpy(np.flatnonzero(mask == taught)).to(output.logprobs.device)
+                scores = TokenScores(output.logprobs[places], output.entropies[places])
+                objective = self.taught if taught else self.policy
+                part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
+                loss = loss + part
+                # The entropy of the policy is that of what it sampled.
+                metrics |= {"ptx/loss": (float(-scores.logprobs.detach().sum()), len(places))} if taught else more
+        return loss, metrics
+
+
 class SupervisedObjective:
     """Negative log-likelihood of the trained tokens, a mean over the tokens of the optimizer step."""
 

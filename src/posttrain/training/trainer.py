@@ -36,6 +36,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Companion(Protocol):
+    """Something whose state belongs in a checkpoint, as tensors and plain values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class Best:
     """The best checkpoint so far, by the recipe's metric on the held-out seeds of the learning curve."""
@@ -79,6 +87,8 @@ class Trainer(Generic[Output]):
         self.evaluated = -1
         """The last step that was evaluated for the learning curve."""
         self.stateful: dict[str, Stateful] = {}
+        self.companions: dict[str, Companion] = {}
+        """Models that learn beside the one that is trained; they may change only where no signal interrupts."""
         self._state: dict[str, Any] = {}
         self.seconds: dict[str, float] = defaultdict(float)
 
@@ -94,6 +104,8 @@ class Trainer(Generic[Output]):
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
         self.optimizer.load_state_dict(tensors["optimizer"])
+        for name, companion in self.companions.items():
+            companion.load_state_dict(tensors[name])
         torch.set_rng_state(tensors["random"])
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.model.version = state["version"]
@@ -186,6 +198,7 @@ class Trainer(Generic[Output]):
     def save(self) -> Path:
         """Write a checkpoint of the last finished step."""
         tensors = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
+        tensors |= {name: companion.state_dict() for name, companion in self.companions.items()}
         best = self.best.step if self.best else None
         return self.checkpoints.save(self.step, self.model, tensors, self._state, best)
 

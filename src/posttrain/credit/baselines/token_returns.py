@@ -31,7 +31,7 @@ def reinforce_pp(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndar
 
     `rewards`: per episode [n] float64; `discount` in (0, 1]. Returns per episode [n] float64.
     """
-    return _whitened(reinforce(rewards, discount))
+    return whitened(reinforce(rewards, discount))
 
 
 def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
@@ -43,7 +43,7 @@ def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.n
     `returns` [N] float64, `groups` [N] int, `lengths` [N] int: sampled tokens. Returns per episode [n] float64.
     """
     advantages = dr_grpo(returns, groups, lengths, {})
-    return _whitened([np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)])
+    return whitened([np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)])
 
 
 def _returns(rewards: np.ndarray, discount: float) -> np.ndarray:
@@ -54,8 +54,11 @@ def _returns(rewards: np.ndarray, discount: float) -> np.ndarray:
     return found
 
 
-def _whitened(episodes: list[np.ndarray]) -> list[np.ndarray]:
-    """Each token counts once, so long episodes count more; the variance is that of the population."""
+def whitened(episodes: list[np.ndarray]) -> list[np.ndarray]:
+    """(A - mean) / (std + 1e-6) over all tokens of `episodes`, each [n].
+
+    Each token counts once, so long episodes count more; the variance is that of the population.
+    """
     if not episodes:
         return []
     ends = np.cumsum([len(episode) for episode in episodes])[:-1]

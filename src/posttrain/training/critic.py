@@ -1,0 +1,155 @@
+"""The critic in training: values of a step's episodes, their targets, its own updates, and its state."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.credit.assign import of_sampled_tokens, rewards_of_sampled_tokens
+from posttrain.credit.types import PerToken, RewardStreams
+from posttrain.credit.valued import advantages_over_values, discounted_returns
+from posttrain.credit.values import explained_variance
+from posttrain.errors import InputError, RunError
+from posttrain.losses.normalisation import token_weights
+from posttrain.losses.value import value_loss
+from posttrain.models.critic import Critic
+from posttrain.models.policy import Policy
+from posttrain.recipe.credit import CriticCredit
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.streams import Episode
+from posttrain.training.batches import Sample
+from posttrain.training.learner import Learner, Totals
+from posttrain.training.optimizer import Optimizer
+
+
+class ValueObjective:
+    """The value loss, a mean over the sampled tokens of the optimizer step."""
+
+    def __init__(self, clip: float | None) -> None:
+        self.clip = clip
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        return token_weights("token", [s.sampled_tokens for s in samples])
+
+    def has_signal(self, sample: Sample) -> bool:
+        return sample.sampled_tokens > 0
+
+    def __call__(
+        self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        old, returns = (
+            torch.from_numpy(np.concatenate([_known(part) for part in parts])).to(output.device)
+            for parts in ([s.values for s in samples], [s.returns for s in samples])
+        )
+        losses, clipped = value_loss(output, old, returns, self.clip)
+        # Every token weighs 1, so the loss needs no weights.
+        loss, count = losses.sum(), float(len(losses))
+        metrics = {"critic/loss": (float(loss.detach()), count)}
+        return loss, metrics | ({} if self.clip is None else {"critic/clipped": (float(clipped.sum()), count)})
+
+
+class CriticLearner:
+    """The critic with its optimizer. Its updates are made on the episodes of the policy's."""
+
+    def __init__(self, recipe: RlRecipe, credit: CriticCredit, policy: Policy, updates: int) -> None:
+        """`updates`: its optimizer steps in the whole run. `InputError` where its tokens are not the policy's."""
+        self.recipe = recipe.critic
+        self.credit = credit
+        self.model = Critic(self.recipe.model(recipe.model), recipe.seed)
+        if self.model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+            raise InputError(
+                f"critic.path: {self.recipe.path} has another tokenizer than {recipe.model.path}; the critic reads the "
+                "policy's tokens, so start it from a model of the same family, or leave critic.path out"
+            )
+        # A critic that starts from the reward model then begins at what the rewards are.
+        self.model.in_units_of_reward = recipe.reward is not None and recipe.reward.normalise == "stored"
+        self.optimizer = Optimizer(self.model.trainable(), self.recipe.optimizer, updates)
+        self.learner: Learner[torch.Tensor] = Learner(self.model, self.optimizer, recipe.learner, self._forward)
+        self.objective = ValueObjective(self.recipe.clip)
+        self._fit: Totals = {}
+
+    @property
+    def learns_alone(self) -> bool:
+        """Whether the policy waits for the critic's first updates."""
+        return self.optimizer.updates < self.recipe.updates_before_policy
+
+    def judge(self, episodes: Sequence[Episode], samples: Sequence[Sample], rewards: RewardStreams) -> PerToken:
+        """The value before each sampled token, zero elsewhere; `samples` also get it, and the target of its loss.
+
+        The target is A + V with the advantage as it is before whitening. How well the values foretell the discounted
+        rewards that then came (explained variance) joins the metrics of the next update.
+        """
+        self._evaluate(samples)
+        values: PerToken = []
+        left = iter(samples)
+        for episode in episodes:
+            values.append([_spread(_known(next(left).values), stream.sampled) for stream in episode.streams])
+        paid, judged = rewards_of_sampled_tokens(episodes, rewards), of_sampled_tokens(episodes, values)
+        advantages = advantages_over_values(self.credit, episodes, paid, judged)
+        targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, judged, strict=True))])
+        ends = np.cumsum([s.sampled_tokens for s in samples])[:-1]
+        for sample, target in zip(samples, np.split(targets.astype(np.float32), ends), strict=True):
+            sample.returns = target
+        returns = np.concatenate([np.zeros(0), *discounted_returns(self.credit, episodes, paid)])
+        flat = np.concatenate([np.zeros(0), *judged])
+        self._fit = {"critic/value": (float(flat.sum()), len(flat)), "critic/return": (float(returns.sum()), len(flat))}
+        explained = explained_variance(returns, flat)
+        self._fit |= {"critic/explained_variance": (explained, 1.0)} if np.isfinite(explained) else {}
+        return values
+
+    def update(self, samples: Sequence[Sample]) -> Totals:
+        """One optimizer step; its metrics under names of their own."""
+        try:
+            totals = self.learner.update(samples, self.objective)
+        except RunError as error:
+            raise RunError(f"the critic (critic.optimizer): {error}") from error
+        found, self._fit = self._fit, {}
+        for key, value in totals.items():
+            if key != "loss/total":
+                found[key.replace("optimizer/", "critic/")] = value
+        return found
+
+    def take_messages(self) -> list[str]:
+        """As `Learner.take_messages`."""
+        return [f"critic: {message}" for message in self.learner.take_messages()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights that are trained, the optimizer, and what the learner counts."""
+        weights = {name: parameter.detach() for name, parameter in self.model.trainable()}
+        counts = {"skipped_in_a_row": self.learner.skipped_in_a_row, "version": self.model.version}
+        return {"weights": weights, "optimizer": self.optimizer.state_dict(), **counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`, bit for bit."""
+        with torch.no_grad():
+            for name, parameter in self.model.trainable():
+                parameter.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.learner.skipped_in_a_row, self.model.version = state["skipped_in_a_row"], state["version"]
+
+    def _forward(self, samples: Sequence[Sample]) -> torch.Tensor:
+        return self.model.values([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
+
+    def _evaluate(self, samples: Sequence[Sample]) -> None:
+        for group, values in self.learner.without_gradient(samples):
+            ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
+            for i, own in zip(group, np.split(values.cpu().numpy(), ends), strict=True):
+                samples[i].values = own
+
+
+def open_critic(recipe: RlRecipe, policy: Policy, updates: int) -> CriticLearner | None:
+    """The critic of the recipe; None where its credit uses no values. `updates`: those of the whole run."""
+    credit = recipe.credit
+    return CriticLearner(recipe, credit, policy, updates) if isinstance(credit, CriticCredit) else None
+
+
+def _known(part: np.ndarray | None) -> np.ndarray:
+    assert part is not None
+    return part
+
+
+def _spread(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    full = np.zeros(len(mask), dtype=np.float32)
+    full[mask] = values
+    return full

@@ -1,0 +1,121 @@
+"""Supervised rows in the updates of RL: they add coefficient x their mean loss and gradient, and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.stages import RlRecipe
+from posttrain.training.forward import token_forward
+from posttrain.training.learner import Learner, means
+from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective
+from posttrain.training.optimizer import Optimizer
+
+from . import small
+from .preferences import write_jsonl
+from .test_batches import sample
+from .test_learner import samples as episodes
+from .test_rl import lines, train
+
+
+def rows():
+    draws = np.random.default_rng(7)
+    made = [sample(draws.integers(3, 250, 6), draws.integers(3, 250, n), "row") for n in (3, 11, 20)]
+    for one in made:
+        one.taught = True
+    return made
+
+
+def gradients(model, samples, objective, monkeypatch, budget=4096):
+    """Gradients as they stand before they are applied, and the metrics."""
+    policy = Policy(ModelRecipe(path=str(model)))
+    batches = LearnerRecipe(tokens_per_batch=budget)
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 1)
+    found = {}
+
+    def keep(self):
+        found.update({n: m.grad.clone() for n, m in zip(self.names, self.masters, strict=True)})
+        return 1.0
+
+    monkeypatch.setattr(Optimizer, "step", keep)
+    totals = Learner(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
+    return found, means(totals)
+
+
+@pytest.mark.parametrize(
+    "loss", [{"type": "ppo"}, {"type": "ppo", "normaliser": "constant", "constant": 50.0}, {"type": "gspo"}]
+)
+def test_loss_and_gradient_are_the_sum_of_both(loss, tiny_model, monkeypatch):
+    policy = PolicyObjective(RlRecipe(loss=loss, entropy=0.01), 0.0)
+    alone, own = gradients(tiny_model, episodes(), policy, monkeypatch)
+    taught, supervised = gradients(tiny_model, rows(), SupervisedObjective(), monkeypatch)
+    assert max(g.abs().max() for g in taught.values()) > 1e-3
+    for budget in (4096, 150):
+        mixed, found = gradients(tiny_model, [*episodes(), *rows()], MixedObjective(policy, 0.3), monkeypatch, budget)
+        for name, gradient in mixed.items():
+            torch.testing.assert_close(gradient, alone[name] + 0.3 * taught[name], atol=2e-6, rtol=1e-4)
+        assert found["loss/total"] == pytest.approx(own["loss/total"] + 0.3 * supervised["loss/nll"], rel=1e-4)
+        assert found["ptx/loss"] == pytest.approx(supervised["loss/nll"], rel=1e-5)
+        for name in ("loss/policy", "policy/entropy", "policy/mismatch"):
+            assert found[name] == pytest.approx(own[name], rel=1e-4), name
+
+
+def test_rows_are_taught_where_no_episode_has_credit(tiny_model, monkeypatch):
+    silent = episodes()
+    for one in silent:
+        one.advantages[:] = 0
+    taught, _ = gradients(tiny_model, rows(), SupervisedObjective(), monkeypatch)
+    mixed, _ = gradients(
+        tiny_model, [*silent, *rows()], MixedObjective(PolicyObjective(RlRecipe(), 0.0), 2.0), monkeypatch
+    )
+    for name, gradient in mixed.items():
+        torch.testing.assert_close(gradient, 2.0 * taught[name], atol=2e-6, rtol=1e-4)
+
+
+def ptx(folder, **keys):
+    texts = [{"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "On a lake."}]}] * 9
+    return {
+        "data": {"train": write_jsonl(folder / "rows.jsonl", texts), "max_tokens": 200},
+        "rows_per_update": 4,
+    } | keys
+
+
+def test_a_run_learns_its_rows(tiny_model, tmp_path):
+    learning = {"optimizer": {"learning_rate": 3e-3}, "steps": 4}
+    plain, _ = train(tiny_model, tmp_path, name="plain", **learning)
+    mixed, _ = train(tiny_model, tmp_path, name="mixed", ptx=ptx(tmp_path), **learning)
+    losses = [line["ptx/loss"] for line in lines(mixed, "train")]
+    assert losses[-1] < losses[0] - 0.5
+    assert "ptx/loss" not in lines(plain, "train")[0]
+    # The first step's episodes are the same; its updates are not.
+    first, other = lines(plain, "train")[0], lines(mixed, "train")[0]
+    assert first["rollout/return"] == other["rollout/return"]
+    assert first["optimizer/gradient_norm"] != other["optimizer/gradient_norm"]
+
+
+def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    changes = {"ptx": ptx(tmp_path), "credit": {"type": "gae"}}
+    assert small.run(small.recipe_values(tiny_model, tmp_path / "whole", **changes)) == 0
+    killed = small.recipe_values(tiny_model, tmp_path / "killed", **changes)
+    assert small.run(killed, die_at=("posttrain.training.updates:TaughtRows.batch", 6)) == -9
+    assert small.run(killed, resume=True) == 0
+    assert small.weights(tmp_path / "whole" / "small") == small.weights(tmp_path / "killed" / "small")
+    assert small.metrics(tmp_path / "whole" / "small") == small.metrics(tmp_path / "killed" / "small")
+
+
+@pytest.mark.parametrize("key", [{"held_out": 2}, {"validation": "a.jsonl"}, {"streaming": True}])
+def test_rows_that_would_be_measured_are_refused(key, tmp_path):
+    with pytest.raises(ValidationError, match=rf"`data.{next(iter(key))}` has no place here"):
+        RlRecipe(ptx={"data": {"train": "rows.jsonl"} | key})
+
+
+def test_rows_longer_than_a_forward_pass_are_refused():
+    with pytest.raises(
+        ValidationError, match=r"`ptx.data.max_tokens` = 5000 tokens, more than `learner.tokens_per_batch`"
+    ):
+        RlRecipe(ptx={"data": {"train": "rows.jsonl", "max_tokens": 5000}})
