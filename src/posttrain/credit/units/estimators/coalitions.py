@@ -1,0 +1,80 @@
+"""Credit from the values of an answer with some of its units left out: leave-one-out and Shapley values.
+
+A coalition of units is a set of bits, bit k for unit k, so `whole(K)` = 2^K - 1 is the answer as it is. All credit here
+is hindsight: advantages.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import factorial
+
+import numpy as np
+
+
+def whole(units: int) -> int:
+    """The coalition of all K units."""
+    return (1 << units) - 1
+
+
+def all_but_one(units: int) -> list[int]:
+    """[K]: the coalitions that lack unit 0, 1, ..., K - 1."""
+    return [whole(units) & ~(1 << k) for k in range(units)]
+
+
+def loo(outcome: float, without: np.ndarray) -> np.ndarray:
+    """d_k = R - Phi(answer without unit k): [K] float64 for `without` [K].
+
+    Does not sum to R - Phi_0: of two units of which either is enough, both get 0; where both are needed, both get all.
+    """
+    return outcome - np.asarray(without, dtype=np.float64)
+
+
+def orders(units: int, permutations: int, random: np.random.Generator) -> list[np.ndarray] | None:
+    """Orders [K] in which units join; each second one is the one before it backwards, which lowers the variance.
+
+    None where all 2^K coalitions cost no more than those of the orders: then every coalition is to be valued.
+    Source of the pairs: Mitchell et al. 2022, "Sampling permutations for Shapley value estimation".
+    """
+    if units <= 1 or 2**units - 2 <= permutations * (units - 1):
+        return None
+    found: list[np.ndarray] = []
+    while len(found) < permutations:
+        order = random.permutation(units)
+        found += [order, order[::-1]]
+    return found[:permutations]
+
+
+def coalitions(units: int, chosen: Sequence[np.ndarray] | None) -> list[int]:
+    """The coalitions to be valued, rising, without the empty and the whole one: those on the way of the `orders`."""
+    if chosen is None:
+        return list(range(1, whole(units)))
+    found: set[int] = set()
+    for order in chosen:
+        joined = 0
+        for unit in order.tolist()[:-1]:
+            joined |= 1 << unit
+            found.add(joined)
+    return sorted(found)
+
+
+def shapley(units: int, chosen: Sequence[np.ndarray] | None, values: Mapping[int, float]) -> np.ndarray:
+    """phi_k = the mean of Phi(S with k) - Phi(S) over the ways in which k may join: [K] float64, sums to R - Phi_0.
+
+    `chosen`: the `orders`; with None over all of them, exactly: sum over S without k of |S|! (K - |S| - 1)! / K! times
+    the difference. `values`: of the `coalitions`, the empty (0) and the whole one.
+    Source: Shapley 1953; for sampled orders Castro et al. 2009, "Polynomial calculation of the Shapley value".
+    """
+    found = np.zeros(units)
+    if chosen is None:
+        weights = [factorial(s) * factorial(units - s - 1) / factorial(units) for s in range(units)]
+        for members in range(1 << units):
+            for unit in range(units):
+                if not members >> unit & 1:
+                    gain = values[members | 1 << unit] - values[members]
+                    found[unit] += weights[members.bit_count()] * gain
+        return found
+    for order in chosen:
+        joined = 0
+        for unit in order.tolist():
+            found[unit] += values[joined | 1 << unit] - values[joined]
+            joined |= 1 << unit
+    return found / len(chosen)
