@@ -23,6 +23,8 @@ class CreditedUnits:
     def __post_init__(self) -> None:
         if len(self.credits) != len(self.spans):
             raise ValueError(f"{len(self.credits)} credits for {len(self.spans)} units")
+        if not np.isfinite([*self.credits, self.outcome, self.empty]).all():
+            raise ValueError(f"credits {self.credits} of outcome {self.outcome} over {self.empty} are not all finite")
 
     @property
     def any(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from posttrain.credit.baselines.statistics import standardised
 from posttrain.credit.types import Advantages, PerToken, RewardStreams
 from posttrain.credit.units.credited import UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans
@@ -63,38 +64,51 @@ def with_unit_advantages(
     """A_t = (1 - beta) A_t + beta z(d_u(t)): credits of units as they are, without a return and without a discount.
 
     z: minus the mean, over the population's standard deviation + 1e-6, over all units of the step or of the episode's
-    group, each unit once, then clipped to [-clip, clip]. Episodes without units, and all of them where beta is 0, keep
-    their advantages to the bit. TypeError for units whose credit is a reward.
+    group, each unit once, then clipped to [-clip, clip]; exactly 0 where all are alike. Neither the order of episodes
+    nor that of groups changes a bit. Biased, whatever the credit, since mean and spread come from the batch itself; as
+    constants they would be a baseline and a factor. Episodes without units, and all of them where beta is 0, keep their
+    advantages to the bit. TypeError for units whose credit is a reward.
     """
     for own in units:
         if own is not None and not isinstance(own, UnitAdvantages):
             raise TypeError(f"{type(own).__name__} is no advantage: causal credit must go through the return")
     if beta == 0:
         return advantages
-    known: dict[int, list[np.ndarray]] = {}
-    for episode, own in zip(episodes, units, strict=True):
-        if own is not None and own.any:
-            known.setdefault(episode.group if statistics == "group" else 0, []).append(own.credits)
-    scales = {key: (float(np.mean(all_)), float(np.std(all_))) for key, all_ in _joined(known).items()}
+    scores = _scores(episodes, units, statistics)
     found: PerToken = []
-    for episode, streams, own in zip(episodes, advantages.values, units, strict=True):
-        if own is None or not own.any:
+    for episode, streams, own, score in zip(episodes, advantages.values, units, scores, strict=True):
+        if own is None or score is None:
             found.append(streams)
             continue
-        mean, std = scales[episode.group if statistics == "group" else 0]
-        scores = np.clip((own.credits - mean) / (std + 1e-6), -clip, clip)
         outcome = [((1 - beta) * stream).astype(np.float32) for stream in streams]
-        found.append(_added(episode, outcome, beta * scores[own.spans.unit_of_token]))
+        found.append(_added(episode, outcome, beta * np.clip(score, -clip, clip)[own.spans.unit_of_token]))
     return Advantages(found)
 
 
-def _joined(known: dict[int, list[np.ndarray]]) -> dict[int, np.ndarray]:
-    return {key: np.concatenate(parts) for key, parts in known.items()}
+def _scores(
+    episodes: Sequence[Episode], units: Sequence[UnitAdvantages | None], statistics: Literal["batch", "group"]
+) -> list[np.ndarray | None]:
+    """Per episode the standardised credits [K] of its units; None where there are none."""
+    sharing: dict[int, list[int]] = {}
+    for place, (episode, own) in enumerate(zip(episodes, units, strict=True)):
+        if own is not None and own.any:
+            sharing.setdefault(episode.group if statistics == "group" else 0, []).append(place)
+    found: list[np.ndarray | None] = [None] * len(episodes)
+    for places in sharing.values():
+        credits = [own.credits for own in map(units.__getitem__, places) if own is not None]
+        ends = np.cumsum([len(part) for part in credits])[:-1]
+        for place, score in zip(
+            places, np.split(standardised(np.concatenate(credits), correction=0), ends), strict=False
+        ):
+            found[place] = score
+    return found
 
 
 def _added(episode: Episode, streams: Sequence[np.ndarray], values: np.ndarray) -> list[np.ndarray]:
     """`streams` [T] each, with `values` [n] added at the sampled tokens."""
     masks = [stream.sampled for stream in episode.streams]
+    if len(values) != episode.sampled_tokens:
+        raise ValueError(f"units over {len(values)} tokens for an episode that sampled {episode.sampled_tokens}")
     found, start = [], 0
     for stream, mask in zip(streams, masks, strict=True):
         own = stream.astype(np.float32)

@@ -5,12 +5,14 @@ import numpy as np
 
 def even(outcome: float, units: int) -> np.ndarray:
     """d_k = R / K."""
-    return np.full(units, outcome / units)
+    return np.full(units, outcome / max(units, 1))
 
 
 def last(outcome: float, units: int) -> np.ndarray:
     """d_K = R, and 0 for the other units."""
-    return np.concatenate([np.zeros(units - 1), [outcome]])
+    shares = np.zeros(units)
+    shares[-1:] = outcome
+    return shares
 
 
 def attention(outcome: float, weights: np.ndarray) -> np.ndarray:
