@@ -9,10 +9,12 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
+from posttrain.models.attention import PackedLayout
 from posttrain.models.base import TrainedModel
 from posttrain.models.forward import hidden_states, transformer
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import PackedRow, pack_row
+from posttrain.models.packing import pack_row
+from posttrain.models.probes import ProbedLayout, WatchedLayout
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.unit_rewards import StoredUnits
 from posttrain.seeds import derive_seed
@@ -83,7 +85,7 @@ class RewardModel(TrainedModel):
         once. The same numbers as `AutoModelForSequenceClassification(num_labels=1)` gives for each stream alone.
         """
         row = pack_row(streams, sampled)
-        return self._read(row, row.last)
+        return self._read(row.ids, row.layout, row.last)
 
     def unit_rewards(
         self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], ends: Sequence[np.ndarray]
@@ -96,12 +98,47 @@ class RewardModel(TrainedModel):
         places = [last - (len(ids) - 1) + end for last, ids, end in zip(row.last, streams, ends, strict=True)]
         counts = [len(end) for end in ends]
         owner = torch.from_numpy(np.repeat(np.arange(len(streams)), counts)).to(self.device)
-        return UnitValues(self._read(row, np.concatenate(places)), owner, len(streams))
+        return UnitValues(self._read(row.ids, row.layout, np.concatenate(places)), owner, len(streams))
 
-    def _read(self, row: PackedRow, places: np.ndarray) -> torch.Tensor:
-        """The head's values [n] at `places` [n] of the row."""
-        ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
-        hidden = hidden_states(self.model, ids, positions, row.layout)
+    def prefix_rewards(self, streams: Sequence[np.ndarray], seen: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Per stream [P_i] float32, without gradient: the rewards of its beginnings, all in one pass over the stream.
+
+        `streams`: token ids [T_i] int64; `seen` [P_i] int64: tokens of each beginning, 1 to T_i. A beginning is read as
+        `rewards` would read it with the end token behind it, or, where it ends with an end token already, as it is.
+        """
+        rows, counts, places = [], [], []
+        start = 0
+        for ids, lengths in zip(streams, seen, strict=True):
+            ended = np.isin(ids[lengths - 1], list(self.end_tokens))
+            probed = lengths[~ended]
+            at = start + lengths - 1
+            at[~ended] = start + len(ids) + np.arange(len(probed))
+            rows += [ids, np.full(len(probed), self.end_token)]
+            counts.append((len(ids), probed.tolist()))
+            places.append(at)
+            start += len(ids) + len(probed)
+        with torch.no_grad():
+            values = self._read(np.concatenate(rows), ProbedLayout(counts), np.concatenate(places))
+        return np.split(values.cpu().numpy(), np.cumsum([len(at) for at in places])[:-1])
+
+    def attention_paid(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Per stream [T_i] float32, sums to 1: the attention of the last token, where the reward is read, as the last
+        layer pays it, a mean over its heads. `streams`: token ids [T_i] int64, at least 2 each."""
+        layout = WatchedLayout([len(ids) for ids in streams], transformer(self.model).config.num_hidden_layers - 1)
+        with torch.no_grad():
+            self._read(np.concatenate(streams), layout, np.zeros(0, dtype=np.int64))
+        return [paid.cpu().numpy() for paid in layout.paid]
+
+    @property
+    def end_token(self) -> int:
+        """The end token that the model's own template ends an answer with."""
+        own = self.tokenizer.eos_token_id
+        return own if own in self.end_tokens else min(self.end_tokens)
+
+    def _read(self, row_ids: np.ndarray, layout: PackedLayout | ProbedLayout, places: np.ndarray) -> torch.Tensor:
+        """The head's values [n] at `places` [n] of a row of token ids [T]."""
+        ids, positions = torch.from_numpy(row_ids).to(self.device), layout.positions().to(self.device)
+        hidden = hidden_states(self.model, ids, positions, layout)
         read = hidden[torch.from_numpy(places).to(self.device)]
         # In float32 whatever the weights are in: rewards that are close should not become equal.
         return torch.nn.functional.linear(read.float(), self._head().weight.float())[:, 0]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.credit import CreditRecipe, CriticCredit, GroupCredit
+from posttrain.recipe.credit import BatchCredit, CreditRecipe, CriticCredit, GroupCredit
 from posttrain.recipe.credit_turns import TurnReturnsCredit
 from posttrain.recipe.critic import CriticRecipe
 from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
@@ -14,6 +14,7 @@ from posttrain.recipe.reward import RewardSource
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe
 from posttrain.recipe.stage import PlayedRecipe, refuse_overlap
+from posttrain.recipe.unit_credit import CausalCredit, UnitCreditRecipe
 
 
 class RlRecipe(PlayedRecipe):
@@ -32,6 +33,8 @@ class RlRecipe(PlayedRecipe):
     reward: RewardSource | None = None
     """A reward model that pays each episode besides what the environment pays; null is none."""
     credit: CreditRecipe = GroupCredit(type="rloo")
+    unit_credit: UnitCreditRecipe | None = None
+    """Credit of the units of an answer, by what the reward model says; null credits outcomes, or turns, alone."""
     critic: CriticRecipe = CriticRecipe()
     loss: LossRecipe = PpoLoss()
     kl: KlRecipe = KlRecipe()
@@ -80,6 +83,14 @@ class RlRecipe(PlayedRecipe):
         if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.passes > 1):
             raise ValueError(
                 "`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more"
+            )
+        if self.unit_credit is not None and self.reward is None:
+            raise ValueError("`unit_credit` asks a reward model what units are worth; set `reward.path`, or remove it")
+        if isinstance(self.unit_credit, CausalCredit) and isinstance(self.credit, GroupCredit | BatchCredit):
+            raise ValueError(
+                f"`credit.type: {self.credit.type}` adds up the rewards of an episode, so `unit_credit.type: "
+                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce or "
+                "reinforce_pp, or give units advantages with loo, trunc or shapley"
             )
         updates = self.steps * self.learner.updates_per_step * self.learner.passes
         if self.has_critic and self.critic.updates_before_policy >= updates:

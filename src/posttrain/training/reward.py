@@ -7,6 +7,7 @@ from rich.console import Console
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
+from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.recipe.unit_rewards import stored_units
@@ -18,6 +19,7 @@ from posttrain.training.preference_measure import PreferenceMeasure, choice_of
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Trainer
+from posttrain.training.unit_normaliser import fit_run
 from posttrain.training.unit_reader import UnitReader
 from posttrain.training.unit_rewards import UnitRewardObjective, unit_reward_forward
 
@@ -41,6 +43,18 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
     if data.validation:
         trainer.choice = choice_of(recipe.evaluation.metric)
     train_on(trainer, batches, lambda samples: objective, resume, console)
+    if recipe.units is not None and data.validation and (run.path / "model").is_dir():
+        _fit(run, console)
+
+
+def _fit(run: RunDirectory, console: Console) -> None:
+    """How unit rewards depend on their place, which training on them wants to know; without it the model is no worse."""
+    try:
+        lines = fit_run(run, None).lines()
+    except InputError as error:
+        lines = [f"warning: no normaliser was fitted: {error}"]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
 
 
 def _computed(

@@ -24,6 +24,8 @@ from posttrain.training.unit_rewards import unit_rewards
 
 RAW = "reward_model"
 """Key of a turn's info that holds what the reward model said."""
+OF_UNITS = "unit_rewards"
+"""Key of a turn's info that holds what it said of each unit, as (place in the stream of its last token, reward)."""
 
 
 class RewardScorer:
@@ -68,11 +70,15 @@ class RewardScorer:
             episode.streams[last.stream].rewards[last.stop - 1] += reward
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
-        """What the reward model says of each episode as a whole, unscaled."""
+        """What the reward model says of each episode as a whole, unscaled; of units, it is kept with the last turn."""
         samples = [self._sample(episode) for episode in episodes]
         if self.reader is not None:
             key = "reward.tokens_per_batch"
             of_units = unit_rewards(self.model, self.reader, samples, self.source.tokens_per_batch, key)
+            for episode, ends, values in zip(episodes, self.reader.ends(samples), of_units, strict=True):
+                if self.same_tokens:
+                    last = episode.turns[-1]
+                    last.info = {**last.info, OF_UNITS: list(zip(ends.tolist(), values.tolist(), strict=True))}
             self.reader.forget()
             return [float(np.mean(values)) for values in of_units]
         forward = reward_forward(self.model)
@@ -146,14 +152,14 @@ class RunningStatistics:
 
     def correction(self, info: dict[str, Any]) -> float:
         """What to add to a raw reward that was paid with `info`, so that it becomes the scaled one."""
-        if not self.active or RAW not in info:
-            return 0.0
+        return self.scaled(info[RAW]) - info[RAW] if self.active and RAW in info else 0.0
+
+    def scaled(self, raw: float) -> float:
+        """`raw` by the mean and standard deviation so far."""
         assert self.source is not None
         if self.count < 2 or self.squares <= 0:
-            # All rewards so far are alike, and none of them is better than the mean.
-            return -info[RAW]
-        std = math.sqrt(self.squares / (self.count - 1))
-        return scaled(info[RAW], self.mean, std, self.source.clip) - info[RAW]
+            return 0.0  # all rewards so far are alike, and none of them is better than the mean
+        return scaled(raw, self.mean, math.sqrt(self.squares / (self.count - 1)), self.source.clip)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}

@@ -27,6 +27,7 @@ from posttrain.training.statistics import StepCounters, rollout_metrics
 from posttrain.training.table import finish, measure_start
 from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.trainer import Trainer
+from posttrain.training.unit_credit import StepUnits, open_creditor
 from posttrain.training.updates import TaughtRows, make_updates, reference_and_old, updates_of
 
 
@@ -36,12 +37,16 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     about_tasks = check_tasks(recipe)
     policy = Policy(recipe.model, recipe.seed)
     critic = open_critic(recipe, policy, updates)
-    forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+    head = critic.head if critic is not None else None
+    forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
     own_updates = updates - (recipe.critic.updates_before_policy if critic is not None else 0)
     trainer = Trainer(recipe, run, policy, forward, total_steps=recipe.steps, total_updates=own_updates)
+    if critic is not None:
+        critic.train_with(trainer.learner)
     scorer = open_scorer(recipe.reward, policy)
     playing = Playing(recipe, policy, run, scorer)
     playing.left_out, about_prompts = too_long(recipe, playing.renderer)
+    creditor = open_creditor(recipe, scorer, policy)
     rows = TaughtRows(recipe.ptx, playing.renderer, recipe.seed) if recipe.ptx is not None else None
     about_rows = rows.data.problems.summary() if rows is not None else []
     trainer.measures = [playing]
@@ -66,22 +71,27 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
                 samples = samples_of(collected.episodes, step)
                 reference_and_old(trainer.learner, policy, recipe, samples)
                 running.include(collected.episodes)
+                units = StepUnits()
+                if creditor is not None:
+                    units = creditor.credit(collected.episodes, samples, step, running)
                 rewards = score(collected.episodes, samples, recipe, kl.coefficient, running)
+                rewards = units.in_rewards(collected.episodes, rewards)
                 values = critic.judge(collected.episodes, samples, rewards) if critic is not None else None
                 credit = assign(collected.episodes, recipe.credit, rewards, collected.greedy_returns, values)
+                credit = units.in_advantages(collected.episodes, credit)
                 give_credit(samples, credit)
             write_episodes(run.episodes, step, "train", collected.episodes, credit)
             with trainer.interrupts.critical():
                 with trainer.phase("update"):
                     totals = make_updates(trainer, recipe, collected, samples, kl.coefficient, critic, rows)
-                metrics = rollout_metrics(collected, recipe) | means(totals) | counters.metrics()
+                metrics = rollout_metrics(collected, recipe) | means(totals) | units.metrics | counters.metrics()
                 if recipe.kl.coefficient > 0:
                     metrics["kl/coefficient"] = kl.coefficient
                 kl.update(metrics.get("policy/kl"), len(collected.episodes))
                 fired = guards.check(metrics)
                 trainer.finish_step(metrics)
                 told = [*trainer.learner.take_messages(), *(critic.take_messages() if critic is not None else [])]
-                trainer.warn([*collected.messages, *told, *fired])
+                trainer.warn([*collected.messages, *units.messages, *told, *fired])
             trainer.evaluate_and_save()
             if fired and recipe.guards.action == "stop":
                 trainer.warn(["stopped by a guard; the best checkpoint is kept"])

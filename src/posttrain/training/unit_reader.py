@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +10,12 @@ import torch
 
 from posttrain.credit.units.streams import unit_ends
 from posttrain.errors import InputError
-from posttrain.models.forward import hidden_states, token_scores
 from posttrain.models.load import load_model, resolve_path
-from posttrain.models.packing import pack_row
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.unit_rewards import StoredUnits
-from posttrain.training.batches import Sample, pack
-
-_POSITIONS_PER_CHUNK = 512
-"""Positions whose logits exist at a time while entropies are measured."""
+from posttrain.training.batches import Sample
+from posttrain.training.entropies import entropies_under
 
 
 class UnitReader:
@@ -58,36 +53,13 @@ class UnitReader:
     def _find(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         entropies: Sequence[np.ndarray | None] = [None] * len(samples)
         if self.reference is not None:
-            entropies = self._entropies(self.reference, samples)
+            entropies = entropies_under(self.reference, samples, self.tokens_per_batch)
         decode = partial(self.model.tokenizer.decode, clean_up_tokenization_spaces=False)
         end_tokens = self.model.end_tokens
         return [
             unit_ends(self.units.segmenter, sample.stream, end_tokens, decode, values)
             for sample, values in zip(samples, entropies, strict=True)
         ]
-
-    def _entropies(self, reference: torch.nn.Module, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """[n] float32 of each sample: nats, of the distributions that its sampled tokens were drawn from."""
-        found: dict[int, np.ndarray] = {}
-        alone = [replace(sample, side=None) for sample in samples]  # any sample may stand beside any other
-        device = self.model.device
-        for group in pack(alone, self.tokens_per_batch):
-            row = pack_row([alone[i].stream.ids for i in group], [alone[i].stream.sampled for i in group])
-            ids, positions, predictors, targets = (
-                part.to(device)
-                for part in (
-                    torch.from_numpy(row.ids),
-                    row.layout.positions(),
-                    torch.from_numpy(row.predictors),
-                    torch.from_numpy(row.targets),
-                )
-            )
-            with torch.no_grad():
-                hidden = hidden_states(reference, ids, positions, row.layout)[predictors]
-                scores = token_scores(reference, hidden, targets, 1.0, _POSITIONS_PER_CHUNK)
-            cuts = np.cumsum([alone[i].sampled_tokens for i in group])[:-1]
-            found |= dict(zip(group, np.split(scores.entropies.float().cpu().numpy(), cuts), strict=True))
-        return [found[i] for i in range(len(samples))]
 
 
 def _reference(model: RewardModel, path: str) -> torch.nn.Module:

@@ -33,6 +33,11 @@ class FitKey:
         return " > ".join(self.path)
 
 
+def key_in(text: str) -> FitKey:
+    """The key that `str` of it says: five names with `>` between them."""
+    return FitKey(*(name.strip() for name in text.split(">")))
+
+
 def key_of(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
     """The place of a fit for units of `segmenter`, aggregated by their mean."""
     if isinstance(segmenter, EntropyUnits):

@@ -1,0 +1,261 @@
+"""Credit of units in training: a step's episodes are cut into units, valued, and their credit joins that of outcomes."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.credit.types import Advantages, RewardStreams
+from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
+from posttrain.credit.units.estimators import coalitions, prefix, shares
+from posttrain.credit.units.mixing import with_unit_advantages, with_unit_rewards
+from posttrain.credit.units.normaliser import Normaliser
+from posttrain.credit.units.params import key_in, read_normaliser
+from posttrain.credit.units.segment import answers_of, segment
+from posttrain.credit.units.spans import Spans
+from posttrain.errors import InputError, RunError
+from posttrain.models.policy import Policy
+from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.unit_credit import (
+    CompatibleCredit,
+    HindsightCredit,
+    LearnedCredit,
+    LeaveOneOutCredit,
+    PrefixCredit,
+    ShapleyCredit,
+    ShareCredit,
+    TruncationCredit,
+    UnitCreditRecipe,
+)
+from posttrain.recipe.units import EntropyUnits
+from posttrain.rollout.streams import Episode
+from posttrain.seeds import random_stream
+from posttrain.training.batches import Sample
+from posttrain.training.entropies import entropies_under
+from posttrain.training.reward_scorer import OF_UNITS, RAW, RewardScorer, RunningStatistics, scaled
+from posttrain.training.unit_values import JudgedAnswer, UnitValuer
+
+
+@dataclass(frozen=True)
+class StepUnits:
+    """The units of a step's episodes; None for an episode that the reward model did not score."""
+
+    recipe: UnitCreditRecipe | None = None
+    """None where credit is not of units; then nothing changes."""
+    units: Sequence[CreditedUnits | None] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def in_rewards(self, episodes: Sequence[Episode], rewards: RewardStreams) -> RewardStreams:
+        """`rewards` with those of the units; as they are where the credit is an advantage."""
+        recipe = self.recipe
+        if recipe is None or isinstance(recipe, HindsightCredit):
+            return rewards
+        placement = "even" if isinstance(recipe, CompatibleCredit) else recipe.placement
+        return with_unit_rewards(episodes, rewards, self.units, recipe.beta, placement)  # type: ignore[arg-type]
+
+    def in_advantages(self, episodes: Sequence[Episode], credit: Advantages) -> Advantages:
+        """`credit` with that of the units; as it is where they were rewarded."""
+        recipe = self.recipe
+        if not isinstance(recipe, HindsightCredit):
+            return credit
+        how = (recipe.beta, recipe.statistics, recipe.clip)
+        return with_unit_advantages(episodes, credit, self.units, *how)  # type: ignore[arg-type]
+
+
+class UnitCreditor:
+    """Finds the units of episodes and what each of them did for the reward model's reward."""
+
+    def __init__(self, recipe: RlRecipe, unit_credit: UnitCreditRecipe, scorer: RewardScorer, policy: Policy) -> None:
+        """`InputError` where the reward model cannot give such credit."""
+        self.run, self.recipe, self.scorer, self.policy = recipe, unit_credit, scorer, policy
+        path = scorer.source.path
+        if not scorer.same_tokens:
+            raise InputError(
+                f"unit_credit: {path} has another tokenizer or template than {recipe.model.path}, so units of sampled "
+                "tokens are no units of what it reads; start the reward model from a model of the same family"
+            )
+        of_units = scorer.reader is not None
+        if isinstance(unit_credit, LearnedCredit) and not of_units:
+            raise InputError(
+                f"unit_credit.type: {path} rewards whole answers; train one with `units` for `unit_rewards`, or use `prefix`"
+            )
+        if not isinstance(unit_credit, LearnedCredit) and of_units:
+            raise InputError(
+                f"unit_credit.type: {path} rewards units, so an answer without some of them has other units; use "
+                "`unit_rewards`, or a reward model of whole answers"
+            )
+        self.normaliser = _normaliser(unit_credit)
+        self.decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
+
+    def credit(
+        self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int, running: RunningStatistics
+    ) -> StepUnits:
+        """The units of `episodes`, whose `samples` they are. `running` already knows their rewards.
+
+        RunError for an episode in several streams, which the reward model does not read as a whole.
+        """
+        begun = time.perf_counter()
+        scale = running.scaled if running.active else self._stored
+        valuer = UnitValuer(self.scorer.model, self.scorer.source.tokens_per_batch, scale)
+        scored = [number for number, e in enumerate(episodes) if e.turns and RAW in e.turns[-1].info]
+        for number in scored:
+            if len(episodes[number].streams) > 1:
+                raise RunError(
+                    f"{samples[number].label} is in {len(episodes[number].streams)} token streams, because the chat "
+                    "template rewrites history; credit of units needs one, so use a template that does not, or leave "
+                    "unit_credit out"
+                )
+        chosen = [episodes[number] for number in scored]
+        spans = self._spans(chosen, self._samples_of(scored, episodes, samples))
+        answers = [
+            JudgedAnswer(
+                e.streams[0], own, scale(e.turns[-1].info[RAW]), f"step {step} group {e.group} episode {e.index}"
+            )
+            for e, own in zip(chosen, spans, strict=True)
+        ]
+        credits, empty = self._values(chosen, answers, valuer, step)
+        kind = UnitAdvantages if isinstance(self.recipe, HindsightCredit) else UnitRewards
+        units: list[CreditedUnits | None] = [None] * len(episodes)
+        for number, answer, own, nothing in zip(scored, answers, credits, empty, strict=True):
+            units[number] = kind(answer.units, own, answer.outcome, nothing)
+        metrics = unit_metrics(units) | {
+            "units/forwards": float(valuer.forwards),
+            "units/tokens": float(valuer.tokens),
+            "units/seconds": time.perf_counter() - begun,
+        }
+        missing = [f"no units were found in any of the {len(scored)} episodes; look at unit_credit.segmenter"]
+        return StepUnits(self.recipe, units, metrics, [] if any(u is not None and u.any for u in units) else missing)
+
+    def _stored(self, raw: float) -> float:
+        return scaled(raw, *self.scorer.statistics, self.scorer.source.clip)
+
+    def _samples_of(
+        self, scored: Sequence[int], episodes: Sequence[Episode], samples: Sequence[Sample]
+    ) -> list[Sample]:
+        first = np.cumsum([0, *(len(e.streams) for e in episodes)])
+        return [samples[first[number]] for number in scored]
+
+    def _spans(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> list[Spans]:
+        if isinstance(self.recipe, LearnedCredit):
+            return [_kept_units(episode) for episode in episodes]
+        segmenter = self.recipe.segmenter
+        entropies: Sequence[np.ndarray | None] = [None] * len(episodes)
+        if isinstance(segmenter, EntropyUnits):
+            with self.policy.as_reference():
+                entropies = _on_streams(
+                    samples, entropies_under(self.policy.model, samples, self.run.learner.tokens_per_batch)
+                )
+        return [
+            segment(segmenter, answers_of(e, self.decode, None if own is None else [own]), self.decode)
+            for e, own in zip(episodes, entropies, strict=True)
+        ]
+
+    def _values(
+        self, episodes: Sequence[Episode], answers: Sequence[JudgedAnswer], valuer: UnitValuer, step: int
+    ) -> tuple[list[np.ndarray], list[float]]:
+        """Credits [K] and the value of an empty answer, of each."""
+        recipe = self.recipe
+        if isinstance(recipe, PrefixCredit | TruncationCredit):
+            values = valuer.prefixes(answers, recipe.probe == "one_pass")
+            estimate = prefix.prefix if isinstance(recipe, PrefixCredit) else prefix.trunc
+            return [estimate(own) for own in values], [float(own[0]) for own in values]
+        if isinstance(recipe, LeaveOneOutCredit):
+            members = [[*coalitions.all_but_one(len(a.units)), 0] for a in answers]
+            found = valuer.coalitions(answers, members, recipe.rendering)
+            without = [np.array([own[m] for m in asked[:-1]]) for own, asked in zip(found, members, strict=True)]
+            return [coalitions.loo(a.outcome, own) for a, own in zip(answers, without, strict=True)], [
+                f[0] for f in found
+            ]
+        if isinstance(recipe, ShapleyCredit):
+            names = [("shapley", step, e.group, e.index) for e in episodes]
+            randoms = [random_stream(self.run.seed, *name) for name in names]
+            chosen = [
+                coalitions.orders(len(a.units), recipe.permutations, r) for a, r in zip(answers, randoms, strict=True)
+            ]
+            members = [[0, *coalitions.coalitions(len(a.units), o)] for a, o in zip(answers, chosen, strict=True)]
+            found = valuer.coalitions(answers, members, recipe.rendering)
+            credits = [
+                coalitions.shapley(len(a.units), order, own)
+                for a, order, own in zip(answers, chosen, found, strict=True)
+            ]
+            return credits, [own[0] for own in found]
+        if isinstance(recipe, CompatibleCredit):
+            blanked = valuer.blanked(answers)
+            credits = [np.where(a.units.found, a.outcome - own, 0.0) for a, own in zip(answers, blanked, strict=True)]
+            return credits, [0.0] * len(answers)
+        if isinstance(recipe, LearnedCredit):
+            return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
+        return self._shared(recipe, answers, valuer), [0.0] * len(answers)
+
+    def _shared(self, recipe: ShareCredit, answers: Sequence[JudgedAnswer], valuer: UnitValuer) -> list[np.ndarray]:
+        if recipe.type == "attention":
+            weights = valuer.attention(answers)
+            return [shares.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
+        share = shares.even if recipe.type == "even" else shares.last
+        return [share(a.outcome, len(a.units)) for a in answers]
+
+    def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
+        """Unit rewards [K], normalised by place or, without a fit, all alike, and clipped as the outcome is."""
+        raw = np.array([reward for _, reward in episode.turns[-1].info[OF_UNITS]], dtype=np.float64)
+        if self.normaliser is None:
+            return np.array([scale(value) for value in raw.tolist()])
+        clip = self.scorer.source.clip
+        normal = self.normaliser.normalise(raw)
+        return normal if clip is None else np.clip(normal, -clip, clip)
+
+
+def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
+    """What a step's credit looks like: means over answers that have units, but for the shares, which are of all."""
+    known = [own for own in units if own is not None]
+    found = [own for own in known if own.any]
+    metrics = {"units/without": 1 - len(found) / len(known)} if known else {}
+    if not found:
+        return metrics
+    credits = np.concatenate([own.credits for own in found])
+    return metrics | {
+        "units/per_answer": float(np.mean([len(own.spans) for own in found])),
+        "units/tokens_per_unit": float(np.mean([own.spans.tokens / len(own.spans) for own in found])),
+        "units/credit": float(credits.mean()),
+        "units/spread": float(np.mean([own.credits.std() for own in found])),
+        "units/negative": float((credits < 0).mean()),
+        "units/residual": float(np.mean([abs(own.residual) for own in found])),
+    }
+
+
+def open_creditor(recipe: RlRecipe, scorer: RewardScorer | None, policy: Policy) -> UnitCreditor | None:
+    """The creditor of the recipe; None where credit is not of units."""
+    if recipe.unit_credit is None or scorer is None:
+        return None
+    return UnitCreditor(recipe, recipe.unit_credit, scorer, policy)
+
+
+def _on_streams(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Per sample [T] float64: `values` [n] at its sampled tokens, 0 elsewhere."""
+    found = []
+    for sample, own in zip(samples, values, strict=True):
+        full = np.zeros(len(sample.stream))
+        full[sample.stream.sampled] = own
+        found.append(full)
+    return found
+
+
+def _kept_units(episode: Episode) -> Spans:
+    """The units that the reward model rewarded when it scored the episode."""
+    sampled = np.flatnonzero(episode.streams[0].sampled)
+    ends = [place for place, _ in episode.turns[-1].info[OF_UNITS]]
+    cuts = np.concatenate([[0], np.searchsorted(sampled, ends) + 1]).astype(np.int64)
+    return Spans(cuts, np.ones(len(ends), dtype=bool))
+
+
+def _normaliser(recipe: UnitCreditRecipe) -> Normaliser | None:
+    if not isinstance(recipe, LearnedCredit) or recipe.normaliser is None:
+        return None
+    path = Path(recipe.normaliser)
+    if path.is_dir():
+        run = path if (path / "normaliser").is_dir() else path.parent  # a run, or the model that it exported
+        path = run / "normaliser" / "params.json"
+    return read_normaliser(path, key_in(recipe.fit) if recipe.fit is not None else None)

@@ -1,0 +1,213 @@
+"""Credit of units in training: values by every way of asking, and whole runs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from posttrain.credit.units.rendering import rendered
+from posttrain.credit.units.spans import spans
+from posttrain.errors import InputError
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.stages import Recipe
+from posttrain.recipe.unit_rewards import StoredUnits
+from posttrain.recipe.units import WholeUnits
+from posttrain.rollout.store import episodes_file, read_episodes
+from posttrain.training.rows import stream_of
+from posttrain.training.unit_values import JudgedAnswer, UnitValuer
+from tests.training.small import weights
+from tests.training.test_text_task_rl import run, values
+
+TOKENS = {"type": "token"}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model) -> RewardModel:
+    return RewardModel(ModelRecipe(path=str(tiny_model)), seed=5)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=5)
+    model.set_statistics(0.1, 0.5)
+    model.export(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def unit_reward_model(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("unit_reward") / "model"
+    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=6)
+    model.set_statistics(0.1, 0.5)
+    model.set_units(StoredUnits(segmenter=WholeUnits(type="token")))
+    model.export(directory)
+    return directory
+
+
+def scale(raw: float) -> float:
+    return 2 * raw - 1
+
+
+def outcome(model, stream) -> float:
+    with torch.no_grad():
+        return scale(float(model.rewards([stream.ids], [stream.sampled])))
+
+
+def answers(model) -> list[JudgedAnswer]:
+    """An answer that ended, one that was cut off, and one of two turns."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number, (prompt, body) in enumerate([(6, 12), (4, 9), (5, 14)]):
+        ids = rng.integers(3, 250, prompt + body)
+        sampled = np.arange(prompt + body) >= prompt
+        if number != 1:
+            ids[-1] = model.end_token
+        if number == 2:
+            ids[10] = model.end_token
+            sampled[11:14] = False  # what the environment said
+        stream = stream_of(ids, sampled)
+        units = spans(int(sampled.sum()), np.array([3, 6, 8]))
+        found.append(JudgedAnswer(stream, units, outcome(model, stream), f"answer {number}"))
+    return found
+
+
+def test_one_pass_equals_separate_passes(model):
+    made = answers(model)
+    valuer, other = UnitValuer(model, 30, scale), UnitValuer(model, 30, scale)
+    for one, apart, answer in zip(valuer.prefixes(made, True), other.prefixes(made, False), made, strict=True):
+        np.testing.assert_allclose(one, apart, atol=1e-4)
+        assert len(one) == len(answer.units) + 1
+        assert one[-1] == answer.outcome
+        assert np.ptp(one) > 1e-3
+    assert valuer.forwards == 3
+    assert other.forwards == sum(len(answer.units) for answer in made)
+    assert valuer.tokens < other.tokens
+
+
+def test_the_whole_answer_rendered_is_the_answer(model):
+    ids = UnitValuer(model, 30, scale).ids
+    for answer in answers(model):
+        every = (1 << len(answer.units)) - 1
+        np.testing.assert_array_equal(rendered(answer.stream, answer.units, every, "delete", ids), answer.stream.ids)
+        empty = rendered(answer.stream, answer.units, 0, "delete", ids)
+        assert empty[-1] == model.end_token  # also of the answer that was cut off
+        kept = answer.stream.ids[~answer.stream.sampled]
+        assert [token for token in empty.tolist() if token != model.end_token] == [
+            token for token in kept.tolist() if token != model.end_token
+        ]
+        blank = rendered(answer.stream, answer.units, every & ~2, "blank", ids)
+        assert len(blank) == len(answer.stream)
+        marked = rendered(answer.stream, answer.units, every & ~1, "placeholder", ids)
+        place = int(np.argmax(answer.stream.sampled))
+        assert marked[place : place + len(ids.placeholder)].tolist() == ids.placeholder
+
+
+def test_coalitions_are_what_the_model_says_of_the_text(model):
+    made = answers(model)
+    valuer = UnitValuer(model, 64, scale)
+    members = [[0, 1, 5, 14]] * 3
+    for answer, found in zip(made, valuer.coalitions(made, members, "delete"), strict=True):
+        assert found[15] == answer.outcome
+        for one in members[0]:
+            ids = rendered(answer.stream, answer.units, one, "delete", valuer.ids)
+            with torch.no_grad():
+                alone = scale(float(model.rewards([ids], [np.arange(len(ids)) > 1])))
+            assert found[one] == pytest.approx(alone, abs=1e-5)
+
+
+def recipe(tiny_model, folder, reward_model, unit_credit, **changes):
+    own = values(tiny_model, folder)
+    own["environment"].pop("rule")
+    own |= {
+        "reward": {"path": str(reward_model)},
+        "credit": {"type": "gae", "trace_decay": 0.9},
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
+        "unit_credit": unit_credit,
+        "rollout": own["rollout"] | {"tokens_per_turn": 12},
+    }
+    return own | changes
+
+
+REWARDED = [
+    {"type": "prefix", "segmenter": TOKENS},
+    {"type": "prefix", "segmenter": {"type": "entropy", "threshold": 5.93}, "probe": "separate", "placement": "even"},
+    {"type": "even", "segmenter": TOKENS},
+    {"type": "outcome", "segmenter": TOKENS},
+    {"type": "attention", "segmenter": TOKENS},
+    {"type": "seed_compat", "segmenter": TOKENS},
+]
+ADVANTAGES = [
+    {"type": "trunc", "segmenter": TOKENS},
+    {"type": "loo", "segmenter": {"type": "entropy", "threshold": 5.93}, "rendering": "placeholder"},
+    {"type": "shapley", "segmenter": TOKENS, "permutations": 2, "statistics": "group"},
+]
+
+
+@pytest.mark.parametrize("credit", REWARDED + ADVANTAGES, ids=lambda credit: credit["type"])
+def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
+    _, lines = run(recipe(tiny_model, tmp_path, reward_model, credit, steps=1))
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert len(trained) == 1
+    for line in trained:
+        assert line["units/per_answer"] > 1
+        assert np.isfinite(line["units/spread"])
+        assert line["optimizer/gradient_norm"] > 0
+        if credit["type"] in ("prefix", "shapley", "even", "outcome", "attention"):
+            assert line["units/residual"] < 1e-5
+        assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
+
+
+@pytest.mark.parametrize("kind", ["prefix", "loo", "seed_compat"])
+def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, tmp_path):
+    found = []
+    for name, credit in (("plain", None), ("units", {"type": kind, "segmenter": TOKENS, "beta": 0})):
+        directory, _ = run(recipe(tiny_model, tmp_path, reward_model, credit, name=name))
+        # The optimizer's file also holds the state of torch's generator, which goes on from run to run.
+        found.append({name: bits for name, bits in weights(directory.path).items() if "optimizer" not in name})
+    assert found[0] == found[1]
+
+
+def test_the_outcomes_share_of_an_all_outcome_credit_changes_nothing(tiny_model, reward_model, tmp_path):
+    found = []
+    for name, credit in (("plain", None), ("units", {"type": "outcome", "segmenter": TOKENS, "beta": 0.5})):
+        directory, _ = run(recipe(tiny_model, tmp_path, reward_model, credit, name=name))
+        _, advantages = read_episodes(episodes_file(directory.episodes, 1, "train"))
+        found.append(np.concatenate([stream for episode in advantages.values for stream in episode]))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+
+
+def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_model, tmp_path):
+    (tmp_path / "params.json").write_text(json.dumps({"m": {"d": {"token": {"avg": {"0": [0.1, 0.05, 0.2, 0.6]}}}}}))
+    credit = {"type": "unit_rewards", "normaliser": str(tmp_path / "params.json"), "placement": "end"}
+    _, lines = run(recipe(tiny_model, tmp_path, unit_reward_model, credit))
+    line = next(line for line in lines if line["kind"] == "train")
+    assert line["units/tokens_per_unit"] == 1
+    assert line["units/forwards"] == 0  # what was read when the episodes were scored is not read again
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"credit": {"type": "rloo"}}, "adds up the rewards of an episode"),
+        ({"reward": None}, "set `reward.path`"),
+        ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
+    ],
+)
+def test_recipes_that_mean_nothing_are_refused(changes, words, tiny_model, reward_model, tmp_path):
+    given = recipe(tiny_model, tmp_path, reward_model, {"type": "prefix"}) | changes
+    with pytest.raises(ValidationError, match=words):
+        TypeAdapter(Recipe).validate_python(given)
+
+
+def test_a_reward_model_that_cannot_give_the_credit_is_named(tiny_model, reward_model, unit_reward_model, tmp_path):
+    with pytest.raises(InputError, match="rewards whole answers; train one with `units`"):
+        run(recipe(tiny_model, tmp_path, reward_model, {"type": "unit_rewards"}, name="a"))
+    with pytest.raises(InputError, match="rewards units, so an answer without some"):
+        run(recipe(tiny_model, tmp_path, unit_reward_model, {"type": "prefix"}, name="b"))
+    given = {"type": "unit_rewards", "normaliser": str(tmp_path / "params.json")}
+    with pytest.raises(InputError, match=r"params\.json cannot be read"):
+        run(recipe(tiny_model, tmp_path, unit_reward_model, given, name="c"))
