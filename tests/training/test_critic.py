@@ -14,7 +14,8 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.optimizer import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
-from posttrain.training.critic import CriticLearner, ValueObjective
+from posttrain.training.critic import CriticLearner
+from posttrain.training.objectives import ValueObjective
 from tests.conftest import make_tokenizer, save_tiny_model
 
 from . import small

@@ -43,6 +43,13 @@ class TokenScores:
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
+    values: torch.Tensor | None = None
+    """[N] float32: the value before each token is sampled, in units of reward, where a head reads it."""
+
+    def at(self, places: torch.Tensor) -> "TokenScores":
+        """Those of the tokens at `places` [n] int64 alone."""
+        values = None if self.values is None else self.values[places]
+        return TokenScores(self.logprobs[places], self.entropies[places], values)
 
 
 def token_scores(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch
 from posttrain.models.base import TrainedModel
 from posttrain.models.forward import TokenScores, hidden_states, token_scores
 from posttrain.models.load import load_model
-from posttrain.models.packing import pack_row
+from posttrain.models.packing import PackedRow, pack_row
 from posttrain.recipe.model import ModelRecipe
 
 
@@ -24,20 +25,33 @@ class Policy(TrainedModel):
         return load_model(self.recipe)
 
     def score(
-        self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], temperature: float, positions_per_chunk: int
+        self,
+        streams: Sequence[np.ndarray],
+        sampled: Sequence[np.ndarray],
+        temperature: float,
+        positions_per_chunk: int,
+        head: torch.nn.Module | None = None,
     ) -> TokenScores:
         """Scores of every sampled token of several streams, in one packed forward pass.
 
         `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Each sampled token is predicted from the position
         before it, so the first token of a stream cannot be one. A prompt that streams share is computed once.
-        Returns [N] over all sampled tokens, stream by stream.
+        Returns [N] over all sampled tokens, stream by stream; `head` reads values from the same hidden states.
         """
         row = pack_row(streams, sampled)
+        targets = torch.from_numpy(row.targets).to(self.device)
+        before = self._states(row)
+        scores = token_scores(self.model, before, targets, temperature, positions_per_chunk)
+        return scores if head is None else replace(scores, values=head(before))
+
+    def states(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
+        """The last hidden states [N, hidden] from which `score` predicts the sampled tokens."""
+        return self._states(pack_row(streams, sampled))
+
+    def _states(self, row: PackedRow) -> torch.Tensor:
         ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
         hidden = hidden_states(self.model, ids, positions, row.layout)
-        targets = torch.from_numpy(row.targets).to(self.device)
-        predictors = torch.from_numpy(row.predictors).to(self.device)
-        return token_scores(self.model, hidden[predictors], targets, temperature, positions_per_chunk)
+        return hidden[torch.from_numpy(row.predictors).to(self.device)]
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:

@@ -10,64 +10,47 @@ from posttrain.credit.assign import of_sampled_tokens, rewards_of_sampled_tokens
 from posttrain.credit.types import PerToken, RewardStreams
 from posttrain.credit.valued import advantages_over_values, discounted_returns
 from posttrain.credit.values import explained_variance
-from posttrain.errors import InputError, RunError
-from posttrain.losses.normalisation import token_weights
-from posttrain.losses.value import value_loss
-from posttrain.models.critic import Critic
+from posttrain.errors import InputError
+from posttrain.models.critic import Critic, SharedCritic, ValueHead
+from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.streams import Episode
 from posttrain.training.batches import Sample
 from posttrain.training.learner import Learner, Totals
+from posttrain.training.objectives import ValueObjective, known
 from posttrain.training.optimizer import Optimizer
 
 
-class ValueObjective:
-    """The value loss, a mean over the sampled tokens of the optimizer step."""
-
-    def __init__(self, clip: float | None) -> None:
-        self.clip = clip
-
-    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights("token", [s.sampled_tokens for s in samples])
-
-    def has_signal(self, sample: Sample) -> bool:
-        return sample.sampled_tokens > 0
-
-    def __call__(
-        self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
-    ) -> tuple[torch.Tensor, Totals]:
-        old, returns = (
-            torch.from_numpy(np.concatenate([_known(part) for part in parts])).to(output.device)
-            for parts in ([s.values for s in samples], [s.returns for s in samples])
-        )
-        losses, clipped = value_loss(output, old, returns, self.clip)
-        # Every token weighs 1, so the loss needs no weights.
-        loss, count = losses.sum(), float(len(losses))
-        metrics = {"critic/loss": (float(loss.detach()), count)}
-        return loss, metrics | ({} if self.clip is None else {"critic/clipped": (float(clipped.sum()), count)})
-
-
 class CriticLearner:
-    """The critic with its optimizer. Its updates are made on the episodes of the policy's."""
+    """The critic with its optimizer. Its updates are made on the episodes of the policy's.
+
+    A critic with a trunk of its own makes every update by itself. One on the policy's trunk makes those before the
+    policy's first, and is then trained in the policy's: `train_with` hands its head over.
+    """
 
     def __init__(self, recipe: RlRecipe, credit: CriticCredit, policy: Policy, updates: int) -> None:
         """`updates`: its optimizer steps in the whole run. `InputError` where its tokens are not the policy's."""
         self.recipe = recipe.critic
         self.credit = credit
-        self.model = Critic(self.recipe.model(recipe.model), recipe.seed)
-        if self.model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-            raise InputError(
-                f"critic.path: {self.recipe.path} has another tokenizer than {recipe.model.path}; the critic reads the "
-                "policy's tokens, so start it from a model of the same family, or leave critic.path out"
-            )
-        # A critic that starts from the reward model then begins at what the rewards are.
-        self.model.in_units_of_reward = recipe.reward is not None and recipe.reward.normalise == "stored"
+        self.model = SharedCritic(policy) if recipe.critic.trunk == "shared" else _own_critic(recipe, policy)
         self.optimizer = Optimizer(self.model.trainable(), self.recipe.optimizer, updates)
-        self.learner: Learner[torch.Tensor] = Learner(self.model, self.optimizer, recipe.learner, self._forward)
+        self.learner: Learner[torch.Tensor] = Learner(
+            self.model, self.optimizer, recipe.learner, self._forward, key="critic.optimizer"
+        )
         self.objective = ValueObjective(self.recipe.clip)
         self._fit: Totals = {}
+
+    @property
+    def head(self) -> ValueHead | None:
+        """The head on the policy's trunk; None for a critic with a trunk of its own."""
+        return self.model.head if isinstance(self.model, SharedCritic) else None
+
+    def train_with(self, learner: Learner[TokenScores]) -> None:
+        """Let the policy's learner make the head's updates with its own, where they share a trunk."""
+        if self.head is not None:
+            learner.also_train("critic", "critic.optimizer", self.optimizer)
 
     @property
     def learns_alone(self) -> bool:
@@ -80,11 +63,11 @@ class CriticLearner:
         The target is A + V with the advantage as it is before whitening. How well the values foretell the discounted
         rewards that then came (explained variance) joins the metrics of the next update.
         """
-        self._evaluate(samples)
+        self._evaluate([s for s in samples if s.values is None])
         values: PerToken = []
         left = iter(samples)
         for episode in episodes:
-            values.append([_spread(_known(next(left).values), stream.sampled) for stream in episode.streams])
+            values.append([_spread(known(next(left).values), stream.sampled) for stream in episode.streams])
         paid, judged = rewards_of_sampled_tokens(episodes, rewards), of_sampled_tokens(episodes, values)
         advantages = advantages_over_values(self.credit, episodes, paid, judged)
         targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, judged, strict=True))])
@@ -99,20 +82,24 @@ class CriticLearner:
         return values
 
     def update(self, samples: Sequence[Sample]) -> Totals:
-        """One optimizer step; its metrics under names of their own."""
-        try:
-            totals = self.learner.update(samples, self.objective)
-        except RunError as error:
-            raise RunError(f"the critic (critic.optimizer): {error}") from error
-        found, self._fit = self._fit, {}
-        for key, value in totals.items():
+        """One optimizer step of the critic alone; its metrics under names of their own."""
+        found = self.take_fit()
+        for key, value in self.learner.update(samples, self.objective).items():
             if key != "loss/total":
                 found[key.replace("optimizer/", "critic/")] = value
         return found
 
+    def take_fit(self) -> Totals:
+        """What `judge` found out about the values, once."""
+        found, self._fit = self._fit, {}
+        return found
+
     def take_messages(self) -> list[str]:
         """As `Learner.take_messages`."""
-        return [f"critic: {message}" for message in self.learner.take_messages()]
+        return [
+            f"critic: {message}; lower critic.optimizer.learning_rate if it happens again"
+            for message in self.learner.take_messages()
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Weights that are trained, the optimizer, and what the learner counts."""
@@ -144,9 +131,16 @@ def open_critic(recipe: RlRecipe, policy: Policy, updates: int) -> CriticLearner
     return CriticLearner(recipe, credit, policy, updates) if isinstance(credit, CriticCredit) else None
 
 
-def _known(part: np.ndarray | None) -> np.ndarray:
-    assert part is not None
-    return part
+def _own_critic(recipe: RlRecipe, policy: Policy) -> Critic:
+    critic = Critic(recipe.critic.model(recipe.model), recipe.seed)
+    if critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise InputError(
+            f"critic.path: {recipe.critic.path} has another tokenizer than {recipe.model.path}; the critic reads the "
+            "policy's tokens, so start it from a model of the same family, or leave critic.path out"
+        )
+    # A critic that starts from the reward model then begins at what the rewards are.
+    critic.in_units_of_reward = recipe.reward is not None and recipe.reward.normalise == "stored"
+    return critic
 
 
 def _spread(values: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -15,13 +15,13 @@ from posttrain.training.learner import Learner
 
 
 def token_forward(
-    policy: Policy, recipe: LearnerRecipe, temperature: float = 1.0
+    policy: Policy, recipe: LearnerRecipe, temperature: float = 1.0, head: torch.nn.Module | None = None
 ) -> Callable[[Sequence[Sample]], TokenScores]:
-    """Scores of the sampled tokens, sample after sample. `temperature`: that of sampling."""
+    """Scores of the sampled tokens, sample after sample. `temperature`: that of sampling; `head`: as `Policy.score`."""
 
     def forward(samples: Sequence[Sample]) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        return policy.score(ids, sampled, temperature, recipe.logits_per_chunk)
+        return policy.score(ids, sampled, temperature, recipe.logits_per_chunk, head)
 
     return forward
 
@@ -37,10 +37,18 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
 
 def logprobs(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
-    found: dict[int, np.ndarray] = {}
-    for group, scores in learner.without_gradient(samples):
+    return [own for own, _ in scores(learner, samples)]
+
+
+def scores(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Log-probabilities [n] float32 of the sampled tokens of each sample and the values [n] float32 before them, None
+    where no head reads any; without gradient."""
+    found: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+    for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-        found |= dict(zip(group, np.split(scores.logprobs.float().cpu().numpy(), ends), strict=True))
+        logprobs = np.split(output.logprobs.float().cpu().numpy(), ends)
+        values = [None] * len(group) if output.values is None else np.split(output.values.cpu().numpy(), ends)
+        found |= dict(zip(group, zip(logprobs, values, strict=True), strict=True))
     return [found[i] for i in range(len(samples))]
 
 

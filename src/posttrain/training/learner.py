@@ -6,12 +6,12 @@ rounding for any split into micro-batches.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from posttrain.errors import RunError
-from posttrain.models.base import TrainedModel
 from posttrain.models.heap import keep_freed_memory
 from posttrain.recipe.optimizer import LearnerRecipe
 from posttrain.training.batches import Sample, pack
@@ -23,6 +23,17 @@ Totals = dict[str, tuple[float, float]]
 Output = TypeVar("Output")
 """What the model computes for a micro-batch: `TokenScores` of a policy, rewards [S] of a reward model."""
 Read = TypeVar("Read", contravariant=True)
+
+
+class Learning(Protocol):
+    """A model as the learner sees it: a `TrainedModel`, or a head on one."""
+
+    version: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def in_training(self) -> AbstractContextManager[None]: ...
 
 
 class Objective(Protocol[Read]):
@@ -48,15 +59,21 @@ class Learner(Generic[Output]):
 
     def __init__(
         self,
-        model: TrainedModel,
+        model: Learning,
         optimizer: Optimizer,
         recipe: LearnerRecipe,
         forward: Callable[[Sequence[Sample]], Output],
+        key: str = "optimizer",
     ) -> None:
+        """`key`: where the recipe has the optimizer, for messages."""
         self.model = model
         self.optimizer = optimizer
         self.recipe = recipe
         self.forward = forward
+        self.keys = [key]
+        self.beside: dict[str, Optimizer] = {}
+        """Optimizers of further parameters that the same loss trains, by the name of their metrics. Each clips and
+        steps what is its own; an update is made by all of them or by none."""
         self.skipped_in_a_row = 0
         self.trained_tokens = 0
         self._messages: list[str] = []
@@ -78,15 +95,24 @@ class Learner(Generic[Output]):
             if not torch.isfinite(loss):
                 return self._skip(chosen, objective)
             (loss / divisor).backward()
-            self.optimizer.collect()
+            for optimizer in self._optimizers():
+                optimizer.collect()
             add_totals(totals, metrics | {"loss/total": (float(loss.detach()), 0.0)})
-        norm = self.optimizer.step()
+        finite = all(math.isfinite(float(optimizer.gradient_norm())) for optimizer in self.beside.values())
+        norm = self.optimizer.step() if finite else math.nan
         if not math.isfinite(norm):
             return self._skip([samples[i] for i in signal], objective)
+        for name, optimizer in self.beside.items():
+            totals[f"{name}/gradient_norm"] = (optimizer.step(), 1.0)
         self.skipped_in_a_row = 0
         self.model.version += 1
         totals["loss/total"] = (totals["loss/total"][0], float(divisor))
         return totals | {"optimizer/gradient_norm": (norm, 1.0), "optimizer/skipped": (0.0, 1.0)}
+
+    def also_train(self, name: str, key: str, optimizer: Optimizer) -> None:
+        """Let `optimizer`, which the recipe has at `key`, make every update too; its metrics are `name`/..."""
+        self.beside[name] = optimizer
+        self.keys.append(key)
 
     def take_messages(self) -> list[str]:
         """What there was to say since the last call: skipped updates and the samples behind them."""
@@ -107,7 +133,7 @@ class Learner(Generic[Output]):
 
     def _skip(self, suspects: Sequence[Sample], objective: Objective[Output]) -> Totals:
         """Leave the weights as they are; stop the run when that happens too often in a row."""
-        self.optimizer.clear()
+        self._clear()
         labels = list(dict.fromkeys(s.label for s in suspects))
         culprits = [
             label for label in labels if not self._is_finite([s for s in suspects if s.label == label], objective)
@@ -119,8 +145,8 @@ class Learner(Generic[Output]):
         if self.skipped_in_a_row > self.optimizer.recipe.max_skipped_updates:
             raise RunError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite, the last for "
-                f"{named}; lower optimizer.learning_rate, or look at what they hold with `posttrain episodes` or "
-                "`posttrain data inspect`"
+                f"{named}; lower {' or '.join(f'{key}.learning_rate' for key in self.keys)}, or look at what they hold "
+                "with `posttrain episodes` or `posttrain data inspect`"
             )
         return {"optimizer/skipped": (1.0, 1.0)}
 
@@ -130,9 +156,17 @@ class Learner(Generic[Output]):
         finite = bool(torch.isfinite(loss))
         if finite:
             loss.backward()
-            finite = all(bool(torch.isfinite(p.grad).all()) for p in self.optimizer.parameters if p.grad is not None)
-        self.optimizer.clear()
+            trained = [p for optimizer in self._optimizers() for p in optimizer.parameters]
+            finite = all(bool(torch.isfinite(p.grad).all()) for p in trained if p.grad is not None)
+        self._clear()
         return finite
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [self.optimizer, *self.beside.values()]
+
+    def _clear(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer.clear()
 
 
 def add_totals(totals: Totals, more: Totals) -> None:

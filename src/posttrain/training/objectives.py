@@ -9,6 +9,7 @@ from posttrain.losses.kl import kl_loss
 from posttrain.losses.normalisation import token_weights
 from posttrain.losses.policy import policy_loss
 from posttrain.losses.supervised import nll
+from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample
@@ -58,7 +59,7 @@ class MixedObjective:
     Source: "PPO-ptx" of Ouyang et al. 2022, arXiv 2203.02155.
     """
 
-    def __init__(self, policy: PolicyObjective, coefficient: float) -> None:
+    def __init__(self, policy: "PolicyObjective | SharedObjective", coefficient: float) -> None:
         self.policy = policy
         self.taught = SupervisedObjective()
         self.coefficient = coefficient
@@ -83,13 +84,73 @@ class MixedObjective:
             chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.taught == taught]
             if chosen:
                 places = torch.from_numpy(np.flatnonzero(mask == taught)).to(output.logprobs.device)
-                scores = TokenScores(output.logprobs[places], output.entropies[places])
+                scores = output.at(places)
                 objective = self.taught if taught else self.policy
                 part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
                 loss = loss + part
                 # The entropy of the policy is that of what it sampled.
                 metrics |= {"ptx/loss": (float(-scores.logprobs.detach().sum()), len(places))} if taught else more
         return loss, metrics
+
+
+class ValueObjective:
+    """The value loss, a mean over the sampled tokens of the optimizer step."""
+
+    def __init__(self, clip: float | None) -> None:
+        self.clip = clip
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        return token_weights("token", [s.sampled_tokens for s in samples])
+
+    def has_signal(self, sample: Sample) -> bool:
+        return sample.sampled_tokens > 0
+
+    def __call__(
+        self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        old, returns = (
+            torch.from_numpy(np.concatenate([known(part) for part in parts])).to(output.device)
+            for parts in ([s.values for s in samples], [s.returns for s in samples])
+        )
+        losses, clipped = value_loss(output, old, returns, self.clip)
+        # Every token weighs 1, so the loss needs no weights.
+        loss, count = losses.sum(), float(len(losses))
+        metrics = {"critic/loss": (float(loss.detach()), count)}
+        return loss, metrics | ({} if self.clip is None else {"critic/clipped": (float(clipped.sum()), count)})
+
+
+class SharedObjective:
+    """The policy's objective + coefficient x the value loss, a mean over the sampled tokens of the optimizer step.
+
+    Both are of one forward pass, whose scores hold values. Source: the joint loss of Schulman et al. 2017, arXiv
+    1707.06347, for a network that policy and values share.
+    """
+
+    def __init__(self, policy: PolicyObjective, coefficient: float, clip: float | None) -> None:
+        self.policy = policy
+        self.values = ValueObjective(clip)
+        self.coefficient = coefficient
+        self._value_weight = 1.0
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        """The policy's weights and divisor; what a token's value weighs, so that its share comes out after division, is
+        the same for all tokens and is kept for the calls that follow."""
+        weights, divisor = self.policy.weigh(samples)
+        _, tokens = self.values.weigh(samples)
+        self._value_weight = self.coefficient * divisor / tokens
+        return weights, divisor
+
+    def has_signal(self, sample: Sample) -> bool:
+        """Values also learn from tokens without credit."""
+        return self.values.has_signal(sample) or self.policy.has_signal(sample)
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        assert output.values is not None
+        loss, metrics = self.policy(output, samples, weights)
+        error, more = self.values(output.values, samples, weights)
+        return loss + self._value_weight * error, metrics | more
 
 
 class SupervisedObjective:
@@ -111,3 +172,9 @@ class SupervisedObjective:
             "loss/nll": (float(loss.detach()), count),
             "policy/entropy": (float(output.entropies.detach().sum()), count),
         }
+
+
+def known(part: np.ndarray | None) -> np.ndarray:
+    """A number per token that must have been computed by now."""
+    assert part is not None
+    return part

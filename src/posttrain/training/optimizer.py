@@ -53,12 +53,16 @@ class Optimizer:
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the collected gradients, a scalar; 0 where there are none."""
+        return torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+
     def step(self) -> float:
         """Clip and apply the collected gradients; returns their norm before clipping.
 
         A norm that is not finite changes nothing. Gradients are forgotten in every case.
         """
-        total = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        total = self.gradient_norm()
         norm = float(total)
         if norm > self.recipe.max_gradient_norm and math.isfinite(norm):
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.recipe.max_gradient_norm, total)

@@ -10,9 +10,9 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample
 from posttrain.training.collect import Collected
 from posttrain.training.critic import CriticLearner
-from posttrain.training.forward import logprobs
+from posttrain.training.forward import logprobs, scores
 from posttrain.training.learner import Learner, Objective, Totals, add_totals
-from posttrain.training.objectives import MixedObjective, PolicyObjective
+from posttrain.training.objectives import MixedObjective, PolicyObjective, SharedObjective
 from posttrain.training.rows import DataSet, load_data, samples_of_row
 from posttrain.training.trainer import Trainer
 
@@ -42,15 +42,16 @@ def updates_of(recipe: RlRecipe) -> int:
 def reference_and_old(
     learner: Learner[TokenScores], policy: Policy, recipe: RlRecipe, samples: Sequence[Sample]
 ) -> None:
-    """Log-probabilities that the losses compare with, where the recipe needs them."""
+    """Log-probabilities that the losses compare with, where the recipe needs them; with them the values before the
+    updates, where the policy's trunk carries them."""
     if recipe.kl.coefficient > 0:
         with policy.as_reference():
             references = logprobs(learner, samples)
         for sample, reference in zip(samples, references, strict=True):
             sample.reference = reference
     if recipe.loss.correction is not None:
-        for sample, old in zip(samples, logprobs(learner, samples), strict=True):
-            sample.old = old
+        for sample, (old, values) in zip(samples, scores(learner, samples), strict=True):
+            sample.old, sample.values = old, values
 
 
 def make_updates(
@@ -63,9 +64,8 @@ def make_updates(
     rows: TaughtRows | None,
 ) -> Totals:
     """`passes` times over the episodes, whole groups divided among the updates; the critic learns from the same ones."""
-    objective: Objective[TokenScores] = PolicyObjective(recipe, kl)
-    if rows is not None:
-        objective = MixedObjective(PolicyObjective(recipe, kl), rows.recipe.coefficient)
+    shared = critic is not None and critic.head is not None
+    objective = _objective(recipe, kl, shared, rows)
     groups = [e.group for e in collected.episodes for _ in e.streams]
     order = sorted(set(groups))
     count = min(recipe.learner.updates_per_step, len(order))
@@ -76,7 +76,7 @@ def make_updates(
         chosen = [s for s, g in zip(samples, groups, strict=True) if g in part]
         alone = critic is not None and critic.learns_alone
         if critic is not None:
-            add_totals(totals, critic.update(chosen))
+            add_totals(totals, critic.update(chosen) if alone or not shared else critic.take_fit())
         if alone:
             continue
         taught = rows.batch(first + number) if rows is not None else []
@@ -84,5 +84,14 @@ def make_updates(
         if number > 0:
             # Only before the first update are the learner's weights those that sampled.
             update.pop("policy/mismatch", None)
+        if shared:
+            update["critic/skipped"] = update["optimizer/skipped"]
         add_totals(totals, update)
     return totals
+
+
+def _objective(recipe: RlRecipe, kl: float, shared: bool, rows: TaughtRows | None) -> Objective[TokenScores]:
+    """What an update of the policy minimises; `shared`: with the loss of the values that its trunk carries."""
+    policy, critic = PolicyObjective(recipe, kl), recipe.critic
+    objective = SharedObjective(policy, critic.coefficient, critic.clip) if shared else policy
+    return objective if rows is None else MixedObjective(objective, rows.recipe.coefficient)
