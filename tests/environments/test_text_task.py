@@ -107,6 +107,20 @@ def test_the_reward_that_counts_as_success_is_a_key(tmp_path, wanted, info):
     assert (step.reward, step.info) == (0.5, info)
 
 
+def test_a_rule_may_report_more_numbers_and_the_score_may_pay_nothing(tmp_path):
+    rule = _rule(tmp_path, "return {'score': 0.5, 'length': len(answer)}")
+    for weight, paid in ((1.0, 0.5), (0.2, 0.1), (0.0, 0.0)):
+        recipe = _recipe(tmp_path, rule=rule, success_reward=0.5, score_weight=weight)
+        (step,) = play(TextTask(recipe), 0, ["abc"])
+        assert step.reward == pytest.approx(paid)
+        assert step.info == {"success": True, "scores": {"score": 0.5, "length": 3.0}}
+        assert TextTask.pays(recipe) == (weight > 0)
+    alone = _recipe(tmp_path, rule=EXACT, score_weight=0.0)
+    (step,) = play(TextTask(alone), 0, ["4"])
+    assert (step.reward, step.info) == (0.0, {"success": True, "scores": {"score": 1.0}})
+    TextTask.validate(alone, range(2))
+
+
 def test_without_a_scorer_nothing_is_paid_and_no_success_is_reported(tmp_path):
     recipe = _recipe(tmp_path)
     (step,) = play(TextTask(recipe), 0, ["4"])
@@ -123,6 +137,8 @@ def test_without_a_scorer_nothing_is_paid_and_no_success_is_reported(tmp_path):
         ("return float('inf')", "returned inf"),
         ("return '1'", "returned '1'"),
         ("return [1.0]", "returned"),
+        ("return {'length': 1.0}", "'score' among them"),
+        ("return {'score': 1.0, 'length': 'long'}", "finite numbers by name"),
     ],
 )
 def test_a_rule_without_a_score_fails_the_episode(tmp_path, body, complaint):

@@ -81,6 +81,21 @@ def test_a_rule_pays_and_the_return_chooses_the_best(tiny_model, tmp_path):
     assert curve[final["best_step"]] == max(curve.values())
 
 
+def test_what_a_rule_reports_is_in_the_log_and_in_the_table(tiny_model, tmp_path):
+    given = values(tiny_model, tmp_path)
+    rule = RULE.replace("return 0.5 *", "return {'length': len(answer), 'score': 0.5 *").rstrip() + "}\n"
+    (tmp_path / "rules.py").write_text(rule)
+    directory, lines = run(given)
+    final = next(line for line in lines if line["kind"] == "final")
+    assert final["score/length_low"] < final["score/length"] < final["score/length_high"]
+    assert final["score/score"] == pytest.approx(final["return"])
+    trained = next(line for line in lines if line["kind"] == "train")
+    assert trained["rollout/score/score"] == pytest.approx(trained["rollout/return"])
+    table = json.loads((directory.path / "results.json").read_text())["tables"][0]
+    place = table["headings"].index("length")
+    assert table["rows"][-1][place].startswith(f"{final['score/length']:.3f} [")
+
+
 def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, tmp_path):
     directory, lines = run(values(tiny_model, tmp_path, long=3))
     told = [line["message"] for line in lines if line["kind"] == "warning"]
@@ -90,7 +105,7 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, t
     )
     assert "prompts.jsonl row 1, row 2, row 3" in message
     for step in (1, 2):
-        episodes, _ = read_episodes(episodes_file(directory.episodes, step, "train"))
+        episodes = read_episodes(episodes_file(directory.episodes, step, "train")).episodes
         assert len(episodes) == 6
         assert all(episode.seed >= 3 and episode.failure is None for episode in episodes)
 
@@ -126,7 +141,7 @@ def test_a_reward_model_pays_what_it_says(normalise, tiny_model, reward_model, t
     directory, _ = run(recipe)
     paid = []
     for step in (1, 2):
-        episodes, _ = read_episodes(episodes_file(directory.episodes, step, "train"))
+        episodes = read_episodes(episodes_file(directory.episodes, step, "train")).episodes
         paid.append([episode.total_reward for episode in episodes])
         for episode in episodes:
             raw = episode.turns[-1].info["reward_model"]

@@ -175,7 +175,7 @@ def test_the_outcomes_share_of_an_all_outcome_credit_changes_nothing(tiny_model,
     found = []
     for name, credit in (("plain", None), ("units", {"type": "outcome", "segmenter": TOKENS, "beta": 0.5})):
         directory, _ = run(recipe(tiny_model, tmp_path, reward_model, credit, name=name))
-        _, advantages = read_episodes(episodes_file(directory.episodes, 1, "train"))
+        advantages = read_episodes(episodes_file(directory.episodes, 1, "train")).advantages
         found.append(np.concatenate([stream for episode in advantages.values for stream in episode]))
     np.testing.assert_allclose(found[0], found[1], atol=1e-4)
 

@@ -1,7 +1,7 @@
 """Rules that score an answer with the row it belongs to, and where rules are found.
 
-A rule is `function(answer, row) -> float`. It raises where it cannot tell; the episode then fails instead of being
-paid nothing.
+A rule is `function(answer, row) -> float`, or gives a mapping of names to numbers, one of them `score`, of which the
+others are only reported. It raises where it cannot tell; the episode then fails instead of being paid nothing.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,10 @@ from typing import Any
 
 from posttrain.errors import InputError
 
-Rule = Callable[[str, dict[str, Any]], float]
+Rule = Callable[[str, dict[str, Any]], float | Mapping[str, float]]
+
+SCORE = "score"
+"""The name of what pays, among the numbers of a rule."""
 
 _MARKER = re.compile(r"####|^[ \t]*A:", re.MULTILINE)
 _NUMBER = re.compile(

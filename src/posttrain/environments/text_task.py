@@ -5,7 +5,7 @@ import importlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -21,7 +21,7 @@ from posttrain.data.rows import Prompt
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import judge_client, judge_score
 from posttrain.environments.protocol import Environment, Message, Observation, Step
-from posttrain.environments.rules import load_rule
+from posttrain.environments.rules import SCORE, load_rule
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, Sources
@@ -50,9 +50,11 @@ class TextTaskRecipe(EnvironmentRecipe):
     system: str | None = None
     """System message put before every prompt; it takes the place of one that the row has."""
     rule: str | None = Field(None, pattern=r"^.+:\w+$")
-    """A function `(answer, row) -> float` that scores: `module:function` or `path/to/file.py:function`."""
+    """A function `(answer, row) -> float` that scores: `module:function` or `path/to/file.py:function`. It may give a mapping instead, whose `score` is the score; its other numbers are reported."""
     judge: JudgeRecipe | None = None
     """A language model that scores."""
+    score_weight: float = Field(1.0, ge=0)
+    """What the score of the rule, judge or verifier counts in the reward; 0 only reports it, beside what a reward model pays."""
     success_reward: float | None = 1.0
     """An answer succeeds where its score is at least this; null reports no success, and so does a missing score."""
 
@@ -138,9 +140,11 @@ class TextTask(Environment):
 
     @classmethod
     def pays(cls, recipe: EnvironmentRecipe) -> bool:
-        """Whether there is a rule, a judge or a verifier."""
+        """Whether there is a rule, a judge or a verifier whose score counts."""
         assert isinstance(recipe, TextTaskRecipe)
-        return any(part is not None for part in (recipe.rule, recipe.judge, recipe.reasoning_gym))
+        return recipe.score_weight > 0 and any(
+            part is not None for part in (recipe.rule, recipe.judge, recipe.reasoning_gym)
+        )
 
     @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
@@ -163,11 +167,15 @@ class TextTask(Environment):
     def step(self, action: str) -> Step:
         """Score the answer; 0 where only a reward model scores. Raises RuleFailure or JudgeFailure instead of a guess."""
         task = self._current()
-        score = self._score(action, task)
+        scores, weight = self._scored(action, task), self.recipe.score_weight
         self._task = None
+        if not scores:
+            return Step([], 0.0, terminated=True, truncated=False)
         wanted = self.recipe.success_reward
-        info = {} if score is None or wanted is None else {"success": score >= wanted}
-        return Step([], score or 0.0, terminated=True, truncated=False, info=info)
+        info: dict[str, Any] = {} if wanted is None else {"success": scores[SCORE] >= wanted}
+        if len(scores) > 1 or weight != 1:
+            info["scores"] = scores
+        return Step([], weight * scores[SCORE], terminated=True, truncated=False, info=info)
 
     def expert(self) -> str:
         """The reference answer; NotImplementedError where the row has no text `completion` or `label`."""
@@ -191,16 +199,16 @@ class TextTask(Environment):
             require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
             if recipe.judge is not None:
                 continue
-            reward = environment._reward_in_validation(seed, _WRONG)
+            score = environment._score_in_validation(seed, _WRONG)
             if environment._scores():
-                require(reward < full, seed, f"the wrong answer {_WRONG!r} earned {reward:g}")
+                require(score < full, seed, f"the wrong answer {_WRONG!r} earned {score:g}")
             environment.reset(seed)
             reference = environment._current().reference
             if environment._scores() and reference is not None:
-                reward = environment._reward_in_validation(seed, reference)
-                require(reward >= full, seed, f"the reference answer {reference[:80]!r} earned {reward:g}")
+                score = environment._score_in_validation(seed, reference)
+                require(score >= full, seed, f"the reference answer {reference[:80]!r} earned {score:g}")
 
-    def _reward_in_validation(self, seed: int, answer: str) -> float:
+    def _score_in_validation(self, seed: int, answer: str) -> float:
         try:
             step = play(self, seed, [answer])[-1]
         except RuleFailure as error:
@@ -209,7 +217,7 @@ class TextTask(Environment):
         try:
             self.step(answer)
         except RuntimeError:
-            return step.reward
+            return float(step.info.get("scores", {SCORE: step.reward})[SCORE])
         raise AssertionError(f"seed {seed}: a step was taken after the end")
 
     def _current(self) -> _Task:
@@ -221,10 +229,11 @@ class TextTask(Environment):
         """Whether something other than a reward model scores."""
         return any(part is not None for part in (self._rule, self.recipe.judge, self.recipe.reasoning_gym))
 
-    def _score(self, answer: str, task: _Task) -> float | None:
-        """The score of a rule, a judge or a verifier; None where there is none of them."""
+    def _scored(self, answer: str, task: _Task) -> dict[str, float]:
+        """The score of a rule, a judge or a verifier, and what else the rule reports; empty where there is none."""
         if self.recipe.judge is not None:
-            return judge_score(self.recipe.judge, self._shown, answer)
+            return {SCORE: judge_score(self.recipe.judge, self._shown, answer)}
+        scoring: Callable[[], Any]
         if self._rule is not None:
             # A copy, so that a rule that changes its row changes no later episode.
             scoring, name = partial(self._rule, answer, copy.deepcopy(task.row)), f"rule {self.recipe.rule}"
@@ -232,18 +241,17 @@ class TextTask(Environment):
             # Policies end answers in line breaks, and no reference of reasoning-gym begins or ends in white space.
             scoring, name = partial(task.verifier, answer.strip()), "the verifier"
         else:
-            return None
+            return {}
         try:
-            score = scoring()
+            found = scoring()
         except Exception as error:
             raise RuleFailure(f"{name} raised {type(error).__name__} on {task.origin}: {error}") from error
-        try:
-            number = float(score)
-        except (TypeError, ValueError):
-            number = math.nan
-        if isinstance(score, str) or not math.isfinite(number):
-            raise RuleFailure(f"{name} returned {score!r} on {task.origin}; it must return a finite number")
-        return number
+        scores = {str(key): _number(value) for key, value in found.items()} if isinstance(found, Mapping) else None
+        scores = {SCORE: _number(found)} if scores is None else scores
+        if SCORE not in scores or not all(map(math.isfinite, scores.values())):
+            wanted = f"a finite number, or finite numbers by name with {SCORE!r} among them"
+            raise RuleFailure(f"{name} returned {found!r} on {task.origin}; it must return {wanted}")
+        return scores
 
     def _of_row(self, seed: int) -> _Task:
         rows = prompt_table(self.recipe).rows
@@ -260,6 +268,14 @@ class TextTask(Environment):
                 row[name] = given
         messages = [{k: v for k, v in message.items() if k not in ("train", "primer")} for message in prompt.messages]
         return _Task(messages, row, _reference(row), prompt.origin)
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number, text included."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 class RuleFailure(Exception):

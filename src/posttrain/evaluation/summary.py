@@ -2,11 +2,12 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.rollout.streams import Episode, Outcome
+from posttrain.runs.tables import SCORES
 
 _NO_RETURN = Estimate(math.nan, math.nan, math.nan, 0)
 
@@ -31,21 +32,27 @@ class Evaluation:
     """Sampled tokens per turn; NaN without turns."""
     turns: float
     """Turns per episode."""
+    scores: Mapping[str, Estimate] = field(default_factory=dict)
+    """What the environment reports besides its reward, by name, over the seeds whose episodes report it."""
 
     def metrics(self) -> dict[str, float | int]:
         """Values of an evaluation line of the metrics log."""
         success = {} if self.success is None else _with_limits("success", self.success)
-        return success | {
-            "n": self.n,
-            "return": self.mean_return.value,
-            "return_low": self.mean_return.low,
-            "return_high": self.mean_return.high,
-            "episodes": self.episodes,
-            "failed": self.failed,
-            "rejected_share": self.rejected_share,
-            "tokens_per_answer": self.tokens_per_answer,
-            "turns": self.turns,
-        }
+        return (
+            success
+            | {
+                "n": self.n,
+                "return": self.mean_return.value,
+                "return_low": self.mean_return.low,
+                "return_high": self.mean_return.high,
+                "episodes": self.episodes,
+                "failed": self.failed,
+                "rejected_share": self.rejected_share,
+                "tokens_per_answer": self.tokens_per_answer,
+                "turns": self.turns,
+            }
+            | {key: v for name, own in self.scores.items() for key, v in _with_limits(f"{SCORES}{name}", own).items()}
+        )
 
 
 def summarise(episodes: Sequence[Episode]) -> Evaluation:
@@ -61,6 +68,10 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         successes[episode.seed].append(episode.success)
         if episode.outcome is not Outcome.FAILED:
             returns[episode.seed].append(episode.total_reward)
+    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for episode in episodes:
+        for name, value in reported(episode).items():
+            scores[name][episode.seed].append(value)
     turns = [turn for episode in episodes for turn in episode.turns]
     rates = [_average(played) for played in successes.values()]
     return Evaluation(
@@ -72,7 +83,13 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns]),
         turns=len(turns) / len(episodes),
+        scores={name: mean([_average(own) for own in by_seed.values()]) for name, by_seed in scores.items()},
     )
+
+
+def reported(episode: Episode) -> dict[str, float]:
+    """The scores by name that the environment reports of an episode besides its reward."""
+    return dict(episode.turns[-1].info.get("scores", {})) if episode.turns else {}
 
 
 def knows_success(episodes: Sequence[Episode]) -> bool:

@@ -1,7 +1,8 @@
 """Tables that a person reads: in the terminal, in a report, and as plain values for programs."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Table:
         return asdict(self)
 
 
+SCORES = "score/"
+"""What the names of scores that an environment reports begin with in a line of the metrics log."""
 PLAY_HEADINGS = ("player", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
 
 
@@ -57,6 +60,8 @@ class PlayRow:
     note: str = ""
     return_interval: tuple[float, float] | None = None
     """95% interval of the mean return; None where it is exact or unknown."""
+    scores: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    """What else the environment reports: mean and its 95% interval, by name."""
 
     @classmethod
     def from_values(cls, player: str, values: Mapping[str, Any], note: str = "") -> "PlayRow":
@@ -67,7 +72,9 @@ class PlayRow:
             return None if low is None or high is None else (low, high)
 
         success, paid = values.get("success"), values.get("return")
-        return cls(player, success, limits("success"), paid, int(values["n"]), note, limits("return"))
+        names = [key for key in values if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
+        scores = {key.removeprefix(SCORES): (values[key], *(limits(key) or (math.nan, math.nan))) for key in names}
+        return cls(player, success, limits("success"), paid, int(values["n"]), note, limits("return"), scores)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -88,7 +95,14 @@ def play_table(rows: Sequence[PlayRow], title: str = "") -> Table:
         "`n` is the number of environment seeds. Intervals are 95%: score intervals over seeds for success (Wilson), "
         "Student's t over seeds for returns; `exact` values are computed for these seeds, not sampled."
     )
-    return Table(title, PLAY_HEADINGS, [row.cells for row in rows], note)
+    names = list(dict.fromkeys(name for row in rows for name in row.scores))
+    headings = (*PLAY_HEADINGS[:-1], *names, PLAY_HEADINGS[-1])
+    cells = [(*row.cells[:-1], *(_score(row.scores.get(name)) for name in names), row.cells[-1]) for row in rows]
+    return Table(title, headings, cells, note)
+
+
+def _score(score: tuple[float, float, float] | None) -> str:
+    return "–" if score is None else f"{score[0]:.3f} [{score[1]:.3f}, {score[2]:.3f}]"
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from posttrain.engines.protocol import Engine
-from posttrain.evaluation.summary import knows_success
+from posttrain.evaluation.summary import knows_success, reported
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.streams import Outcome
 from posttrain.training.collect import Collected
@@ -35,6 +35,11 @@ def rollout_metrics(collected: Collected, recipe: RlRecipe) -> dict[str, float]:
     }
     if knows_success(episodes):
         metrics["rollout/success"] = _mean([e.success for e in episodes])
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for episode in played:
+        for name, value in reported(episode).items():
+            by_name[name].append(value)
+    metrics |= {f"rollout/score/{name}": _mean(found) for name, found in by_name.items()}
     if played:
         metrics["rollout/return"] = _mean([e.total_reward for e in played])
     if spreads:

@@ -88,4 +88,5 @@ def _results(path: Path) -> dict[str, Any]:
 
 def _play_row(values: Mapping[str, Any]) -> PlayRow:
     limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
-    return PlayRow(**{**values, **limits})
+    scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
+    return PlayRow(**{**values, **limits, "scores": scores})
