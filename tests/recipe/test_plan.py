@@ -44,6 +44,42 @@ def test_batches_in_words():
     ]
 
 
+PPO = ["credit.type=gae", "steps=10", "rollout.groups_per_step=6", "rollout.episodes_per_group=1"]
+PTX = ["ptx.data.train=[a.jsonl,b.jsonl]", "ptx.rows_per_update=5", "ptx.data.max_tokens=2000"]
+
+
+@pytest.mark.parametrize(
+    ("trunk", "says"),
+    [
+        ("own", "the critic makes 20 optimizer steps on the same episodes, in forward and backward passes of its own"),
+        (
+            "shared",
+            "the value head makes 20 optimizer steps in the forward and backward passes of the policy, whose trunk it reads",
+        ),
+    ],
+)
+def test_a_critic_and_supervised_rows_in_words(trunk, says):
+    plain = [*PPO, "learner.passes=2", f"critic.trunk={trunk}"]
+    assert says in batch_arithmetic(recipe_of(*plain))
+    lines = batch_arithmetic(recipe_of(*plain, *PTX, "critic.updates_before_policy=3"))
+    assert f"{says}, the first 3 of them alone: the policy makes 17" in lines
+    assert (
+        "each optimizer step of the policy also takes 5 rows from a.jsonl, b.jsonl, at most 3 forward passes more where "
+        "every row is 2000 tokens long"
+    ) in lines
+    without = batch_arithmetic(recipe_of("credit.type=rloo", "steps=10", f"critic.trunk={trunk}"))
+    assert not any("critic" in line or "head" in line or "rows" in line for line in without)
+
+
+def test_passes_hold_whole_episodes():
+    # Two of 2000 tokens go into 4096; the third of three does not go into 5000.
+    for budget, passes in ((4096, 3), (5000, 3), (6000, 2)):
+        lines = batch_arithmetic(
+            recipe_of(*PPO, "rollout.tokens_per_episode=2000", f"learner.tokens_per_batch={budget}")
+        )
+        assert any(f"at most {passes} of them where every episode is 2000 tokens" in line for line in lines), budget
+
+
 def test_sft_counts_its_updates():
     lines = batch_arithmetic(
         recipe_of("environment.type=bandit", "experts.seeds.count=50", "rows_per_update=16", "epochs=3", stage="sft")
@@ -60,6 +96,37 @@ def test_memory_counts_what_is_kept():
     assert sizes["logits"] == 3 * 4 * 512 * 100
     assert "reference model" not in memory_estimate(recipe_of(), SIZES)
     assert set(memory_estimate(recipe_of(stage="evaluate"), SIZES)) == {"weights", "key/value cache, at most"}
+
+
+def test_memory_of_a_critic_of_its_own():
+    def row(*changes):
+        return memory_estimate(recipe_of(*PPO, *changes), SIZES)["critic"][0]
+
+    assert row() == (4 + 4 + 8) * 1000  # weights, gradients, two numbers of AdamW
+    assert row("critic.dtype=bfloat16") == (2 + 2 + 8 + 8) * 1000  # and float32 masters with their gradients
+    adapters = 2 * 2 * ((8 + 8) + (16 + 8))
+    lora = "critic.lora={rank: 2, targets: [q_proj, down_proj]}"
+    assert row(lora) == 4 * 1000 + (4 + 8) * adapters
+    assert row(lora, "critic.dtype=bfloat16") == 2 * 1000 + (2 + 8 + 8) * adapters
+    assert "critic" not in memory_estimate(recipe_of("credit.type=rloo"), SIZES)
+
+
+def test_memory_of_a_critic_on_the_policys_trunk():
+    alone = memory_estimate(recipe_of("credit.type=rloo"), SIZES)
+    for changes in ([], PTX, ["critic.updates_before_policy=3"]):
+        shared = memory_estimate(recipe_of(*PPO, "critic.trunk=shared", *changes), SIZES)
+        count, how = shared.pop("critic")
+        assert count == 8 * (4 + 4 + 8)
+        assert how == "a head of 8 float32 weights, with gradients and AdamW state"
+        assert shared == alone  # rows and values take no passes that are larger
+
+
+def test_activations_are_those_of_the_wider_of_policy_and_critic():
+    def activations(*changes):
+        return memory_estimate(recipe_of("model.dtype=bfloat16", *changes), SIZES)["activations, roughly"][0]
+
+    assert activations(*PPO) == 2 * activations()
+    assert activations(*PPO, "critic.dtype=bfloat16") == activations(*PPO, "critic.trunk=shared") == activations()
 
 
 def test_adapters_are_what_is_trained():
@@ -171,6 +238,33 @@ def test_a_broken_model_directory_is_named(tmp_path):
             ["rollout.sampling.temperature=0"],
             "rollout.sampling.temperature 0 makes the episodes of a group alike, so there is nothing to compare",
         ),
+        ("rl", ["critic.clip=0.5"], "critic has no effect: credit.type rloo uses no values"),
+        ("rl", ["critic.trunk=shared"], "critic has no effect: credit.type rloo uses no values"),
+        (
+            "rl",
+            ["credit.type=gae", "critic.trunk=shared", "critic.clip=0.5"],
+            "critic.clip has no effect: with one update per step the values have not moved yet",
+        ),
+        (
+            "rl",
+            ["credit.type=gae", "critic.lora={export: adapter}"],
+            "critic.lora.export has no effect: the critic is not exported",
+        ),
+        (
+            "rl",
+            ["credit.type=gae", "critic.optimizer.final_fraction=0"],
+            "critic.optimizer.final_fraction has no effect: critic.optimizer.schedule is constant",
+        ),
+        (
+            "rl",
+            ["credit.type=gae", "critic.optimizer.warmup_updates=100"],
+            "critic.optimizer.warmup_updates 100 is not below the 100 updates of the run",
+        ),
+        (
+            "rl",
+            ["credit.type=gae", "critic.updates_before_policy=60", "optimizer.warmup_updates=40"],
+            "optimizer.warmup_updates 40 is not below the 40 updates of the run",
+        ),
     ],
 )
 def test_notes(stage, overrides, expected):
@@ -181,6 +275,8 @@ def test_notes(stage, overrides, expected):
     ("stage", "needed"),
     [
         ("rl", []),
+        ("rl", ["credit.type=gae"]),
+        ("rl", ["credit.type=gae", "critic.trunk=shared", *PTX]),
         ("sft", ["environment.type=bandit"]),
         ("sft", ["data.train=a.jsonl", "data.held_out=5"]),
         ("reward", ["data.train=a.jsonl", "data.held_out=5"]),

@@ -186,12 +186,27 @@ def test_a_loss_that_is_not_finite_moves_neither_and_names_both_rates(tiny_model
     assert critic.head.weight.grad is None
 
 
+@pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_a_value_loss_that_is_not_finite_names_the_critics_rate(trunk, tiny_model):
+    values = recipe(tiny_model, critic={"trunk": trunk, "updates_before_policy": 2})
+    critic = CriticLearner(values, values.credit, Policy(values.model), 9)
+    broken = judged()[:3]
+    broken[2].returns[0] = np.inf
+    for _ in range(3):
+        assert means(critic.update(broken))["critic/skipped"] == 1
+    (said, *_) = critic.take_messages()
+    assert said.startswith("critic: update skipped: loss or gradient is not finite for group 0 episode 2; lower ")
+    assert "critic.optimizer.learning_rate" in said
+    with pytest.raises(RunError, match=r"group 0 episode 2; lower critic\.optimizer\.learning_rate, or"):
+        critic.update(broken)
+
+
 def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
     critic = {"trunk": "shared", "clip": None, "coefficient": 1.0}
     critic["optimizer"] = {"learning_rate": 3e-2, "max_gradient_norm": 10.0}
     learner = {"passes": 4, "tokens_per_batch": 4096}
     task = foretold(tiny_model, tmp_path, optimizer={"learning_rate": 3e-3})
-    run, _ = train(tiny_model, tmp_path, credit={"type": "gae"}, critic=critic, learner=learner, steps=25, **task)
+    run, _ = train(tiny_model, tmp_path, credit={"type": "gae"}, critic=critic, learner=learner, steps=20, **task)
     explained = [line["critic/explained_variance"] for line in lines(run, "train")]
     assert explained[0] == pytest.approx(0.0, abs=1e-6)  # its head starts at zero
     assert min(explained[-5:]) > 0.8
@@ -200,7 +215,6 @@ def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"model": {"lora": {"rank": 2}}},
         {"model": {"dtype": "bfloat16"}},
         {"model": {"gradient_checkpointing": True}},
@@ -263,7 +277,6 @@ def uninterrupted(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize(
     ("place", "count"),
     [
-        ("posttrain.training.critic:CriticLearner.judge", 3),
         ("posttrain.training.optimizer:Optimizer.step", 6),  # the trunk has made its update, the head has not
         ("torch:save", 3),
     ],

@@ -22,9 +22,9 @@ class MtGrpoCredit(Part):
     """Group statistics of each turn's reward and of the outcome, which is what the last turn pays."""
 
     type: Literal["mt_grpo"]
-    """`mt_grpo`: of turns before the last (r - mean) / std of the group's rewards of that turn, plus `outcome_weight` times the same of the outcome; of the last turn the latter alone. For groups whose episodes all have the same number of turns."""
-    outcome_weight: float = Field(1.0, ge=0)
-    """Weight of the outcome in the turns before the last."""
+    """`mt_grpo`: (o - mean) / std of the group's outcomes, in turns before the last plus `turn_weight` times the same of the group's rewards of that turn. For groups whose episodes all have the same number of turns."""
+    turn_weight: float = Field(1.0, ge=0)
+    """Weight of a turn's own reward beside the outcome, in the turns before the last."""
 
 
 class GigpoCredit(Part):
@@ -37,4 +37,4 @@ class GigpoCredit(Part):
     step_weight: float = Field(1.0, ge=0)
     """omega: weight of the comparison within states."""
     divide: bool = True
-    """Both comparisons are divided by their standard deviation."""
+    """Both comparisons are divided by their standard deviation; false is what its authors' code does unless told otherwise."""

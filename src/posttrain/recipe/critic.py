@@ -13,7 +13,7 @@ class CriticRecipe(Part):
     """What says before each sampled token what the episode will still earn. `gae` and `bilevel_gae` use it."""
 
     trunk: Literal["own", "shared"] = "own"
-    """`own`: a model of its own, with its own updates. `shared`: a head on the policy's last hidden states, which starts at 0; policy and value loss are one forward and backward pass, and values cost next to nothing, but each loss moves what the other reads."""
+    """`own`: a model of its own, with its own updates. `shared`: a head on the policy's last hidden states, which starts at 0; policy and value loss are one forward and backward pass, but each loss moves what the other reads."""
     coefficient: float = Field(0.1, gt=0)
     """Weight of the value loss beside the policy's loss, with `trunk: shared`. 0.1 is usual for language models; control tasks often take 0.5."""
     path: str | None = None

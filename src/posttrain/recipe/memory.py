@@ -77,8 +77,11 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
         rows["reward model"] = (size, "if it is as large as the policy")
     if isinstance(recipe, RlRecipe) and recipe.has_critic:
-        rows["critic"] = (_critic(recipe, sizes), "weights, gradients and AdamW state, if it is as large as the policy")
+        rows["critic"] = _critic(recipe, sizes)
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
+    if isinstance(recipe, RlRecipe) and recipe.has_critic and recipe.critic.trunk == "own":
+        # Those of policy and critic do not exist at the same time.
+        width = max(width, _critic_width(recipe))
     if recipe.model.gradient_checkpointing:
         per_token = width * (sizes.layers * sizes.hidden + _layer_activations(sizes))
         how = "one layer whole, of the others their inputs"
@@ -94,11 +97,18 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     return rows
 
 
-def _critic(recipe: RlRecipe, sizes: ModelSizes) -> int:
-    """Bytes without activations, which do not exist at the same time as the policy's."""
-    own = 2 if recipe.critic.dtype == "bfloat16" else 4
+def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
+    """Bytes without activations, and how they are counted."""
+    if recipe.critic.trunk == "shared":
+        return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
+    own = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
-    return own * sizes.parameters + (own + 8 + (8 if own == 2 else 0)) * trained
+    count = own * sizes.parameters + (own + 8 + (8 if own == 2 else 0)) * trained
+    return count, "weights, gradients and AdamW state, if it is as large as the policy"
+
+
+def _critic_width(recipe: RlRecipe) -> int:
+    return 2 if recipe.critic.dtype == "bfloat16" else 4
 
 
 def trained_parameters(model: ModelRecipe, sizes: ModelSizes) -> int:

@@ -1,6 +1,7 @@
 """Keys that a user gave and that change nothing, and values that seldom mean what they say."""
 
 from posttrain.recipe.base import Part
+from posttrain.recipe.critic import CriticRecipe
 from posttrain.recipe.loss import GspoLoss, PpoLoss
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
@@ -107,13 +108,12 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         if rollout.failures.policy != policy and _given(rollout.failures, key):
             reason = f"rollout.failures.policy is {rollout.failures.policy}"
             found.append(_without_effect(f"rollout.failures.{key}", reason))
-    if not recipe.has_critic and recipe.critic != type(recipe.critic)():
-        found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
-    elif recipe.critic.lora is not None and _given(recipe.critic.lora, "export"):
-        found.append(_without_effect("critic.lora.export", "the critic is not exported"))
     once = learner.updates_per_step == 1 and learner.passes == 1
-    if once and recipe.has_critic and _given(recipe.critic, "clip"):
-        found.append(_without_effect("critic.clip", "with one update per step the values have not moved yet"))
+    if recipe.has_critic:
+        found += _critic_without_effect(recipe.critic, once)
+    elif recipe.critic != type(recipe.critic)():
+        # No error, so that one key changes gae for another credit and back.
+        found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
     once = once and recipe.loss.correction is None
     if once and isinstance(recipe.loss, PpoLoss | GspoLoss):
         clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(recipe.loss, key)]
@@ -121,6 +121,18 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         found += [_without_effect(f"loss.{key}", reason) for key in clips]
     if recipe.evaluation.every > recipe.steps:
         found.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
+    return found
+
+
+def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
+    """`once`: whether a step makes one update."""
+    found: list[str] = []
+    if critic.optimizer.schedule == "constant" and _given(critic.optimizer, "final_fraction"):
+        found.append(_without_effect("critic.optimizer.final_fraction", "critic.optimizer.schedule is constant"))
+    if critic.lora is not None and _given(critic.lora, "export"):
+        found.append(_without_effect("critic.lora.export", "the critic is not exported"))
+    if once and _given(critic, "clip"):
+        found.append(_without_effect("critic.clip", "with one update per step the values have not moved yet"))
     return found
 
 
@@ -136,9 +148,13 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
     if lora is None and optimizer.learning_rate > 1e-4:
         found.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for training all weights by rl")
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
-    if optimizer.warmup_updates >= updates:
+    own = updates - (recipe.critic.updates_before_policy if recipe.has_critic else 0)
+    if optimizer.warmup_updates >= own:
+        found.append(f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {own} updates of the run")
+    if recipe.has_critic and recipe.critic.optimizer.warmup_updates >= updates:
         found.append(
-            f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {updates} updates of the run"
+            f"critic.optimizer.warmup_updates {recipe.critic.optimizer.warmup_updates} is not below the {updates} "
+            "updates of the run"
         )
     if recipe.rollout.sampling.temperature == 0 and recipe.rollout.episodes_per_group > 1:
         found.append(

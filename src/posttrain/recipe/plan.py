@@ -72,7 +72,7 @@ def _rl(recipe: RlRecipe) -> list[str]:
     groups, size = rollout.groups_per_step, rollout.episodes_per_group
     episodes, updates = groups * size, learner.updates_per_step * learner.passes
     per_update = math.ceil(groups / learner.updates_per_step) * size
-    passes = math.ceil(per_update * rollout.tokens_per_episode / learner.tokens_per_batch)
+    passes = math.ceil(per_update / (learner.tokens_per_batch // rollout.tokens_per_episode))
     tasks = recipe.steps * groups
     used = (
         f"{tasks:,} of them are used"
@@ -98,10 +98,20 @@ def _beside(recipe: RlRecipe, updates: int) -> list[str]:
     if recipe.has_critic:
         alone = recipe.critic.updates_before_policy
         first = f", the first {alone} of them alone: the policy makes {updates - alone:,}" if alone else ""
-        lines.append(f"the critic makes {updates:,} optimizer steps on the same episodes{first}")
+        who, how = (
+            ("the critic", "on the same episodes, in forward and backward passes of its own")
+            if recipe.critic.trunk == "own"
+            else ("the value head", "in the forward and backward passes of the policy, whose trunk it reads")
+        )
+        lines.append(f"{who} makes {updates:,} optimizer {_plural('step', updates)} {how}{first}")
     if recipe.ptx is not None:
         paths = ", ".join(source.path for source in recipe.ptx.data.train)
-        lines.append(f"each optimizer step of the policy also takes {recipe.ptx.rows_per_update} rows from {paths}")
+        rows, longest = recipe.ptx.rows_per_update, recipe.ptx.data.max_tokens
+        more = math.ceil(rows / (recipe.learner.tokens_per_batch // longest))
+        lines.append(
+            f"each optimizer step of the policy also takes {rows} {_plural('row', rows)} from {paths}, at most {more} "
+            f"forward {_plural('pass', more)} more where every row is {longest} tokens long"
+        )
     return lines
 
 

@@ -12,8 +12,14 @@ def test_two_turns_are_the_published_formula():
     rewards = [np.array([1.0, 0.0]), np.array([2.0, 1.0]), np.array([6.0, 2.0])]
     found = mt_grpo(rewards, np.zeros(3, int), 0.5)
     outcome = np.array([-1, 0, 1]) / (1 + 1e-6)
-    np.testing.assert_allclose([own[0] for own in found], np.array([-2, -1, 3]) / SEVEN + 0.5 * outcome, rtol=1e-12)
+    np.testing.assert_allclose([own[0] for own in found], 0.5 * np.array([-2, -1, 3]) / SEVEN + outcome, rtol=1e-12)
     np.testing.assert_allclose([own[1] for own in found], outcome, rtol=1e-12)
+
+
+def test_without_weight_a_turn_has_the_outcome_alone():
+    rewards = [np.array([7.0, 0.0]), np.array([2.0, 1.0])]
+    found = mt_grpo(rewards, np.zeros(2, int), 0.0)
+    np.testing.assert_allclose(found, np.array([[-0.5, -0.5], [0.5, 0.5]]) / (np.sqrt(0.5) + 1e-6), rtol=1e-12)
 
 
 def test_every_turn_before_the_last_has_statistics_of_its_own():

@@ -25,7 +25,7 @@ def turn_credit(recipe: TurnCredit, episodes: Sequence[Episode], paid: Sequence[
         if recipe.baseline == "others":
             found = minus_others(found, groups)
     elif isinstance(recipe, MtGrpoCredit):
-        found = mt_grpo(rewards, groups, recipe.outcome_weight)
+        found = mt_grpo(rewards, groups, recipe.turn_weight)
     else:
         states = [state_keys(episode) for episode in episodes]
         found = gigpo(rewards, states, groups, recipe.discount, recipe.step_weight, recipe.divide)

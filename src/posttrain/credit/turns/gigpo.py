@@ -23,8 +23,10 @@ def gigpo(
     set, over (std + 1e-6) with the sample standard deviation (n - 1) where `divide`; 0 for a set of one or of equal
     values, so a state that nobody came back to leaves the first part alone. One episode may visit a state twice; both
     turns are in the set.
-    Source: Feng et al. 2025, "Group-in-group policy optimization", arXiv 2505.10978; `divide` false is its variant
-    with a normaliser of 1.
+    Source: Feng et al. 2025, "Group-in-group policy optimization", arXiv 2505.10978: R undiscounted, G discounted per
+    turn, `step_weight` its omega; `divide` false is its normaliser of 1, the default of its code. Different on purpose:
+    a group of one episode has no comparison and gets 0, not its return, and G counts what R counts, such as a KL
+    penalty in the rewards, where the code counts the environment's rewards alone.
 
     Biased: the spread divides; without it, a state counts the more the oftener it repeats, which tilts the direction.
     It assumes that equal keys are equal states, the turns left included: where time matters and the key leaves it
