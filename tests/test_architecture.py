@@ -19,7 +19,7 @@ ALLOWED = {
     "data": {"recipe"},
     "models": {"recipe"},
     "engines": {"recipe", "models", "rollout.streams"},
-    "rollout": {"recipe", "runs", "environments", "engines", "data", "credit.types", "models"},
+    "rollout": {"recipe", "runs", "environments", "engines", "data", "credit.types", "credit.units", "models"},
     "evaluation": {"recipe", "rollout"},
     "training": {
         "recipe",

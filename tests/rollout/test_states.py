@@ -13,7 +13,7 @@ from .episodes import played
 def test_the_store_keeps_names_of_states(tmp_path):
     named, unnamed = played(rewards=(1.0, 2.0)), played(rewards=(1.0,))
     named.turns[0].state, named.turns[1].state = "room 1", ""
-    stored, _ = read_episodes(write_episodes(tmp_path, 1, "train", [named, unnamed]))
+    stored = read_episodes(write_episodes(tmp_path, 1, "train", [named, unnamed])).episodes
     assert [turn.state for episode in stored for turn in episode.turns] == ["room 1", "", None]
 
 

@@ -4,11 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from posttrain.credit.types import Advantages
+from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
+from posttrain.credit.units.spans import Spans, spans
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
 from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
@@ -56,6 +59,20 @@ EPISODES = st.builds(
 )
 
 
+@st.composite
+def credited_units(draw: st.DrawFn, tokens: int) -> CreditedUnits:
+    cuts = spans(tokens, np.array(draw(st.lists(st.integers(0, 12))), dtype=np.int64)).cuts
+    number = st.floats(-1e300, 1e300)
+    count = len(cuts) - 1
+    kind = draw(st.sampled_from([UnitRewards, UnitAdvantages]))
+    return kind(
+        Spans(cuts, draw(arrays.arrays(np.bool_, count))),
+        draw(arrays.arrays(np.float64, count, elements=number)),
+        draw(number),
+        draw(number),
+    )
+
+
 def same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
@@ -63,25 +80,50 @@ def same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-@given(st.lists(EPISODES, max_size=3), st.booleans(), st.integers(0, 10**7))
-def test_everything_comes_back(tmp_path: Path, episodes: list[Episode], credited: bool, step: int) -> None:
+@given(st.data(), st.lists(EPISODES, max_size=3), st.booleans(), st.integers(0, 10**7))
+def test_everything_comes_back(
+    tmp_path: Path, data: st.DataObject, episodes: list[Episode], credited: bool, step: int
+) -> None:
+    units = [data.draw(st.none() | credited_units(e.sampled_tokens)) for e in episodes]
     advantages = Advantages([[s.rewards * np.float32(0.1) for s in e.streams] for e in episodes]) if credited else None
-    read, credit = read_episodes(write_episodes(tmp_path, step, "train", episodes, advantages))
-    assert len(read) == len(episodes)
-    for old, new in zip(episodes, read, strict=True):
+    stored = read_episodes(write_episodes(tmp_path, step, "train", episodes, advantages, units))
+    assert len(stored.episodes) == len(episodes)
+    for old, new in zip(episodes, stored.episodes, strict=True):
         for field in ("seed", "group", "index", "version", "turns", "outcome", "failure", "messages"):
             assert getattr(new, field) == getattr(old, field)
             assert type(getattr(new, field)) is type(getattr(old, field))
         for a, b in zip(old.streams, new.streams, strict=True):
             assert all(same_arrays(getattr(a, name), getattr(b, name)) for name in vars(a))
-    assert (credit is None) == (advantages is None)
-    if advantages is not None and credit is not None:
-        for given_, back in zip(advantages.values, credit.values, strict=True):
+    assert (stored.advantages is None) == (advantages is None)
+    if advantages is not None and stored.advantages is not None:
+        for given_, back in zip(advantages.values, stored.advantages.values, strict=True):
             assert all(same_arrays(a, b) for a, b in zip(given_, back, strict=True))
+    for own, unit in zip(units, stored.units, strict=True):
+        assert type(unit) is type(own)
+        if own is not None and unit is not None:
+            pairs = [(own.spans.cuts, unit.spans.cuts), (own.spans.found, unit.spans.found)]
+            assert all(same_arrays(a, b) for a, b in [*pairs, (own.credits, unit.credits)])
+            assert (unit.outcome, unit.empty) == (own.outcome, own.empty)
+
+
+def test_files_of_before_units_were_stored_are_read(tmp_path: Path) -> None:
+    path = write_episodes(tmp_path, 1, "train", [played()])
+    text = zstandard.ZstdDecompressor().decompress(path.read_bytes(), max_output_size=10**6).decode()
+    assert text.count(',"units":null') == 1
+    path.write_bytes(zstandard.ZstdCompressor().compress(text.replace(',"units":null', "").encode()))
+    stored = read_episodes(path)
+    assert len(stored.episodes) == 1
+    assert stored.units == [None]
+
+
+def test_units_must_fit(tmp_path: Path) -> None:
+    units = UnitRewards(spans(2, np.array([1])), np.array([0.5, -0.5]), 0.0, 0.0)
+    with pytest.raises(ValueError, match="units over 2 tokens for an episode that sampled 3"):
+        write_episodes(tmp_path, 1, "train", [played()], units=[units])
 
 
 def test_arrays_can_be_written_to_after_reading(tmp_path: Path) -> None:
-    (episode,), _ = read_episodes(write_episodes(tmp_path, 1, "train", [played()]))
+    (episode,) = read_episodes(write_episodes(tmp_path, 1, "train", [played()])).episodes
     episode.streams[0].rewards[0] = 3
 
 
@@ -89,7 +131,7 @@ def test_info_keeps_the_nearest_value(tmp_path: Path) -> None:
     odd: dict[str, Any] = {"n": np.float32(0.5), "a": np.array([1, 2]), "t": (1, 2), "p": Path("x")}
     episode = played()
     episode.turns[0].info = odd
-    (read,), _ = read_episodes(write_episodes(tmp_path, 1, "train", [episode]))
+    (read,) = read_episodes(write_episodes(tmp_path, 1, "train", [episode])).episodes
     assert read.turns[0].info == {"n": 0.5, "a": [1, 2], "t": [1, 2], "p": "x"}
 
 

@@ -10,7 +10,8 @@ from posttrain.credit.types import Advantages
 from posttrain.errors import InputError
 from posttrain.rollout.store import write_episodes
 from posttrain.rollout.streams import Outcome
-from posttrain.rollout.view import view_episode, visible
+from posttrain.rollout.view import view_episode
+from posttrain.rollout.view_tokens import visible
 from posttrain.runs.directory import RunDirectory
 from tests.rollout.episodes import played
 
@@ -32,9 +33,9 @@ def test_a_conversation_has_reward_stop_reason_and_credit_under_each_answer() ->
     assert "return -0.500" in text
     order = [text.index(part) for part in ("question 0", "answer 0", "turn 0", "question 1", "answer 1", "turn 1")]
     assert order == sorted(order)
-    assert "turn 0 · reward +0.500 · 3 tokens · end_token · credit +1.000 · rejected: no <answer> tag" in text
-    assert "turn 1 · reward -1.000 · 3 tokens · end_token · credit -0.167 (-1.000 to +0.500)" in text
-    assert "credit" not in shown(episode, None)
+    assert "turn 0 · reward +0.500 · 3 tokens · end_token · advantage +1.000 · rejected: no <answer> tag" in text
+    assert "turn 1 · reward -1.000 · 3 tokens · end_token · advantage -0.167 (-1.000 to +0.500)" in text
+    assert "advantage" not in shown(episode, None)
 
 
 def test_answers_missing_in_the_conversation_are_shown_from_the_turns() -> None:
@@ -52,7 +53,9 @@ def test_a_failure_says_how() -> None:
 def test_tokens_are_texts_or_ids() -> None:
     episode = played(0)
     assert "2 3 4" in shown(episode, credit([0, 0, 1, -1, 0]), None, True)
-    lines = shown(episode, None, lambda token: f"<{token}>" + "\n" * (token == 3), True).splitlines()
+    lines = shown(
+        episode, None, lambda ids: "".join(f"<{token}>" + "\n" * (token == 3) for token in ids), True
+    ).splitlines()
     assert [line.strip() for line in lines if "<" in line] == ["<2><3>\\n", "<4>"]
 
 
@@ -98,7 +101,7 @@ def test_the_command_chooses_episodes(run: RunDirectory, capsys: pytest.CaptureF
     episodes(run.path, step=4, limit=2)
     assert "and 4 more; show them with --limit 6" in capsys.readouterr().out
     episodes(run.path, step=4, split=SplitName.EVALUATION)
-    assert "credit" not in capsys.readouterr().out
+    assert "advantage" not in capsys.readouterr().out
 
 
 def test_the_command_names_what_there_is(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

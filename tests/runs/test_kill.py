@@ -49,7 +49,7 @@ def test_what_a_killed_run_left_is_whole_and_goes_on(run: RunDirectory) -> None:
         stored = list(stored_steps(run.episodes))
         assert len(stored) >= len(steps)
         for file in stored:
-            assert len(read_episodes(file.path)[0]) == 20
+            assert len(read_episodes(file.path).episodes) == 20
         state = (run.checkpoints / "state").read_bytes()
         assert len(state) == 300_000
         assert len(set(state)) == 1

@@ -114,14 +114,15 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def episodes(run: Path) -> dict[str, list]:
-    """All stored episodes with their token ids, log-probabilities and credit."""
+    """All stored episodes with their token ids, log-probabilities, advantages and units."""
     from posttrain.rollout.store import read_episodes
 
     found = {}
     for file in sorted((run / "episodes").iterdir()):
-        stored, credit = read_episodes(file)
+        stored = read_episodes(file)
         found[file.name] = [
-            [(s.ids.tolist(), s.logprobs.tobytes(), s.rewards.tobytes()) for e in stored for s in e.streams],
-            credit and [[a.tobytes() for a in streams] for streams in credit.values],
+            [(s.ids.tolist(), s.logprobs.tobytes(), s.rewards.tobytes()) for e in stored.episodes for s in e.streams],
+            stored.advantages and [[a.tobytes() for a in streams] for streams in stored.advantages.values],
+            [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty) for u in stored.units],
         ]
     return found

@@ -39,9 +39,9 @@ def test_a_run_leaves_everything_it_promises(tiny_model, tmp_path):
     assert [line["step"] for line in train_lines] == [1, 2, 3, 4]
     assert all(line["policy/mismatch"] < 1e-4 for line in train_lines)
     assert {"policy/kl", "policy/entropy", "optimizer/gradient_norm", "tokens/reused"} <= set(train_lines[-1])
-    stored, credit = read_episodes(run.episodes / "step_000004.train.jsonl.zst")
-    assert len(stored) == 6
-    assert credit is not None
+    stored = read_episodes(run.episodes / "step_000004.train.jsonl.zst")
+    assert len(stored.episodes) == 6
+    assert stored.advantages is not None
     evaluation = lines(run, "evaluation")
     assert [line["step"] for line in evaluation] == [0, 2, 4]
     assert all(line["n"] == 3 and line["success_low"] <= line["success"] <= line["success_high"] for line in evaluation)
@@ -161,7 +161,8 @@ def test_failed_episodes_can_be_scored(tiny_model, tmp_path, monkeypatch, module
         "failures": {"policy": "score", "reward": -7.0, "max_share": 1.0},
     }
     run, _ = train(tiny_model, tmp_path, rollout=rollout, steps=3)
-    stored = [e for step in (1, 2, 3) for e in read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst")[0]]
+    files = [run.episodes / f"step_{step:06d}.train.jsonl.zst" for step in (1, 2, 3)]
+    stored = [episode for file in files for episode in read_episodes(file).episodes]
     failed = [e for e in stored if e.failure]
     assert failed
     assert {round(e.total_reward, 5) for e in failed} == {-7.0}
@@ -198,9 +199,9 @@ def test_a_corrupt_checkpoint_is_named_when_resuming(tiny_model, tmp_path):
 
 def test_episodes_and_credit_can_be_read_back_with_the_groups_of_the_step(tiny_model, tmp_path):
     run, _ = train(tiny_model, tmp_path)
-    stored, credit = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
+    stored = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
     totals = {}
-    for episode, streams in zip(stored, credit.values, strict=True):
+    for episode, streams in zip(stored.episodes, stored.advantages.values, strict=True):
         (stream,) = episode.streams
         assert set(streams[0][~stream.sampled].tolist()) == {0.0}
         totals.setdefault(episode.group, []).append(float(streams[0][stream.sampled][0]))

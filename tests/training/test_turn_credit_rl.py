@@ -32,10 +32,10 @@ def train(tiny, runs, **changes):
     )
     recipe = TypeAdapter(Recipe).validate_python(values | changes)
     run = run_stage(recipe, overwrite=True, console=Console(file=io.StringIO(), width=200))
-    stored, credit = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
+    stored = read_episodes(run.episodes / "step_000002.train.jsonl.zst")
     assert [line["step"] for line in read_metrics(run.metrics) if line["kind"] == "train"] == [1, 2]
-    assert credit is not None
-    return run, stored, credit
+    assert stored.advantages is not None
+    return run, stored.episodes, stored.advantages
 
 
 @pytest.mark.parametrize(

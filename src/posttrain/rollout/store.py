@@ -1,13 +1,13 @@
 """The episode store: one compressed file per step and split, written whole or not at all, read back exactly.
 
 `step_000012.train.jsonl.zst` holds a header line and one line per episode. Arrays are base64 of their little-endian
-bytes, so every float32 comes back to the bit.
+bytes, so every float comes back to the bit.
 """
 
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +17,8 @@ import numpy as np
 import zstandard
 
 from posttrain.credit.types import Advantages
+from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
+from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.runs.files import storage_errors, write_atomically
@@ -27,6 +29,8 @@ Split = Literal["train", "evaluation", "final"]
 FORMAT = 1
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
 _ARRAYS = ("ids", "sampled", "logprobs", "rewards", "turn")
+_CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
+_CHANNEL_OF = {kind: name for name, kind in _CHANNELS.items()}
 
 
 @dataclass(frozen=True)
@@ -43,21 +47,45 @@ class StoredStep:
     failed: int
 
 
+@dataclass(frozen=True)
+class StoredEpisodes:
+    """What one file of the store holds."""
+
+    episodes: list[Episode]
+    advantages: Advantages | None
+    """None where the step has no credit."""
+    units: list[CreditedUnits | None]
+    """One per episode; None where its credit is not of units."""
+
+
 def episodes_file(directory: Path, step: int, split: Split) -> Path:
     """Where the store keeps the episodes of a step."""
     return directory / f"step_{step:06d}.{split}.jsonl.zst"
 
 
 def write_episodes(
-    directory: Path, step: int, split: Split, episodes: list[Episode], advantages: Advantages | None = None
+    directory: Path,
+    step: int,
+    split: Split,
+    episodes: list[Episode],
+    advantages: Advantages | None = None,
+    units: Sequence[CreditedUnits | None] = (),
 ) -> Path:
     """Store the episodes of a step, replacing those of an earlier attempt; returns the file.
+
+    `units`: one per episode, or none at all.
 
     Every field is kept exactly; of `Turn.info`, values that JSON has not are kept as the nearest thing it has (numpy
     numbers and arrays as numbers and lists, anything else as its text). Raises `RunError` when the disk refuses.
     """
     if advantages is not None and len(advantages.values) != len(episodes):
         raise ValueError(f"advantages are for {len(advantages.values)} episodes, there are {len(episodes)}")
+    known = list(units) or [None] * len(episodes)
+    for episode, own in zip(episodes, known, strict=True):
+        if own is not None and own.spans.tokens != episode.sampled_tokens:
+            raise ValueError(
+                f"units over {own.spans.tokens} tokens for an episode that sampled {episode.sampled_tokens}"
+            )
     returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
     header = {
         "format": FORMAT,
@@ -72,7 +100,7 @@ def write_episodes(
     lines = [_dump(header)]
     for number, episode in enumerate(episodes):
         credit = None if advantages is None else [_pack(np.asarray(a)) for a in advantages.values[number]]
-        lines.append(_dump({**_episode_values(episode), "advantages": credit}))
+        lines.append(_dump({**_episode_values(episode), "advantages": credit, "units": _unit_values(known[number])}))
     path = episodes_file(directory, step, split)
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -80,23 +108,27 @@ def write_episodes(
     return path
 
 
-def read_episodes(path: Path) -> tuple[list[Episode], Advantages | None]:
-    """The episodes of one file and their credit; `RunError` naming the file if it is damaged or of another format."""
+def read_episodes(path: Path) -> StoredEpisodes:
+    """What is in one file; `RunError` naming the file if it is damaged or of another format."""
     try:
         with open(path, "rb") as file:
             content = zstandard.ZstdDecompressor().decompressobj()
             text = content.decompress(file.read())
             if not content.eof:
                 raise ValueError("the end is missing")
-        header, *lines = text.decode().split("\n")
-        _check_header(json.loads(header))
+        first, *lines = text.decode().split("\n")
+        header = json.loads(first)
+        _check_header(header)
         records = [json.loads(line) for line in lines]
-        if len(records) != json.loads(header)["episodes"]:
-            raise ValueError(f"{len(records)} episodes instead of {json.loads(header)['episodes']}")
-        episodes = [_episode(record) for record in records]
-        if not json.loads(header)["advantages"]:
-            return episodes, None
-        return episodes, Advantages([[_unpack(packed) for packed in record["advantages"]] for record in records])
+        if len(records) != header["episodes"]:
+            raise ValueError(f"{len(records)} episodes instead of {header['episodes']}")
+        return StoredEpisodes(
+            [_episode(record) for record in records],
+            Advantages([[_unpack(packed) for packed in record["advantages"]] for record in records])
+            if header["advantages"]
+            else None,
+            [_units(record.get("units")) for record in records],  # files of before credit was of units have no such key
+        )
     except FileNotFoundError as error:
         raise InputError(
             f"there are no episodes at {path}; `posttrain episodes RUN` lists the steps that have some"
@@ -192,6 +224,26 @@ def _episode_values(episode: Episode) -> dict[str, Any]:
         ],
         "streams": [{name: _pack(getattr(stream, name)) for name in _ARRAYS} for stream in episode.streams],
     }
+
+
+def _unit_values(units: CreditedUnits | None) -> dict[str, Any] | None:
+    if units is None:
+        return None
+    return {
+        "channel": _CHANNEL_OF[type(units)],
+        "cuts": _pack(units.spans.cuts),
+        "found": _pack(units.spans.found),
+        "credits": _pack(units.credits),
+        "outcome": float(units.outcome),
+        "empty": float(units.empty),
+    }
+
+
+def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
+    if record is None:
+        return None
+    spans = Spans(_unpack(record["cuts"]), _unpack(record["found"]))
+    return _CHANNELS[record["channel"]](spans, _unpack(record["credits"]), record["outcome"], record["empty"])
 
 
 def _episode(record: dict[str, Any]) -> Episode:

@@ -1,7 +1,8 @@
 """Episodes as text that a person can read in a terminal."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -10,8 +11,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.credit.units.credited import CreditedUnits
+from posttrain.credit.units.offsets import Decode
+from posttrain.errors import InputError
+from posttrain.recipe.unit_credit import UnitCreditRecipe
 from posttrain.rollout.store import StoredStep
 from posttrain.rollout.streams import Episode, Outcome, Turn
+from posttrain.rollout.view_tokens import token_text, visible
+from posttrain.rollout.view_units import UnitText, unit_text, units_lines, view_units
 from posttrain.runs.directory import RunDirectory
 
 ROLE_STYLES = {"system": "yellow", "user": "cyan", "assistant": "green"}
@@ -32,35 +39,50 @@ def view_steps(steps: Iterable[StoredStep]) -> Table:
 def view_episode(
     episode: Episode,
     advantages: list[np.ndarray] | None,
-    decode: Callable[[int], str] | None = None,
+    decode: Decode | None = None,
     tokens: bool = False,
+    units: CreditedUnits | None = None,
+    credited: UnitCreditRecipe | None = None,
 ) -> RenderableType:
-    """The conversation of one episode with reward, stop reason and credit under each answer.
+    """The conversation of one episode with reward, stop reason and advantages under each answer.
 
-    `advantages`: per stream [T] float32, None where the step has no credit. With `tokens` each answer is shown as its
-    sampled tokens, coloured by advantage; `decode` turns a token id into text, without it ids are shown.
+    `advantages`: per stream [T] float32, None where the step has none. Where credit is of `units`, an answer is shown
+    unit by unit, each with its credit; `credited` is the recipe of that credit, None where it is not known. With
+    `tokens` answers are shown as their sampled tokens, coloured by advantage. `decode` turns token ids into text;
+    without it ids are shown where tokens or units would be.
     """
-    parts: list[RenderableType] = [Rule(_title(episode), align="left", style="bold")]
     scale = max((float(np.abs(a).max()) for a in advantages if len(a)), default=0.0) if advantages else 0.0
+
+    def coloured(turn: Turn) -> UnitText:
+        own = None if advantages is None else advantages[turn.stream]
+        return lambda start, stop: token_text(episode.streams[turn.stream], start, stop, own, scale, decode)
+
+    def answer(said: str, turn: Turn) -> RenderableType:
+        if units is not None:
+            text = coloured(turn) if tokens else unit_text(episode, turn, decode)
+            return view_units(episode, turn, units, text)
+        return coloured(turn)(turn.start, turn.stop) if tokens else Text(visible(said))
+
+    parts: list[RenderableType] = [Rule(_title(episode), align="left", style="bold")]
     waiting = list(enumerate(episode.turns))
     for message in episode.messages:
-        is_answer = message["role"] == "assistant"
-        number, turn = waiting.pop(0) if is_answer and waiting else (-1, None)
-        parts.append(Text(message["role"], style=f"bold {ROLE_STYLES.get(message['role'], 'white')}"))
-        parts.append(_body(message["content"], episode, turn, advantages, scale, decode, tokens))
-        if turn is not None:
-            parts.append(_turn_line(number, turn, advantages))
+        parts.append(_speaker(message["role"]))
+        if message["role"] == "assistant" and waiting:
+            number, turn = waiting.pop(0)
+            parts += [_inset(answer(message["content"], turn)), _turn_line(number, turn, advantages)]
+        else:
+            parts.append(_inset(Text(visible(message["content"]))))
     for number, turn in waiting:
-        parts.append(Text("assistant", style=f"bold {ROLE_STYLES['assistant']}"))
-        parts.append(_body(turn.answer, episode, turn, advantages, scale, decode, tokens))
-        parts.append(_turn_line(number, turn, advantages))
+        parts += [_speaker("assistant"), _inset(answer(turn.answer, turn)), _turn_line(number, turn, advantages)]
+    if units is not None:
+        parts.append(_inset(units_lines(units, credited)))
     if episode.failure is not None:
         parts.append(Text(f"failed: {visible(episode.failure)}", style="bold red"))
     return Group(*parts, Text())
 
 
-def token_decoder(run: RunDirectory) -> Callable[[int], str] | None:
-    """What turns a token id of this run into text; None, with a word on stderr, if its tokenizer cannot be loaded."""
+def token_decoder(run: RunDirectory) -> Decode | None:
+    """What turns token ids of this run into text; None, with a word on stderr, if its tokenizer cannot be loaded."""
     from posttrain.models.load import load_tokenizer
 
     try:
@@ -68,12 +90,15 @@ def token_decoder(run: RunDirectory) -> Callable[[int], str] | None:
     except Exception as error:
         print(f"the tokenizer cannot be loaded, so token ids are shown: {error}", file=sys.stderr)
         return None
-    return lambda token: tokenizer.decode([token])
+    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
-def visible(text: str) -> str:
-    """`text` with control characters written out, so that a sampled escape sequence cannot drive the terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def unit_credit(run: RunDirectory) -> UnitCreditRecipe | None:
+    """How the run gives credit to units; None if its recipe does not say so, or cannot be read."""
+    try:
+        return getattr(run.load_recipe(), "unit_credit", None)
+    except InputError:
+        return None
 
 
 def _title(episode: Episode) -> Text:
@@ -86,40 +111,12 @@ def _title(episode: Episode) -> Text:
     )
 
 
-def _body(
-    content: str,
-    episode: Episode,
-    turn: Turn | None,
-    advantages: list[np.ndarray] | None,
-    scale: float,
-    decode: Callable[[int], str] | None,
-    tokens: bool,
-) -> Padding:
-    if tokens and turn is not None:
-        credit = None if advantages is None else advantages[turn.stream]
-        return Padding(_tokens(episode, turn, credit, scale, decode), (0, 0, 0, 2))
-    return Padding(Text(visible(content)), (0, 0, 0, 2))
+def _speaker(role: str) -> Text:
+    return Text(role, style=f"bold {ROLE_STYLES.get(role, 'white')}")
 
 
-def _tokens(
-    episode: Episode, turn: Turn, credit: np.ndarray | None, scale: float, decode: Callable[[int], str] | None
-) -> Text:
-    text = Text()
-    for position in range(turn.start, turn.stop):
-        token = int(episode.streams[turn.stream].ids[position])
-        shown = f"{token} " if decode is None else visible(decode(token)).replace("\n", "\\n\n")
-        # Neighbours differ in underlining, so that the boundaries of tokens can be seen.
-        line = "underline " if decode is not None and (position - turn.start) % 2 else ""
-        text.append(shown, style=line + ("" if credit is None else _colour(float(credit[position]), scale)))
-    return text
-
-
-def _colour(advantage: float, scale: float) -> str:
-    """Blue for positive, orange for negative, fading to grey at zero: told apart with any colour vision."""
-    strength = min(1.0, abs(advantage) / scale) if scale > 0 else 0.0
-    target = (86, 180, 233) if advantage > 0 else (230, 140, 0)
-    red, green, blue = (round(150 + (end - 150) * strength) for end in target)
-    return f"rgb({red},{green},{blue})"
+def _inset(said: RenderableType) -> Padding:
+    return Padding(said, (0, 0, 0, 2))
 
 
 def _turn_line(number: int, turn: Turn, advantages: list[np.ndarray] | None) -> Padding:
@@ -127,10 +124,10 @@ def _turn_line(number: int, turn: Turn, advantages: list[np.ndarray] | None) -> 
         f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}", "dim"
     )
     if advantages is not None:
-        credit = advantages[turn.stream][turn.start : turn.stop]
-        if len(credit):
-            low, high, middle = float(credit.min()), float(credit.max()), float(credit.mean())
-            line.append(f" · credit {middle:+.3f}" + ("" if low == high else f" ({low:+.3f} to {high:+.3f})"))
+        own = advantages[turn.stream][turn.start : turn.stop]
+        if len(own):
+            low, high, middle = float(own.min()), float(own.max()), float(own.mean())
+            line.append(f" · advantage {middle:+.3f}" + ("" if low == high else f" ({low:+.3f} to {high:+.3f})"))
     if turn.info.get("rejected"):
         line.append(f" · rejected: {visible(str(turn.info['rejected']))}", style="not dim red")
-    return Padding(line, (0, 0, 0, 2))
+    return _inset(line)

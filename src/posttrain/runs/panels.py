@@ -167,6 +167,31 @@ PANELS = {
         ),
         Panel("Value loss", "reward squared", [Curve("critic/loss", "value loss")], logarithmic=True),
     ],
+    "units": [
+        Panel(
+            "Units of an answer",
+            "units",
+            [
+                Curve("units/per_answer", "all", TRAINING),
+                Curve("units/effective", "effective: exp of the entropy of their rewards", HELD_OUT),
+            ],
+        ),
+        Panel(
+            "What the units of an answer get",
+            "reward",
+            [
+                Curve("units/spread", "standard deviation within an answer", TRAINING),
+                Curve("units/residual", "|residual|: what they leave of the outcome", HELD_OUT),
+            ],
+        ),
+        Panel(
+            "Units that lowered the reward",
+            "share of units",
+            [Curve("units/negative", "credit below 0", TRAINING)],
+            percent=True,
+            whole=True,
+        ),
+    ],
     "optimization": [
         Panel(
             "What is minimised",
@@ -201,6 +226,7 @@ TITLES = {
     "entropy": "Entropy and repetition",
     "lengths": "Lengths",
     "critic": "Critic",
+    "units": "Units",
     "optimization": "Optimization",
     "time": "Time per phase",
 }

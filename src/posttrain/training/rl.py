@@ -80,7 +80,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
                 credit = assign(collected.episodes, recipe.credit, rewards, collected.greedy_returns, values)
                 credit = units.in_advantages(collected.episodes, credit)
                 give_credit(samples, credit)
-            write_episodes(run.episodes, step, "train", collected.episodes, credit)
+            write_episodes(run.episodes, step, "train", collected.episodes, credit, units.units)
             with trainer.interrupts.critical():
                 with trainer.phase("update"):
                     totals = make_updates(trainer, recipe, collected, samples, kl.coefficient, critic, rows)

@@ -125,7 +125,7 @@ class UnitCreditor:
         metrics = unit_metrics(units) | {
             "units/forwards": float(valuer.forwards),
             "units/tokens": float(valuer.tokens),
-            "units/seconds": time.perf_counter() - begun,
+            "time/units": time.perf_counter() - begun,
         }
         missing = [f"no units were found in any of the {len(scored)} episodes; look at unit_credit.segmenter"]
         return StepUnits(self.recipe, units, metrics, [] if any(u is not None and u.any for u in units) else missing)

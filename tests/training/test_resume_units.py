@@ -1,0 +1,66 @@
+"""Law 10 with credit of units: killed where units are found or valued, a run resumes to the same bits."""
+
+import pytest
+
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
+from posttrain.rollout.store import episodes_file, read_episodes
+
+from . import small
+from .test_text_task_rl import values
+
+PLACES = {
+    "credit": ("posttrain.training.unit_credit:UnitCreditor.credit", 2),
+    "coalitions": ("posttrain.training.unit_values:UnitValuer.coalitions", 2),
+    "segments": ("posttrain.training.unit_credit:UnitCreditor._spans", 1),
+    "store": ("posttrain.training.rl:write_episodes", 2),
+    "update": ("posttrain.training.learner:Learner.update", 3),
+}
+
+
+def _values(tiny, folder, reward_model):
+    """Sampled orders of token units, a reward scaled by running statistics, a critic: all that a step remembers."""
+    own = values(tiny, folder)
+    del own["environment"]["rule"]
+    return own | {
+        "steps": 3,
+        "reward": {"path": str(reward_model), "normalise": "running"},
+        "credit": {"type": "gae", "trace_decay": 0.9},
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
+        "unit_credit": {"type": "shapley", "segmenter": {"type": "token"}, "permutations": 2},
+        "evaluation": own["evaluation"] | {"every": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    RewardModel(ModelRecipe(path=str(tiny_model)), seed=5).export(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model, reward_model, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("whole")
+    assert small.run(_values(tiny_model, runs, reward_model)) == 0, (runs / "log.txt").read_text()
+    return runs / "text"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, reward_model, tmp_path, uninterrupted):
+    own = _values(tiny_model, tmp_path, reward_model)
+    assert small.run(own, die_at=PLACES[place]) == -9
+    assert small.run(own, resume=(tmp_path / "text").exists()) == 0, (tmp_path / "log.txt").read_text()
+    assert small.weights(tmp_path / "text") == small.weights(uninterrupted)
+    assert small.metrics(tmp_path / "text") == small.metrics(uninterrupted)
+    assert small.episodes(tmp_path / "text") == small.episodes(uninterrupted)
+
+
+def test_the_run_that_is_compared_has_credit_of_units(uninterrupted):
+    trained = [line for line in small.metrics(uninterrupted) if line["kind"] == "train"]
+    assert [line["units/forwards"] > 0 for line in trained] == [True, True, True]
+    assert len({line["units/spread"] for line in trained}) == 3
+    assert all("time/units" not in line for line in trained)
+    for step in (1, 2, 3):
+        units = read_episodes(episodes_file(uninterrupted / "episodes", step, "train")).units
+        assert [own is not None and len(own.spans) > 1 for own in units] == [True] * 6
