@@ -1,0 +1,176 @@
+"""Credit quality on real text: how often each estimator of unit credit finds the one wrong step of a solution.
+
+A result in a right solution is changed, and all that follows from it is calculated anew, so that one step alone is
+wrong. A reward model of whole answers gives credit by every estimator, one of units gives its own rewards. Chance is
+1 / K for K units; how often the same step is lowest in the right solution tells what the estimator owes to the step's
+place and words alone.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.table import show
+from harness.timing import available_threads
+from quality import ranking
+from quality.judges import RENDERINGS, SENTENCES, Credits, OutcomeJudge, UnitJudge
+from quality.solutions import Case, pairs_of, read_jsonl, solve
+
+Judge = OutcomeJudge | UnitJudge
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--outcome", type=Path, metavar="RUN", help="reward model of whole answers: a run, or its model"
+    )
+    parser.add_argument("--units", type=Path, metavar="RUN", help="reward model of units: a run, or its model")
+    parser.add_argument(
+        "--solutions", type=Path, default=Path("data/gsm8k/train.jsonl"), help="`question` and `answer`"
+    )
+    parser.add_argument(
+        "--rows", default="2300:", help="which of them, first and end; neither model may have seen them"
+    )
+    parser.add_argument("--count", type=int, default=200, help="most solutions")
+    parser.add_argument("--pairs", type=Path, default=Path("data/gsm8k/pairs_val.jsonl"), help="held-out pairs")
+    parser.add_argument("--final", default="A: ", help="what the models have read before a final answer")
+    parser.add_argument("--permutations", type=int, default=8, help="orders of shapley, where sampled")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes, the orders and the intervals")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="of both models")
+    parser.add_argument("--tokens", type=int, default=4096, help="most tokens in a forward pass")
+    parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads")
+    parser.add_argument(
+        "--write-pairs", type=Path, metavar="FILE", help="write right and wrong solutions as pairs and stop"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the tables there, the second as FILE.renderings")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Make wrong solutions, ask the reward models for credit, and print the tables."""
+    chosen = options()
+    first, _, end = chosen.rows.partition(":")
+    rows = list(enumerate(read_jsonl(chosen.solutions)))[int(first or 0) : int(end) if end else None]
+    solved, skipped = solve(rows, chosen.final, chosen.count, chosen.seed)
+    reasons = ", ".join(f"{reason} {count}" for reason, count in skipped.most_common())
+    made = f"{len(solved)} of {len(solved) + sum(skipped.values())} solutions could be made wrong exactly; others: {reasons or 'none'}"
+    if chosen.write_pairs is not None:
+        chosen.write_pairs.write_text("".join(json.dumps(one.pair()) + "\n" for one in solved), encoding="utf-8")
+        print(made)
+        return
+    if chosen.outcome is None and chosen.units is None:
+        raise SystemExit(
+            "name a reward model with --outcome or --units; `posttrain pipeline recipes/results/gsm8k.yaml` trains both"
+        )
+    import torch
+
+    torch.set_num_threads(chosen.threads)
+    of_units = UnitJudge(chosen.units, chosen.dtype, chosen.tokens) if chosen.units else None
+    of_answers = OutcomeJudge(chosen.outcome, chosen.dtype, chosen.tokens) if chosen.outcome else None
+    segmenter = of_units.segmenter if of_units else SENTENCES
+    found: list[dict[str, Any]] = []
+    related: list[dict[str, Any]] = []
+    notes = [made]
+    held = pairs_of(read_jsonl(chosen.pairs))
+    for judge, name in ((of_answers, "whole answers"), (of_units, "units")):
+        if judge is None:
+            continue
+        reader = judge.reader(segmenter)
+        cases = [case for case in map(reader.case, solved) if case is not None]
+        if not cases:
+            raise SystemExit("--rows: none of the solutions has 3 units or more; name other rows")
+        notes += judged(judge, name, cases, held)
+        wrong, right = (credits_of(judge, cases, side, chosen) for side in ("wrong", "right"))
+        found += [row(name, key, wrong[key], right[key], cases, chosen.seed) for key in wrong]
+        if judge is of_answers:
+            related = renderings(wrong, chosen.seed)
+    notes += [
+        "lowest: share of solutions whose wrong step has the least credit, a tie among m counts 1/m; 95% intervals over "
+        "solutions; before: the same step's share in the right solution; AUC: share of the other steps with more credit",
+        "drop: share of solutions whose step has less credit when it is wrong than when it was right, a tie is half",
+        "forwards and tokens: a solution's, besides reading it whole; prefix and trunc are one pass, the same for both",
+    ]
+    show("Credit of one wrong step", found, notes, chosen.json)
+    if related:
+        show(
+            "loo by rendering", related, ["over wrong solutions"], f"{chosen.json}.renderings" if chosen.json else None
+        )
+
+
+def credits_of(judge: Judge, cases: Sequence[Case], side: str, chosen: argparse.Namespace) -> dict[str, Credits]:
+    """The credit of all `right` or all `wrong` solutions by every estimator."""
+    streams = [getattr(case, side) for case in cases]
+    if isinstance(judge, UnitJudge):
+        return judge.credits(streams)
+    units = [getattr(case, f"{side}_units") for case in cases]
+    return judge.credits(streams, units, chosen.permutations, chosen.seed)
+
+
+def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Case], seed: int) -> dict[str, Any]:
+    """A line of the table."""
+    n = len(cases)
+    found = ranking.found(wrong.values, right.values, [case.step for case in cases], seed)
+    return {
+        "reward model of": name,
+        "credit": key,
+        "lowest": found.lowest.value,
+        "95%": limits(found.lowest),
+        "chance": found.lowest.value - found.above_chance.value,
+        "over chance": limits(found.above_chance),
+        "before": found.unchanged,
+        "over before": limits(found.above_unchanged),
+        "AUC": found.auc.value,
+        "AUC 95%": limits(found.auc),
+        "rank": found.rank.value,
+        "drop": found.drop.value,
+        "drop 95%": limits(found.drop),
+        "n": n,
+        "forwards": wrong.forwards / n,
+        "tokens": wrong.tokens / n,
+    }
+
+
+def limits(estimate: Any) -> str:
+    """The limits of an interval."""
+    return f"{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def judged(judge: Judge, name: str, cases: Sequence[Case], held: Sequence[tuple[str, str, str]]) -> list[str]:
+    """How often the reward model ranks the better answer of held-out pairs, and of right and wrong solutions."""
+    reader = judge.reader(SENTENCES)
+    lines = []
+    both = [reader.stream(question, answer) for question, *answers in held for answer in answers]
+    if both:
+        scores = judge.scores(both)
+        share = ranking.accuracy(scores[::2] - scores[1::2], [question for question, *_ in held])
+        lines.append(f"{share.value:.3f} of {len(held)} held-out pairs ({limits(share)}, {share.n} questions)")
+    margins = judge.scores([case.right for case in cases]) - judge.scores([case.wrong for case in cases])
+    share = ranking.accuracy(margins, [case.label for case in cases])
+    lines.append(f"{share.value:.3f} of these {len(cases)} right and wrong solutions ({limits(share)})")
+    return [f"the reward model of {name} ranks the better one above in {' and '.join(lines)}"]
+
+
+def renderings(wrong: dict[str, Credits], seed: int) -> list[dict[str, Any]]:
+    """How alike `loo` is by the ways to leave a unit out."""
+    rows = []
+    for number, one in enumerate(RENDERINGS):
+        for other in RENDERINGS[number + 1 :]:
+            related, same = ranking.agreement(wrong[f"loo, {one}"].values, wrong[f"loo, {other}"].values, seed)
+            rows.append(
+                {
+                    "loo": f"{one} and {other}",
+                    "rank correlation": related.value,
+                    "95%": limits(related),
+                    "same lowest": same.value,
+                    "same 95%": limits(same),
+                    "n": same.n,
+                }
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

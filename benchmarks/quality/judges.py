@@ -1,0 +1,173 @@
+"""What two reward models say of answers: one of whole answers with every estimator of credit, one of units."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from posttrain.credit.units.estimators import coalitions, prefix, shares
+from posttrain.credit.units.normaliser import Normaliser
+from posttrain.credit.units.params import read_normaliser
+from posttrain.credit.units.rendering import Rendering
+from posttrain.credit.units.spans import Spans
+from posttrain.errors import InputError
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.units import EntropyUnits, TextUnits, UnitsRecipe
+from posttrain.rollout.streams import Stream
+from posttrain.seeds import random_stream
+from posttrain.training.batches import Sample, pack
+from posttrain.training.unit_reader import UnitReader
+from posttrain.training.unit_rewards import unit_rewards
+from posttrain.training.unit_values import JudgedAnswer, UnitValuer
+from quality.solutions import Reader
+
+RENDERINGS: tuple[Rendering, ...] = ("delete", "placeholder", "blank")
+SENTENCES = TextUnits(type="sentence")
+"""Every line of a solution is one or more of these; a line holds one calculation."""
+_KEY = "--tokens"
+
+
+@dataclass(frozen=True, eq=False)
+class Credits:
+    """An estimator's credit of the units of several answers."""
+
+    values: list[np.ndarray]
+    """[K_i] float64 each."""
+    forwards: int
+    """Texts read, besides the whole answers."""
+    tokens: int
+    """Computed for them."""
+
+
+def open_model(path: Path, dtype: Literal["float32", "bfloat16", "auto"]) -> RewardModel:
+    """The reward model of a run, or a directory that holds one."""
+    found = path / "model" if (path / "model").is_dir() else path
+    return RewardModel(ModelRecipe(path=str(found), dtype=dtype), new_head=False)
+
+
+class OutcomeJudge:
+    """A reward model of whole answers."""
+
+    def __init__(self, path: Path, dtype: Literal["float32", "bfloat16", "auto"], budget: int) -> None:
+        self.model, self.budget = open_model(path, dtype), budget
+        if self.model.units is not None:
+            raise InputError(f"--outcome: {path} rewards units; name a reward model of whole answers")
+        mean, std = self.model.statistics or (0.0, 1.0)
+        self.scale: Callable[[float], float] = lambda raw: (raw - mean) / std
+
+    def reader(self, segmenter: UnitsRecipe) -> Reader:
+        return Reader(self.model, segmenter)
+
+    def scores(self, streams: Sequence[Stream]) -> np.ndarray:
+        """[S] float64: normalised rewards of whole answers."""
+        import torch
+
+        found = np.zeros(len(streams))
+        for group in pack([_sample(stream) for stream in streams], self.budget, _KEY):
+            chosen = [streams[i] for i in group]
+            with torch.no_grad():
+                found[group] = self.model.rewards([s.ids for s in chosen], [s.sampled for s in chosen]).cpu().numpy()
+        return np.array([self.scale(value) for value in found.tolist()])
+
+    def credits(
+        self, streams: Sequence[Stream], units: Sequence[Spans], permutations: int, seed: int
+    ) -> dict[str, Credits]:
+        """The credit by every estimator, by its name in recipes."""
+        answers = [
+            JudgedAnswer(stream, own, outcome, f"answer {number}")
+            for number, (stream, own, outcome) in enumerate(zip(streams, units, self.scores(streams), strict=True))
+        ]
+        valuer = self._valuer()
+        values = valuer.prefixes(answers, one_pass=True)
+        found = {
+            "prefix": _paid([prefix.prefix(own) for own in values], valuer),
+            "trunc": _paid([prefix.trunc(own) for own in values], valuer),
+        }
+        for how in RENDERINGS:
+            valuer = self._valuer()
+            members = [coalitions.all_but_one(len(a.units)) for a in answers]
+            without = valuer.coalitions(answers, members, how)
+            found[f"loo, {how}"] = _paid(
+                [
+                    coalitions.loo(a.outcome, np.array([own[m] for m in asked]))
+                    for a, asked, own in zip(answers, members, without, strict=True)
+                ],
+                valuer,
+            )
+        found["shapley"] = self._shapley(answers, permutations, seed)
+        valuer = self._valuer()
+        weights = valuer.attention(answers)
+        shared = [shares.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
+        found["attention"] = _paid(shared, valuer)
+        found["even"] = Credits([shares.even(a.outcome, len(a.units)) for a in answers], 0, 0)
+        found["outcome"] = Credits([shares.last(a.outcome, len(a.units)) for a in answers], 0, 0)
+        return found
+
+    def _shapley(self, answers: Sequence[JudgedAnswer], permutations: int, seed: int) -> Credits:
+        valuer = self._valuer()
+        chosen = [
+            coalitions.orders(len(a.units), permutations, random_stream("credit quality orders", seed, number))
+            for number, a in enumerate(answers)
+        ]
+        members = [[0, *coalitions.coalitions(len(a.units), own)] for a, own in zip(answers, chosen, strict=True)]
+        values = valuer.coalitions(answers, members, "delete")
+        return _paid(
+            [
+                coalitions.shapley(len(a.units), order, own)
+                for a, order, own in zip(answers, chosen, values, strict=True)
+            ],
+            valuer,
+        )
+
+    def _valuer(self) -> UnitValuer:
+        return UnitValuer(self.model, self.budget, self.scale)
+
+
+class UnitJudge:
+    """A reward model of units, and the normaliser of its run if there is one."""
+
+    def __init__(self, path: Path, dtype: Literal["float32", "bfloat16", "auto"], budget: int) -> None:
+        self.model, self.budget = open_model(path, dtype), budget
+        units = self.model.units
+        if units is None:
+            raise InputError(f"--units: {path} rewards whole answers; name a reward model trained with `units`")
+        if isinstance(units.segmenter, EntropyUnits):
+            raise InputError(f"--units: {path} cuts by entropy, and a changed number moves such cuts; name another")
+        self.segmenter = units.segmenter
+        self._cutter = UnitReader(self.model, units, budget)
+        params = path / "normaliser" / "params.json"
+        self.normaliser: Normaliser | None = read_normaliser(params) if params.is_file() else None
+
+    def reader(self, segmenter: UnitsRecipe) -> Reader:
+        return Reader(self.model, segmenter)
+
+    def rewards(self, streams: Sequence[Stream]) -> list[np.ndarray]:
+        """[K_i] float64 of each answer: the raw rewards of its units."""
+        samples = [_sample(stream) for stream in streams]
+        found = unit_rewards(self.model, self._cutter, samples, self.budget, _KEY)
+        self._cutter.forget()
+        return [own.astype(np.float64) for own in found]
+
+    def scores(self, streams: Sequence[Stream]) -> np.ndarray:
+        """[S] float64: what the answers are worth, the mean of their units."""
+        return np.array([own.mean() for own in self.rewards(streams)])
+
+    def credits(self, streams: Sequence[Stream]) -> dict[str, Credits]:
+        """The model's rewards as they are, and normalised by place where there is a fit. They come with the score of
+        the whole, so they cost nothing besides."""
+        raw = self.rewards(streams)
+        found = {"unit rewards": Credits(raw, 0, 0)}
+        if self.normaliser is not None:
+            found["unit rewards, by place"] = Credits([self.normaliser.normalise(own) for own in raw], 0, 0)
+        return found
+
+
+def _paid(values: list[np.ndarray], valuer: UnitValuer) -> Credits:
+    return Credits(values, valuer.forwards, valuer.tokens)
+
+
+def _sample(stream: Stream) -> Sample:
+    return Sample(stream, "an answer", np.zeros(0, np.float32))

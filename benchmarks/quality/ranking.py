@@ -1,0 +1,80 @@
+"""How often credit finds the wrong step, with 95% intervals over solutions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.evaluation.statistics import Difference, Estimate, bootstrap_mean, clustered_rate, paired_difference
+
+
+@dataclass(frozen=True)
+class Found:
+    """How well an estimator's credit finds the wrong step of n solutions."""
+
+    lowest: Estimate
+    """Share in which the wrong step has the lowest credit; of m steps that are lowest alike, 1 / m."""
+    above_chance: Difference
+    """`lowest` minus the mean of 1 / K."""
+    unchanged: float
+    """The share before the change: how often that step is lowest in the right solution."""
+    above_unchanged: Difference
+    auc: Estimate
+    """Share of the other steps with more credit; a tie is half. 0.5 by chance."""
+    rank: Estimate
+    """1 is lowest; ties share the mean of their ranks."""
+    drop: Estimate
+    """Share in which the step has less credit in the wrong solution than in the right one; a tie is half."""
+
+
+def lowest(credits: np.ndarray, step: int) -> float:
+    """1 / m where `step` is one of m units with the lowest of the credits [K], else 0."""
+    least = credits == credits.min()
+    return float(least[step]) / int(least.sum())
+
+
+def rank(credits: np.ndarray, step: int) -> float:
+    """1 + units with less credit than `step` + half of the others with the same."""
+    return 1 + float((credits < credits[step]).sum()) + (float((credits == credits[step]).sum()) - 1) / 2
+
+
+def auc(credits: np.ndarray, step: int) -> float:
+    """Share of the other units with more credit than `step`; a tie is half. At least 2 units."""
+    return 1 - (rank(credits, step) - 1) / (len(credits) - 1)
+
+
+def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Sequence[int], seed: int) -> Found:
+    """`wrong` and `right`: credits [K_i] of n solutions with and without the wrong step, whose number is in `steps`."""
+    least = [lowest(own, step) for own, step in zip(wrong, steps, strict=True)]
+    before = [lowest(own, step) for own, step in zip(right, steps, strict=True)]
+    chance = [1 / len(own) for own in wrong]
+    moved = [float(np.sign(w[k] - r[k])) for w, r, k in zip(wrong, right, steps, strict=True)]
+    return Found(
+        lowest=bootstrap_mean(least, seed),
+        above_chance=paired_difference(least, chance, seed),
+        unchanged=float(np.mean(before)),
+        above_unchanged=paired_difference(least, before, seed),
+        auc=bootstrap_mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], seed),
+        rank=bootstrap_mean([rank(own, step) for own, step in zip(wrong, steps, strict=True)], seed),
+        drop=clustered_rate([(1 - sign) / 2 for sign in moved], len(moved)),
+    )
+
+
+def agreement(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> tuple[Estimate, Estimate]:
+    """Of two ways to credit the same answers: the mean over answers of Spearman's rank correlation between their
+    credits, where neither is the same for all units, and the share of answers in which both find the same lowest."""
+    from scipy.stats import spearmanr
+
+    pairs = list(zip(one, other, strict=True))
+    related = [float(spearmanr(a, b).statistic) for a, b in pairs if np.ptp(a) > 0 and np.ptp(b) > 0]
+    same = [float(int(a.argmin()) == int(b.argmin())) for a, b in pairs]
+    return bootstrap_mean(related, seed), bootstrap_mean(same, seed)
+
+
+def accuracy(margins: np.ndarray, questions: Sequence[str]) -> Estimate:
+    """Share of pairs [P] whose better answer is ranked above the other, a tie is half; the interval is over questions."""
+    of_question: dict[str, list[float]] = {}
+    for margin, question in zip(((np.sign(margins) + 1) / 2).tolist(), questions, strict=True):
+        of_question.setdefault(question, []).append(margin)
+    # A question counts by its pairs where all have as many; else each question counts alike.
+    return clustered_rate([float(np.mean(own)) for own in of_question.values()], len(margins))
