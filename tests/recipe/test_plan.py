@@ -121,6 +121,16 @@ def test_memory_of_a_critic_on_the_policys_trunk():
         assert shared == alone  # rows and values take no passes that are larger
 
 
+def test_memory_of_the_models_whose_entropies_cut_units():
+    units = [*PPO, "reward.path=rm", "unit_credit.type=prefix"]
+    cut = "unit_credit.segmenter={type: entropy, threshold: 1.5}"
+    assert "reference model" not in memory_estimate(recipe_of(*units), SIZES)
+    assert "reference model" in memory_estimate(recipe_of(*units, cut), SIZES)
+    reward = ["data.train=pairs.jsonl", "units.segmenter={type: entropy, threshold: 1.5}"]
+    found = memory_estimate(recipe_of(*reward, stage="reward"), SIZES)
+    assert found["language model for entropies"][0] == found["weights"][0]
+
+
 def test_activations_are_those_of_the_wider_of_policy_and_critic():
     def activations(*changes):
         return memory_estimate(recipe_of("model.dtype=bfloat16", *changes), SIZES)["activations, roughly"][0]

@@ -195,6 +195,7 @@ def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_mode
         ({"credit": {"type": "rloo"}}, "adds up the rewards of an episode"),
         ({"reward": None}, "set `reward.path`"),
         ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
+        ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "names a fit of `normaliser`"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(changes, words, tiny_model, reward_model, tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe
+from posttrain.recipe.units import EntropyUnits
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,17 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
     rows["AdamW state"] = (8 * trained, "two float32 numbers for each trained parameter")
     needed = isinstance(recipe, DpoRecipe) and recipe.loss.needs_reference
-    if needed or (isinstance(recipe, RlRecipe) and recipe.kl.coefficient > 0):
+    if needed or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
         if recipe.model.lora is None:
             rows["reference model"] = (width * sizes.parameters, "a second copy of the model as it starts")
         else:
             rows["reference model"] = (0, "the policy with its adapters off")
+    if (
+        isinstance(recipe, RewardRecipe)
+        and recipe.units is not None
+        and isinstance(recipe.units.segmenter, EntropyUnits)
+    ):
+        rows["language model for entropies"] = (width * sizes.parameters, "the model at model.path, which cuts units")
     if isinstance(recipe, RlRecipe) and recipe.reward is not None:
         size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
         rows["reward model"] = (size, "if it is as large as the policy")

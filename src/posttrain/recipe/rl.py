@@ -15,6 +15,7 @@ from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutReci
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe
 from posttrain.recipe.stage import PlayedRecipe, refuse_overlap
 from posttrain.recipe.unit_credit import CausalCredit, UnitCreditRecipe
+from posttrain.recipe.units import EntropyUnits
 
 
 class RlRecipe(PlayedRecipe):
@@ -52,6 +53,12 @@ class RlRecipe(PlayedRecipe):
     def has_critic(self) -> bool:
         """Whether its credit needs the values of a critic."""
         return isinstance(self.credit, CriticCredit)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the frozen start of the policy is kept: for KL, or for the entropies that cut units."""
+        segmenter = getattr(self.unit_credit, "segmenter", None)
+        return self.kl.coefficient > 0 or isinstance(segmenter, EntropyUnits)
 
     @model_validator(mode="after")
     def _parts_fit(self):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from posttrain.recipe.base import Part
 from posttrain.recipe.units import StepUnits, UnitsRecipe
@@ -60,6 +60,12 @@ class LearnedCredit(_Placed, _Mixed):
     """`params.json` of `posttrain fit-normalizer`, or the run it was made for; in a pipeline, `stage:NAME`. Rewards are then normalised by where their unit stands. null: by `reward.normalise`, the same for all places."""
     fit: str | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
     """Which fit of the file, as `model > dataset > method > aggregate > threshold`; not needed where there is only one."""
+
+    @model_validator(mode="after")
+    def _fit_of_a_file(self) -> "LearnedCredit":
+        if self.fit is not None and self.normaliser is None:
+            raise ValueError("`fit` names a fit of `normaliser`, which is not given; set it, or remove `fit`")
+        return self
 
 
 class TruncationCredit(_Probed, _Standardised, _Read):
