@@ -23,7 +23,7 @@ def in_a_copy(tmp_path, monkeypatch, finished_run, rationales):
     """Run where nothing of the checkout can be changed, with the runs and the data the README speaks of."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "rationales").symlink_to(rationales)
-    for name in ("demo/rl", "first"):
+    for name in ("demo/rl", "first", "credit"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name).symlink_to(finished_run)
     monkeypatch.chdir(tmp_path)
