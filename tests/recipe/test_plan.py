@@ -71,6 +71,24 @@ def test_a_critic_and_supervised_rows_in_words(trunk, says):
     assert not any("critic" in line or "head" in line or "rows" in line for line in without)
 
 
+@pytest.mark.parametrize(
+    ("credit", "says"),
+    [
+        (
+            "{type: prefix}",
+            "rewards of K units in an answer by prefix, a share of 0.8: 1 pass of the reward model more",
+        ),
+        ("{type: trunc, probe: separate}", "advantages of K units in an answer by trunc, a share of 0.8: K texts"),
+        ("{type: loo, beta: 0.5}", "by loo, a share of 0.5: K + 1 texts"),
+        ("{type: shapley, permutations: 4}", "at most 4 x (K - 1) + 1 texts"),
+        ("{type: unit_rewards}", "by unit_rewards, a share of 1: no text for the reward model more per episode"),
+    ],
+)
+def test_credit_of_units_in_words(credit, says):
+    lines = batch_arithmetic(recipe_of(*PPO, "reward.path=rm", f"unit_credit={credit}"))
+    assert sum(says in line for line in lines) == 1
+
+
 def test_passes_hold_whole_episodes():
     # Two of 2000 tokens go into 4096; the third of three does not go into 5000.
     for budget, passes in ((4096, 3), (5000, 3), (6000, 2)):

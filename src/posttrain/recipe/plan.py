@@ -9,6 +9,15 @@ from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.memory import ModelSizes, memory_estimate
 from posttrain.recipe.notes import notes
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.unit_credit import (
+    CompatibleCredit,
+    HindsightCredit,
+    LeaveOneOutCredit,
+    PrefixCredit,
+    ShapleyCredit,
+    TruncationCredit,
+    UnitCreditRecipe,
+)
 
 
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> None:
@@ -88,8 +97,25 @@ def _rl(recipe: RlRecipe) -> list[str]:
         f"where every episode is {rollout.tokens_per_episode} tokens long",
         f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
         *_beside(recipe, recipe.steps * updates),
+        *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
         f"training on seeds {recipe.seeds}, {used}",
     ]
+
+
+def _units(credit: UnitCreditRecipe) -> str:
+    """What the credit of units asks of the reward model, with K units in an answer."""
+    if isinstance(credit, PrefixCredit | TruncationCredit):
+        asked = "1 pass of the reward model" if credit.probe == "one_pass" else "K texts for the reward model"
+    elif isinstance(credit, LeaveOneOutCredit):
+        asked = "K + 1 texts for the reward model"
+    elif isinstance(credit, ShapleyCredit):
+        asked = f"at most {credit.permutations} x (K - 1) + 1 texts for the reward model"
+    elif isinstance(credit, CompatibleCredit):
+        asked = "K texts for the reward model"
+    else:
+        asked = "1 pass of the reward model" if credit.type == "attention" else "no text for the reward model"
+    what = "advantages" if isinstance(credit, HindsightCredit) else "rewards"
+    return f"{what} of K units in an answer by {credit.type}, a share of {credit.beta:g}: {asked} more per episode"
 
 
 def _beside(recipe: RlRecipe, updates: int) -> list[str]:
