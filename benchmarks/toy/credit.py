@@ -1,0 +1,137 @@
+"""Credit of a batch of answers by the functions that training calls; the wrong channels are put together by hand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from posttrain.credit.assign import assign
+from posttrain.credit.types import RewardStreams
+from posttrain.credit.units.credited import UnitAdvantages, UnitRewards
+from posttrain.credit.units.estimators.coalitions import coalitions, loo, orders, shapley, whole
+from posttrain.credit.units.estimators.prefix import prefix, trunc
+from posttrain.credit.units.estimators.shares import attention, even, last
+from posttrain.credit.units.mixing import with_unit_advantages, with_unit_rewards
+from posttrain.credit.units.spans import spans
+from posttrain.recipe.credit import CreditRecipe
+from posttrain.rollout.streams import Episode, Outcome, Stream
+from posttrain.seeds import random_stream
+from toy.tasks import UNITS, Task
+
+PERMUTATIONS = 8
+SPANS = spans(UNITS, np.arange(UNITS))
+"""A token a unit."""
+_GAE = TypeAdapter(CreditRecipe).validate_python({"type": "gae", "trace_decay": 1.0})
+_BEGINNINGS = np.tril(np.ones((UNITS + 1, UNITS), bool), -1)
+_LACKING = ~np.eye(UNITS, dtype=bool)
+
+Estimate = Callable[[Task, np.ndarray, np.random.Generator], list[np.ndarray]]
+"""(task, answers [N, K], random numbers) -> credits [K] of each answer's units."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of the study."""
+
+    name: str
+    channel: str
+    """`reward` or `advantage`."""
+    right: bool
+    """Whether this is the channel that posttrain uses it in."""
+    estimate: Estimate
+    beta: float = 1.0
+
+
+def worths(task: Task, answers: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """[N, M]: what answers [N, K] are worth with the units of each row of `kept` [M, K] alone."""
+    many = len(answers), len(kept)
+    return task.worth(np.repeat(answers, many[1], axis=0), np.tile(kept, (many[0], 1))).reshape(many)
+
+
+def _prefix(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
+    return [prefix(own) for own in worths(task, answers, _BEGINNINGS)]
+
+
+def _trunc(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
+    return [trunc(own) for own in worths(task, answers, _BEGINNINGS)]
+
+
+def _loo(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
+    pairs = zip(task.worth(answers).tolist(), worths(task, answers, _LACKING), strict=True)
+    return [loo(outcome, own) for outcome, own in pairs]
+
+
+def _shapley(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
+    chosen = orders(UNITS, PERMUTATIONS, draws)
+    members = [0, *coalitions(UNITS, chosen), whole(UNITS)]
+    kept = (np.array(members)[:, None] >> np.arange(UNITS)) & 1 == 1
+    return [
+        shapley(UNITS, chosen, dict(zip(members, own, strict=True))) for own in worths(task, answers, kept).tolist()
+    ]
+
+
+def _even(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
+    return [even(outcome, UNITS) for outcome in task.worth(answers).tolist()]
+
+
+def _last(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
+    return [last(outcome, UNITS) for outcome in task.worth(answers).tolist()]
+
+
+def _attention(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
+    """A reward model that attends to a unit by how much the answer would lose or gain without it."""
+    found = zip(task.worth(answers).tolist(), _loo(task, answers, draws), strict=True)
+    return [attention(outcome, np.abs(own)) for outcome, own in found]
+
+
+WAYS = [
+    Way("outcome", "reward", True, _last),
+    Way("even", "reward", True, _even),
+    Way("attention", "reward", True, _attention),
+    Way("prefix", "reward", True, _prefix),
+    Way("trunc", "advantage", True, _trunc),
+    Way("loo", "advantage", True, _loo),
+    Way("shapley", "advantage", True, _shapley),
+    Way("seed_compat", "reward", False, _trunc, beta=0.8),
+    Way("trunc", "reward", False, _trunc),
+    Way("loo", "reward", False, _loo),
+    Way("shapley", "reward", False, _shapley),
+    Way("prefix", "advantage", False, _prefix),
+]
+
+
+def episodes(count: int) -> list[Episode]:
+    """Answers as the rollout hands them over: a token of the prompt, then a token a unit."""
+    sampled = np.array([False] + [True] * UNITS)
+    stream = Stream(
+        np.arange(UNITS + 1), sampled, np.zeros(UNITS + 1, np.float32), np.zeros(UNITS + 1, np.float32), sampled - 1
+    )
+    return [Episode(0, 0, index, 0, [stream], [], Outcome.TERMINATED) for index in range(count)]
+
+
+def advantages(
+    way: Way, task: Task, played: list[Episode], answers: np.ndarray, draws: np.random.Generator
+) -> np.ndarray:
+    """[N, K]: as PPO has them with lambda 1, whitened over the batch; the critic's values are the batch's mean returns."""
+    outcomes = task.worth(answers)
+    credits = way.estimate(task, answers, draws)
+    paid = np.zeros((len(answers), UNITS + 1), np.float32)
+    paid[:, -1] = outcomes
+    rewards = RewardStreams([[own] for own in paid])
+    if way.channel == "reward":
+        paid_units = [UnitRewards(SPANS, d, r, 0.0) for d, r in zip(credits, outcomes.tolist(), strict=True)]
+        rewards = with_unit_rewards(played, rewards, paid_units, way.beta, "end")
+    found = np.stack([streams[0] for streams in rewards.values])
+    values = np.cumsum(found[:, ::-1], axis=1)[:, ::-1].mean(axis=0)
+    credit = assign(played, _GAE, rewards, None, [[values]] * len(played))
+    if way.channel == "advantage":
+        judged = [UnitAdvantages(SPANS, d, r, 0.0) for d, r in zip(credits, outcomes.tolist(), strict=True)]
+        credit = with_unit_advantages(played, credit, judged, way.beta, "batch", 5.0)
+    return np.stack([streams[0][1:] for streams in credit.values])
+
+
+def summed(name: str, task: Task, answers: np.ndarray) -> np.ndarray:
+    """[N]: the sum of the credits that the way `name` gives to the units of each answer."""
+    way = next(way for way in WAYS if way.name == name)
+    return np.array([own.sum() for own in way.estimate(task, answers, random_stream(0, "toy", "orders"))])
