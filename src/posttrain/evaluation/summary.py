@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
+from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.streams import Episode, Outcome
-from posttrain.runs.tables import SCORES
 
 _NO_RETURN = Estimate(math.nan, math.nan, math.nan, 0)
 

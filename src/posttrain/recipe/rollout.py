@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from posttrain.recipe.base import Part
 from posttrain.recipe.credit import FilterRecipe, OverlongRecipe
 
+SCORES = "score/"
+"""What the names of scores that an environment reports begin with in an evaluation's line of the metrics log."""
+
 
 class SamplingRecipe(Part):
     """How tokens are drawn."""

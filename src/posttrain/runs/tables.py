@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from posttrain.recipe.rollout import SCORES
+
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
@@ -42,8 +44,6 @@ class Table:
         return asdict(self)
 
 
-SCORES = "score/"
-"""What the names of scores that an environment reports begin with in a line of the metrics log."""
 PLAY_HEADINGS = ("player", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
 
 
