@@ -18,6 +18,8 @@ from quality import ranking
 from quality.judges import RENDERINGS, SENTENCES, Credits, OutcomeJudge, UnitJudge
 from quality.solutions import Case, pairs_of, read_jsonl, solve
 
+from posttrain.errors import InputError
+
 Judge = OutcomeJudge | UnitJudge
 
 
@@ -82,9 +84,11 @@ def main() -> None:
         cases = [case for case in map(reader.case, solved) if case is not None]
         if not cases:
             raise SystemExit("--rows: none of the solutions has 3 units or more; name other rows")
+        units = sum(len(case.wrong_units) for case in cases) / len(cases)
+        notes.append(f"the reward model of {name}: {len(cases)} of them have 3 units or more, {units:.2f} in the mean")
         notes += judged(judge, name, cases, held)
         wrong, right = (credits_of(judge, cases, side, chosen) for side in ("wrong", "right"))
-        found += [row(name, key, wrong[key], right[key], cases, chosen.seed) for key in wrong]
+        found += [row(key, wrong[key], right[key], cases, chosen.seed) for key in wrong]
         if judge is of_answers:
             related = renderings(wrong, chosen.seed)
     notes += [
@@ -109,12 +113,11 @@ def credits_of(judge: Judge, cases: Sequence[Case], side: str, chosen: argparse.
     return judge.credits(streams, units, chosen.permutations, chosen.seed)
 
 
-def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Case], seed: int) -> dict[str, Any]:
+def row(key: str, wrong: Credits, right: Credits, cases: Sequence[Case], seed: int) -> dict[str, Any]:
     """A line of the table."""
     n = len(cases)
     found = ranking.found(wrong.values, right.values, [case.step for case in cases], seed)
     return {
-        "reward model of": name,
         "credit": key,
         "lowest": found.lowest.value,
         "95%": limits(found.lowest),
@@ -124,7 +127,7 @@ def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Cas
         "over before": limits(found.above_unchanged),
         "AUC": found.auc.value,
         "AUC 95%": limits(found.auc),
-        "rank": found.rank.value,
+        "rank": found.rank,
         "drop": found.drop.value,
         "drop 95%": limits(found.drop),
         "n": n,
@@ -173,4 +176,7 @@ def renderings(wrong: dict[str, Credits], seed: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        raise SystemExit(str(error)) from error

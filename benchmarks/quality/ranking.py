@@ -7,6 +7,9 @@ import numpy as np
 
 from posttrain.evaluation.statistics import Difference, Estimate, bootstrap_mean, clustered_rate, paired_difference
 
+DRAWS = 2_000
+"""Of the bootstrap."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -21,7 +24,7 @@ class Found:
     above_unchanged: Difference
     auc: Estimate
     """Share of the other steps with more credit; a tie is half. 0.5 by chance."""
-    rank: Estimate
+    rank: float
     """1 is lowest; ties share the mean of their ranks."""
     drop: Estimate
     """Share in which the step has less credit in the wrong solution than in the right one; a tie is half."""
@@ -50,12 +53,12 @@ def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Seque
     chance = [1 / len(own) for own in wrong]
     moved = [float(np.sign(w[k] - r[k])) for w, r, k in zip(wrong, right, steps, strict=True)]
     return Found(
-        lowest=bootstrap_mean(least, seed),
-        above_chance=paired_difference(least, chance, seed),
+        lowest=bootstrap_mean(least, seed, DRAWS),
+        above_chance=paired_difference(least, chance, seed, DRAWS),
         unchanged=float(np.mean(before)),
-        above_unchanged=paired_difference(least, before, seed),
-        auc=bootstrap_mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], seed),
-        rank=bootstrap_mean([rank(own, step) for own, step in zip(wrong, steps, strict=True)], seed),
+        above_unchanged=paired_difference(least, before, seed, DRAWS),
+        auc=bootstrap_mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], seed, DRAWS),
+        rank=float(np.mean([rank(own, step) for own, step in zip(wrong, steps, strict=True)])),
         drop=clustered_rate([(1 - sign) / 2 for sign in moved], len(moved)),
     )
 
@@ -68,13 +71,13 @@ def agreement(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int)
     pairs = list(zip(one, other, strict=True))
     related = [float(spearmanr(a, b).statistic) for a, b in pairs if np.ptp(a) > 0 and np.ptp(b) > 0]
     same = [float(int(a.argmin()) == int(b.argmin())) for a, b in pairs]
-    return bootstrap_mean(related, seed), bootstrap_mean(same, seed)
+    return bootstrap_mean(related, seed, DRAWS), bootstrap_mean(same, seed, DRAWS)
 
 
 def accuracy(margins: np.ndarray, questions: Sequence[str]) -> Estimate:
-    """Share of pairs [P] whose better answer is ranked above the other, a tie is half; the interval is over questions."""
+    """Share of pairs [P] whose better answer is ranked above the other, a tie is half. Questions count alike, however
+    many pairs they have, and the interval is over questions."""
     of_question: dict[str, list[float]] = {}
     for margin, question in zip(((np.sign(margins) + 1) / 2).tolist(), questions, strict=True):
         of_question.setdefault(question, []).append(margin)
-    # A question counts by its pairs where all have as many; else each question counts alike.
     return clustered_rate([float(np.mean(own)) for own in of_question.values()], len(margins))
