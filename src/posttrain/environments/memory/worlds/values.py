@@ -1,0 +1,218 @@
+"""Typed values as people write them: to one spelling, from one spelling, and found in running text.
+
+The canonical spelling of a value is text: a number `1250`, money `EUR 1250.00`, a date `2024-05-31`, a phone number its
+digits, an e-mail address in lower case, a list its items sorted and joined by `; `, other text in lower case.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal, InvalidOperation
+from typing import Any, TypeVar
+
+import numpy as np
+
+TYPES = ("text", "number", "money", "date", "phone", "email", "enum", "list")
+FINDABLE = ("number", "money", "date", "phone", "email")
+"""Types whose values are told from other words by their looks."""
+
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+CURRENCIES = {"USD": ("$", "dollars"), "EUR": ("€", "euros"), "GBP": ("£", "pounds")}
+
+_MONTH = "|".join(f"{name}|{name[:3]}" for name in MONTHS)
+_AMOUNT = r"\d{1,3}(?:,\d{3})+(?:\.\d{1,2})?|\d+(?:\.\d{1,2})?"
+_UNITS = {sign: code for code, signs in CURRENCIES.items() for sign in (*signs, signs[1][:-1], code)}
+_UNIT = "|".join(re.escape(unit) for unit in sorted(_UNITS, key=len, reverse=True))
+_DATE = re.compile(
+    rf"\b(?P<iso>\d{{4}}-\d{{2}}-\d{{2}})\b"
+    rf"|\b(?P<d1>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<m1>{_MONTH})\.?,? (?P<y1>\d{{4}})\b"
+    rf"|\b(?P<m2>{_MONTH})\.? (?P<d2>\d{{1,2}})(?:st|nd|rd|th)?,? (?P<y2>\d{{4}})\b"
+    r"|\b(?P<d3>\d{1,2})\.(?P<m3>\d{1,2})\.(?P<y3>\d{4})\b",
+    re.IGNORECASE,
+)
+_MONEY = re.compile(
+    rf"(?<![\w.,])(?P<before>{_UNIT})\s?(?P<a1>{_AMOUNT})(?![\d])|(?<![\w.,])(?P<a2>{_AMOUNT})\s?(?P<after>{_UNIT})(?!\w)",
+    re.IGNORECASE,
+)
+_PHONE = re.compile(r"(?<![\w.@])\+?\(?\d[\d ()./-]{6,18}\d(?!\w)")
+_EMAIL = re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b")
+_NUMBER = re.compile(r"(?<![\w@.,/-])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d|st\b|nd\b|rd\b|th\b)")
+_LINK = re.compile(r"\[\[([^\[\]|#\n]*)(?:#[^\[\]|\n]*)?(?:\|([^\[\]\n]*))?\]\]")
+_PATTERNS = {"money": _MONEY, "date": _DATE, "phone": _PHONE, "email": _EMAIL, "number": _NUMBER}
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A value in a text: characters `start` to `end`, and its canonical spelling."""
+
+    start: int
+    end: int
+    value: str
+
+
+def pick(random: np.random.Generator, items: Sequence[Item]) -> Item:
+    """One of `items` (at least one), each equally likely."""
+    return items[int(random.integers(len(items)))]
+
+
+def shuffled(random: np.random.Generator, items: Sequence[Item]) -> list[Item]:
+    """`items` in a random order."""
+    return [items[i] for i in random.permutation(len(items))]
+
+
+def canonical(kind: str, text: str) -> str | None:
+    """The canonical spelling of the value of type `kind` that `text` is, or None where it is no such value.
+
+    A number may be followed by a unit, which is not looked at.
+    """
+    text = text.strip().strip("*_`").strip()
+    if not text:
+        return None
+    if kind == "number":
+        match = _NUMBER.match(text)
+        rest = text[match.end() :].strip() if match else ""
+        return _number(match.group()) if match and re.fullmatch(r"[^\d,;]{0,24}", rest) else None
+    if kind == "list":
+        items = {plain(item) for item in re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+|\s+&\s+", text)} - {""}
+        return "; ".join(sorted(items)) or None
+    if kind in FINDABLE:
+        found = find(kind, text.rstrip("."))
+        whole = len(found) == 1 and found[0].start == 0 and found[0].end == len(text.rstrip("."))
+        return found[0].value if whole else None
+    return plain(text) or None
+
+
+def find(kind: str, text: str) -> list[Found]:
+    """The values of one of the `FINDABLE` types in a text, from left to right.
+
+    Digits of dates, phone numbers and e-mail addresses are no numbers; those of dates are no phone numbers.
+    """
+    if kind in ("number", "phone"):
+        text = _without(text, _DATE, _LINK)
+    if kind == "number":
+        text = _without(text, _EMAIL, _PHONE)
+    found = []
+    for match in _PATTERNS[kind].finditer(text):
+        value = _read(kind, match)
+        if value is not None:
+            found.append(Found(match.start(), match.end(), value))
+    return found
+
+
+def number_words(text: str) -> list[str]:
+    """Numbers up to twelve written as words, as canonical numbers."""
+    return [str(WORDS.index(word)) for word in re.findall(r"[a-z]+", text.casefold()) if word in WORDS]
+
+
+def spell(kind: str, value: str, random: np.random.Generator, unit: str = "") -> str:
+    """One of the ways in which people write a canonical value; `canonical` reads each of them back."""
+    if kind == "number":
+        digits = pick(random, (value, f"{int(value):,}"))
+        return f"{digits} {unit}".strip()
+    if kind == "money":
+        code, amount = value.split(" ")
+        whole = amount.removesuffix(".00")
+        sign, word = CURRENCIES[code]
+        grouped = f"{Decimal(whole):,}"
+        return pick(random, (f"{sign}{grouped}", f"{whole} {code}", f"{code} {grouped}", f"{grouped} {word}"))
+    if kind == "date":
+        day = date.fromisoformat(value)
+        month = MONTHS[day.month - 1]
+        return pick(random, (value, value, f"{day.day} {month} {day.year}", f"{month} {day.day}, {day.year}"))
+    if kind == "phone":
+        return pick(
+            random,
+            (
+                f"+{value[0]} {value[1:4]} {value[4:7]} {value[7:]}",
+                f"+{value[0]}-{value[1:4]}-{value[4:7]}-{value[7:]}",
+            ),
+        )
+    if kind == "list":
+        items = value.split("; ")
+        return pick(
+            random, (", ".join(items), " and ".join([", ".join(items[:-1]), items[-1]]) if items[1:] else value)
+        )
+    return value
+
+
+def plain(text: str) -> str:
+    """A text to compare names and words by: lower case, links as what they show, no signs, no article in front."""
+    text = _LINK.sub(_shown, text).casefold().replace("’", "'")
+    text = re.sub(r"'s\b", "", text)
+    words = re.findall(r"[^\W_]+(?:[-'][^\W_]+)*", text)
+    while words and words[0] in ("the", "a", "an"):
+        words = words[1:]
+    return " ".join(words)
+
+
+def mentions(text: str, words: str) -> bool:
+    """Whether the plain text `text` holds the plain text `words`, as whole words."""
+    return f" {words} " in f" {text} "
+
+
+def links(text: str) -> list[tuple[int, int, str, str]]:
+    """The wikilinks of a text: start, end, target without heading, and what is shown (may be empty)."""
+    return [(m.start(), m.end(), m.group(1).strip(), (m.group(2) or "").strip()) for m in _LINK.finditer(text)]
+
+
+def _shown(match: Any) -> str:
+    if match.group(2):
+        return match.group(2)
+    return match.group(1).rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ")
+
+
+def _without(text: str, *patterns: re.Pattern[str]) -> str:
+    for pattern in patterns:
+        text = pattern.sub(lambda match: "\x00" * len(match.group()), text)
+    return text
+
+
+def _number(text: str) -> str | None:
+    try:
+        number = Decimal(text.replace(",", ""))
+    except InvalidOperation:
+        return None
+    return str(int(number)) if number == number.to_integral_value() else str(number.normalize())
+
+
+def _read(kind: str, match: re.Match[str]) -> str | None:
+    if kind == "number":
+        return _number(match.group())
+    if kind == "email":
+        return match.group().casefold()
+    if kind == "phone":
+        digits = re.sub(r"\D", "", match.group())
+        return digits if 8 <= len(digits) <= 15 else None
+    if kind == "money":
+        unit = _UNITS.get((match["before"] or match["after"]).casefold()) or _UNITS.get(
+            (match["before"] or match["after"]).upper()
+        )
+        amount = Decimal((match["a1"] or match["a2"]).replace(",", ""))
+        return f"{unit} {amount:.2f}" if unit else None
+    try:
+        if match["iso"]:
+            return date.fromisoformat(match["iso"]).isoformat()
+        if match["d3"]:
+            return date(int(match["y3"]), int(match["m3"]), int(match["d3"])).isoformat()
+        name = (match["m1"] or match["m2"])[:3].capitalize()
+        month = [month[:3] for month in MONTHS].index(name) + 1
+        return date(int(match["y1"] or match["y2"]), month, int(match["d1"] or match["d2"])).isoformat()
+    except ValueError:
+        return None
