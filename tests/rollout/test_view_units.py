@@ -68,21 +68,21 @@ def test_each_unit_has_its_credit_its_tokens_and_its_text() -> None:
         assert row(lines, "Say café") == ["1", "-0.400", "▐██│", "14", "1.", "Say", "café."]
         assert row(lines, "Go on") == ["2", "+0.800", "│█████", "10", "2.", "Go", "on.", "<end>"]
         text = "\n".join(lines)
-        assert "outcome +0.700 = empty answer +0.250, units +0.500, residual -0.050" in text
-        assert "credit of units is a reward, paid where it arises" in text
+        assert "outcome +0.700 = +0.250 empty answer  +0.500 units  -0.050 residual" in text
+        assert "credit of units is a reward" in text
         assert "– is text in which the segmenter found no unit" in text
 
 
 def test_the_channel_and_the_mixing_weight_are_told() -> None:
     units = UnitAdvantages(spans(4, np.array([2])), np.array([0.5, 0.5]), 1.0, 0.0)
     text = "\n".join(shown(said("abc"), units, credited=ShapleyCredit(type="shapley", beta=0.75)))
-    assert "shapley is an advantage, used as it is · beta 0.75, so the outcome's share is 0.25" in text
-    assert "segmenter" not in text
+    assert "shapley, an advantage · 0.75 × units + 0.25 × outcome" in text
+    assert "found no unit" not in text
 
 
 def test_an_answer_without_units_says_whose_credit_it_has() -> None:
     units = UnitRewards(spans(4, np.zeros(0), found=False), np.array([1.0]), 1.0, 0.0)
-    assert "found no unit here, so all credit is the outcome's" in "\n".join(shown(said("abc"), units))
+    assert "no unit was found here, so all credit is the outcome's" in "\n".join(shown(said("abc"), units))
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -113,9 +113,10 @@ def test_a_unit_of_two_answers_has_its_credit_once() -> None:
 
 def test_tokens_are_shown_unit_by_unit() -> None:
     units = UnitRewards(spans(4, np.array([2])), np.array([0.5, -0.5]), 0.0, 0.0)
-    lines = shown(said("a b"), units, tokens=True)
-    assert row(lines, "+0.500")[-1] == "a"
-    assert row(lines, "-0.500")[-1] == "b<end>"
+    lines = shown(said("a\nb"), units, tokens=True)
+    assert row(lines, "+0.500")[-1] == "a\\n"
+    place = next(number for number, line in enumerate(lines) if "+0.500" in line)
+    assert lines[place + 1].split()[-1] == "b<end>"  # the next row, with no empty line between
 
 
 @given(st.floats(-10, 10), st.floats(0, 10))

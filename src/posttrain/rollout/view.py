@@ -105,9 +105,9 @@ def _title(episode: Episode) -> Text:
     ending = "success" if episode.success else episode.outcome.value
     style = "green" if episode.success else "red" if episode.outcome is Outcome.FAILED else "yellow"
     return Text.assemble(
-        f"group {episode.group} episode {episode.index} · seed {episode.seed} · version {episode.version} · ",
+        f"group {episode.group} episode {episode.index} · seed {episode.seed} · ",
         (ending, style),
-        f" · return {episode.total_reward:+.3f} · {episode.sampled_tokens} tokens",
+        f" · return {episode.total_reward:+.3f} · {episode.sampled_tokens} tokens · version {episode.version}",
     )
 
 
@@ -127,7 +127,7 @@ def _turn_line(number: int, turn: Turn, advantages: list[np.ndarray] | None) -> 
         own = advantages[turn.stream][turn.start : turn.stop]
         if len(own):
             low, high, middle = float(own.min()), float(own.max()), float(own.mean())
-            line.append(f" · advantage {middle:+.3f}" + ("" if low == high else f" ({low:+.3f} to {high:+.3f})"))
+            line.append(f" · advantage {middle:+.3f}" + ("" if low == high else f" ({low:+.3f}…{high:+.3f})"))
     if turn.info.get("rejected"):
         line.append(f" · rejected: {visible(str(turn.info['rejected']))}", style="not dim red")
     return _inset(line)

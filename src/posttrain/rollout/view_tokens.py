@@ -34,4 +34,6 @@ def token_text(
         # Neighbours differ in underlining, so that the boundaries of tokens can be seen.
         line = "underline " if decode is not None and (position - start) % 2 else ""
         text.append(shown, style=line + ("" if advantages is None else colour(float(advantages[position]), scale)))
+    if text.plain.endswith("\n"):
+        text.right_crop(1)
     return text

@@ -49,18 +49,18 @@ def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitTex
 
 def units_lines(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
     """What the credits of an episode sum to, and what is done with them; `recipe` is None if it is not known."""
-    line = Text(
-        f"outcome {units.outcome:+z.3f} = empty answer {units.empty:+z.3f}, units {float(units.credits.sum()):+z.3f}, "
-        f"residual {units.residual:+z.3f}\n",
-        style="dim",
-    )
-    what = "an advantage, used as it is" if isinstance(units, UnitAdvantages) else "a reward, paid where it arises"
+    parts = [(units.empty, "empty answer"), (float(units.credits.sum()), "units"), (units.residual, "residual")]
+    scale = max(abs(units.outcome), float(np.abs(units.credits).max(initial=0.0)))
+    line = Text("outcome ", style="dim")
+    line.append(f"{units.outcome:+z.3f}", style=f"not dim {colour(units.outcome, scale)}")
+    line.append(" = " + "  ".join(f"{value:+z.3f} {name}" for value, name in parts) + "\n")
+    channel = "an advantage" if isinstance(units, UnitAdvantages) else "a reward"
     if recipe is None:
-        line.append(f"credit of units is {what}")
+        line.append(f"credit of units is {channel}")
     else:
-        line.append(f"{recipe.type} is {what} · beta {recipe.beta:g}, so the outcome's share is {1 - recipe.beta:g}")
+        line.append(f"{recipe.type}, {channel} · {recipe.beta:g} × units + {1 - recipe.beta:g} × outcome")
     if not units.any:
-        line.append("\nthe segmenter found no unit here, so all credit is the outcome's", style="not dim yellow")
+        line.append("\nno unit was found here, so all credit is the outcome's", style="not dim yellow")
     elif not units.spans.found.all():
         line.append("\n– is text in which the segmenter found no unit")
     return line
