@@ -172,8 +172,8 @@ PANELS = {
             "Units of an answer",
             "units",
             [
-                Curve("units/per_answer", "all", TRAINING),
-                Curve("units/effective", "effective: exp of the entropy of their rewards", HELD_OUT),
+                Curve("units/per_answer", "all units", TRAINING),
+                Curve("units/effective", "effective units: exp of the entropy of their rewards", HELD_OUT),
             ],
         ),
         Panel(
