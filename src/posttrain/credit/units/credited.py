@@ -1,5 +1,6 @@
 """The credit of an answer's units, of two kinds that do not mix: rewards of units, and advantages of units."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ class CreditedUnits:
     def __post_init__(self) -> None:
         if len(self.credits) != len(self.spans):
             raise ValueError(f"{len(self.credits)} credits for {len(self.spans)} units")
-        if not np.isfinite([*self.credits, self.outcome, self.empty]).all():
+        if not (np.isfinite(self.credits).all() and math.isfinite(self.outcome) and math.isfinite(self.empty)):
             raise ValueError(f"credits {self.credits} of outcome {self.outcome} over {self.empty} are not all finite")
 
     @property

@@ -37,7 +37,8 @@ def with_unit_rewards(
     """beta d_k g_t on the tokens of unit k, (1 - beta) R on the last token, and all other rewards as they are.
 
     g_t sums to 1 over a unit's tokens. With `prefix` an episode earns R - beta Phi_0 in all, so beta moves only when the
-    reward arrives. Episodes without units, and all of them where beta is 0, keep their rewards to the bit. TypeError
+    reward arrives, where all episodes have units; those without earn R, so where Phi_0 is not 0 the policy is paid for
+    what the segmenter finds. Episodes without units, and all of them where beta is 0, keep their rewards to the bit. TypeError
     for units whose credit is an advantage.
     """
     found: PerToken = []

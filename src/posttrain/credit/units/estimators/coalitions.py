@@ -24,6 +24,8 @@ def loo(outcome: float, without: np.ndarray) -> np.ndarray:
     """d_k = R - Phi(answer without unit k): [K] float64 for `without` [K].
 
     Does not sum to R - Phi_0: of two units of which either is enough, both get 0; where both are needed, both get all.
+    Unbiased where units do not depend on each other; else biased, for the answer without unit k holds later units that
+    would have been others without it.
     """
     return outcome - np.asarray(without, dtype=np.float64)
 
@@ -59,6 +61,8 @@ def coalitions(units: int, chosen: Sequence[np.ndarray] | None) -> list[int]:
 def shapley(units: int, chosen: Sequence[np.ndarray] | None, values: Mapping[int, float]) -> np.ndarray:
     """phi_k = the mean of Phi(S with k) - Phi(S) over the ways in which k may join: [K] float64, sums to R - Phi_0.
 
+    Biased, for a share of the outcome is no return: unbiased only where worth adds up and units do not depend on each
+    other. With sampled orders right on average.
     `chosen`: the `orders`; with None over all of them, exactly: sum over S without k of |S|! (K - |S| - 1)! / K! times
     the difference. `values`: of the `coalitions`, the empty (0) and the whole one.
     Source: Shapley 1953; for sampled orders Castro et al. 2009, "Polynomial calculation of the Shapley value".

@@ -1,4 +1,8 @@
-"""Credit that divides the outcome R among the K units of an answer: reward streams [K] float64 that sum to R."""
+"""Credit that divides the outcome R among the K units of an answer: reward streams [K] float64 that sum to R.
+
+`last` is unbiased. The others are biased where credit is what is paid from a token on: shares of earlier units, which
+later ones had a part in, are left out.
+"""
 
 import numpy as np
 
