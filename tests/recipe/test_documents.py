@@ -21,6 +21,11 @@ STAGES = {
     "recipes/rlhf/sft.yaml": "sft",
     "recipes/rlhf/dpo.yaml": "dpo",
     "recipes/rlhf/reward.yaml": "reward",
+    "recipes/rlhf/ppo.yaml": "rl",
+    "recipes/rlhf/drca.yaml": "rl",
+    "recipes/rlhf/unit_reward.yaml": "reward",
+    "recipes/rlhf/unit_ppo.yaml": "rl",
+    "recipes/rlhf/unit_ppo_outcome.yaml": "rl",
 }
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("helpsteer3", "rlhf")}
 SECTIONS = {
@@ -29,6 +34,13 @@ SECTIONS = {
     for found in re.finditer(r"^## [^\n]*`(recipes/\S+)`\n(.*?)(?=^## |\Z)", page, re.M | re.S)
 }
 """Path of a recipe -> the section of a page about it."""
+FIT = re.search(r"^## [^\n]*`posttrain fit-normalizer`\n(.*?)(?=^## |\Z)", PAGES["rlhf"], re.M | re.S)[1]
+"""The section about a command that has no recipe of its own."""
+FLAGS = "| theirs | theirs value | our key | our value | what differs and why |"
+POSITIONS = "| position | name | value | our key | our value | note |"
+STAGE_NAMES = [stage.name for stage in load_pipeline(str(ROOT / "recipes/rlhf/pipeline.yaml"), []).stages]
+SUPERVISED = ["sft", "dpo", "reward", "unit_reward"]
+PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
 HELPSTEER_ROWS = 40
 """Of each split."""
 SPLITS = {"train": 0, "validation": 1001}
@@ -47,10 +59,14 @@ def blocks(text, language=""):
 
 
 def table(section):
-    """The cells of the rows below the headings of the section's table."""
+    """Of each row of the section's table: what is theirs (a flag, a position, or something in brackets), its value, our
+    keys, our values, what is said about it."""
     lines = [line for line in section.splitlines() if line.startswith("|")]
-    assert lines[0] == "| theirs | theirs value | our key | our value | what differs and why |"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert lines[0] in (FLAGS, POSITIONS)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    if lines[0] == FLAGS:
+        return rows
+    return [[name if position == "–" else f"`{position}`", *rest] for position, name, *rest in rows]
 
 
 def quoted(cell):
@@ -58,9 +74,11 @@ def quoted(cell):
 
 
 def flags_of(section):
-    """The flags of the original command with their values; `set` where there is none."""
+    """The flags of the original command with their values, `set` where there is none; or its positions with theirs."""
     command = next(block for block in blocks(section) if "\n\nposttrain" in block)
     words = shlex.split(command.split("\n\n")[0].replace("\\\n", " "))
+    if words[0] == "bash":
+        return {str(position): word for position, word in enumerate(words[2:], 1)}
     flags = {}
     for word, after in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--") and word != "--module":
@@ -97,6 +115,11 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
                 ("sft", [], "Qwen/Qwen3-4B"),
                 ("dpo", ["sft"], "runs/rlhf/sft/model"),
                 ("reward", ["sft"], "runs/rlhf/sft/model"),
+                ("ppo", ["sft", "reward"], "runs/rlhf/sft/model"),
+                ("drca", ["sft", "reward"], "runs/rlhf/sft/model"),
+                ("unit_reward", ["sft"], "runs/rlhf/sft/model"),
+                ("unit_ppo", ["sft", "unit_reward"], "runs/rlhf/sft/model"),
+                ("unit_ppo_outcome", ["sft", "reward"], "runs/rlhf/sft/model"),
             ],
         ),
     ],
@@ -106,29 +129,59 @@ def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
     assert main(["pipeline", file, "--dry-run"]) == 0
     assert "note:" not in capsys.readouterr().out
     stages = load_pipeline(file, []).stages
-    assert [(stage.name, stage.inputs, stage.recipe.model.path) for stage in stages] == chain
+    assert [(stage.name, sorted(stage.inputs), stage.recipe.model.path) for stage in stages] == [
+        (name, sorted(inputs), path) for name, inputs, path in chain
+    ]
+
+    def without_places(recipe):
+        """Its text, with the runs of recipes alone (runs/rlhf-sft) and those in the pipeline (runs/rlhf/sft) called alike."""
+        values = recipe.model_dump(mode="json") | {"name": None, "runs": None}
+        return re.sub(rf"runs/{folder}[-/](\w+)(/model)?", r"\1", json.dumps(values))
+
     for stage in stages:
-        alone = load_recipe([f"recipes/{folder}/{stage.name}.yaml"], [], stage.name).model_dump()
-        chained = stage.recipe.model_dump()
-        differing = {key for key in alone if alone[key] != chained[key]}
-        assert differing <= {"name", "runs", *({"model"} if stage.upstream else {"reward"})}
+        alone = load_recipe([f"recipes/{folder}/{stage.name}.yaml"], [], stage.recipe.stage)
+        assert without_places(stage.recipe) == without_places(alone)
+    by_name = {stage.name: stage.recipe for stage in stages}
     if folder == "helpsteer3":
-        assert stages[1].recipe.reward.path == "runs/helpsteer3/reward/model"
+        assert by_name["rl"].reward.path == "runs/helpsteer3/reward/model"
+    else:
+        assert by_name["ppo"].reward.path == by_name["ppo"].critic.path == "runs/rlhf/reward/model"
+        assert by_name["unit_ppo"].reward.path == by_name["unit_ppo"].unit_credit.normaliser
+        assert by_name["unit_ppo"].reward.path == "runs/rlhf/unit_reward/model"
+
+
+def keys_in(section):
+    """(theirs, our key, our value) of the section's table; the value is read as those of overrides are."""
+    found = []
+    for theirs, _, keys, values, _ in table(section):
+        assert len(quoted(keys)) == len(quoted(values)), theirs
+        assert quoted(keys) or (keys, values) == ("–", "–"), theirs
+        for key, value in zip(quoted(keys), quoted(values), strict=True):
+            # YAML, in which 1e-5 is a number.
+            found.append((theirs, key, yaml.safe_load(re.sub(r"^(\d+(\.\d+)?)e", lambda m: f"{float(m[1])}e", value))))
+    return found
 
 
 @pytest.mark.parametrize("path", STAGES)
 def test_the_table_says_what_the_recipe_says(path):
     recipe = load_recipe([path], [], STAGES[path]).model_dump(mode="json")
     checked = 0
-    for theirs, _, keys, values, _ in table(SECTIONS[path]):
-        assert len(quoted(keys)) == len(quoted(values)), theirs
-        assert quoted(keys) or (keys, values) == ("–", "–"), theirs
-        for key, value in zip(quoted(keys), quoted(values), strict=True):
-            # As our own overrides are read: YAML, in which 1e-5 is a number.
-            wanted = yaml.safe_load(re.sub(r"^(\d+(\.\d+)?)e", lambda m: f"{float(m[1])}e", value))
-            assert values_at(recipe, key) == wanted, f"{theirs}: {key}"
-            checked += 1
+    for theirs, key, value in keys_in(SECTIONS[path]):
+        assert values_at(recipe, key) == value, f"{theirs}: {key}"
+        checked += 1
     assert checked > 20
+
+
+def test_the_table_of_the_fit_says_what_its_run_says():
+    recipe = load_recipe(["recipes/rlhf/unit_reward.yaml"], [], "reward").model_dump(mode="json")
+    found = keys_in(FIT)
+    assert len(found) == 7
+    for theirs, key, value in found:
+        assert values_at(recipe, key) == value, f"{theirs}: {key}"
+    assert f"posttrain fit-normalizer runs/{recipe['name']}\n" in FIT
+    rows = {quoted(theirs)[0]: value.strip("`") for theirs, value, *_ in table(FIT) if theirs[0] == "`"}
+    assert rows == flags_of(FIT)
+    assert len(rows) == 4
 
 
 @pytest.mark.parametrize("path", STAGES)
@@ -136,7 +189,7 @@ def test_the_table_has_every_flag_of_the_command(path):
     flags = flags_of(SECTIONS[path])
     rows = {quoted(theirs)[0]: value.strip("`") for theirs, value, *_ in table(SECTIONS[path]) if theirs[0] == "`"}
     assert rows == flags
-    assert len(flags) >= 9
+    assert len(flags) >= 8
 
 
 @pytest.mark.parametrize("path", STAGES)
@@ -153,6 +206,32 @@ def test_what_a_recipe_sets_is_in_the_table(path):
     # What the first held-out seeds are follows from their number.
     own = {"stage", "environment.prompts", "evaluation.seeds.start", "evaluation.final_seeds.start"}
     assert set(leaves(given)) - own <= named
+
+
+def test_the_numbers_of_rl_multiply_out():
+    """Updates as the original's schedule plans them: answers of one pass / answers of an update x times gone through."""
+    for name, answers, planned in (("ppo", 512, 38), ("drca", 512, 19), ("unit_ppo", 128, 40), ("grpo", 512, 38)):
+        text = (ROOT / f"recipes/rlhf/{name}.yaml").read_text()
+        recipe = load_recipe([f"recipes/rlhf/{name}.yaml"], [], "rl")
+        sampled = recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
+        assert sampled == answers * recipe.learner.updates_per_step
+        updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
+        whole = 5000 * recipe.rollout.episodes_per_group // answers * recipe.learner.passes
+        assert (updates, abs(updates - whole) <= 1) == (planned, True)
+        assert f"{updates} updates" in text
+        assert recipe.optimizer.warmup_updates == -(-updates * 0.03 // 1)
+        assert name == "grpo" or recipe.critic.optimizer.warmup_updates == recipe.optimizer.warmup_updates
+        assert recipe.seeds.stop == recipe.evaluation.seeds.start == 5000
+        assert recipe.evaluation.final_seeds.start == 5500
+
+
+def test_grpo_is_ppo_without_its_critic():
+    ppo, grpo = (load_recipe([f"recipes/rlhf/{name}.yaml"], [], "rl").model_dump() for name in ("ppo", "grpo"))
+    assert {key for key in ppo if ppo[key] != grpo[key]} == {"name", "credit", "critic"}
+    outcome, unit = (load_recipe([f"recipes/rlhf/{name}.yaml"], [], "rl") for name in ("unit_ppo_outcome", "unit_ppo"))
+    differing = {key for key in ppo if getattr(outcome, key) != getattr(unit, key)}
+    assert differing == {"name", "reward", "unit_credit"}
+    assert outcome.reward == unit.reward.model_copy(update={"path": outcome.reward.path})
 
 
 def test_the_numbers_of_the_documents_multiply_out():
@@ -174,14 +253,25 @@ def test_every_command_of_the_pages_resolves(capsys):
         lines = [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
         commands = [line for line in lines if line.startswith("posttrain ")]
         commands += re.findall(r"`(posttrain [^`]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S))
-        for command in commands:
+        for command in dict.fromkeys(commands):
             verb, *words = shlex.split(command)[1:]
-            if verb == "data" or "install" in words:
+            if verb in ("data", "fit-normalizer") or "install" in words:
                 continue
             seen += 1
             assert main([verb, *words, *([] if "--dry-run" in words else ["--dry-run"])]) == 0, command
             assert "note:" not in capsys.readouterr().out, command
-    assert seen == 19
+    assert seen == 34
+
+
+def test_what_a_page_says_is_refused_is_refused(capsys):
+    seen = 0
+    for page in PAGES.values():
+        for block in blocks(page, "console"):
+            command, said = block.split("\n", 1)
+            assert main([*shlex.split(command)[2:], "--dry-run"]) == 2
+            assert capsys.readouterr().err == said
+            seen += 1
+    assert seen == 1
 
 
 def helpsteer_rows(start):
@@ -285,30 +375,46 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
         "domain",
     ],
 )
-def test_the_rationale_pipeline_runs_on_small_data(domain, tiny_model, tmp_path, monkeypatch):
+def test_the_rationale_pipeline_runs_on_small_data(domain, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = ["--train", "8", "--val", "3", "--test", "3"]
     assert main(["data", "rationales", "--out", "data/rationales", *sizes]) == 0
     words = [str(ROOT / "recipes/rlhf/pipeline.yaml"), f"stages.sft.model.path={tiny_model}"]
-    for stage in ("sft", "dpo", "reward"):
-        words += [
-            f"stages.{stage}.{change}"
-            for change in (
-                "model.dtype=float32",
-                "data.cache=cache",
-                "rows_per_update=4",
-                "steps=2",
-                "epochs=1",
-                "evaluation.every=2",
-                "optimizer.warmup_updates=1",
-                "sinks=[]",
-            )
-        ]
+    changes = {
+        "model.dtype=float32": STAGE_NAMES,
+        "sinks=[]": STAGE_NAMES,
+        "steps=2": STAGE_NAMES,
+        "optimizer.warmup_updates=1": STAGE_NAMES,
+        "evaluation.every=2": STAGE_NAMES,
+        **dict.fromkeys(("data.cache=cache", "rows_per_update=4", "epochs=1"), SUPERVISED),
+        **dict.fromkeys(("critic.dtype=float32", "critic.optimizer.warmup_updates=1", "reward.dtype=float32"), PLAYED),
+        **dict.fromkeys(("seeds.count=8", "evaluation.seeds.start=8", "evaluation.seeds.count=3"), PLAYED),
+        **dict.fromkeys(("evaluation.final_seeds.start=11", "evaluation.final_seeds.count=3"), PLAYED),
+        **dict.fromkeys(
+            ("rollout.groups_per_step=2", "learner.updates_per_step=1", "rollout.tokens_per_turn=12"), PLAYED
+        ),
+    }
+    words += [f"stages.{stage}.{change}" for change, stages in changes.items() for stage in stages]
     words += ["stages.dpo.reference_cache=false", f"stages.sft.data.columns.domain={domain}"]
-    assert main(["pipeline", *words]) == 0
-    for stage in ("sft", "dpo", "reward"):
-        run = tmp_path / "runs" / "rlhf" / stage
-        assert [line["step"] for line in updates_of(run)] == [1, 2]
-        assert (run / "model" / "model.safetensors").is_file()
-    config = json.loads((tmp_path / "runs/rlhf/reward/model/config.json").read_text())
+    only = ["--only", "sft"] if domain != "none" else []
+    assert main(["pipeline", *words, *only]) == 0
+    runs = tmp_path / "runs" / "rlhf"
+    for stage in STAGE_NAMES if not only else ["sft"]:
+        assert [line["step"] for line in updates_of(runs / stage)] == [1, 2]
+        assert (runs / stage / "model" / "model.safetensors").is_file()
+    if only:
+        return
+    config = json.loads((runs / "reward" / "model" / "config.json").read_text())
     assert {"mean", "std"} <= set(config)
+    assert all(line["critic/explained_variance"] <= 1 for line in updates_of(runs / "ppo"))
+    assert all(line["units/per_answer"] >= 1 for line in updates_of(runs / "unit_ppo"))
+    for stage in PLAYED:
+        assert any(key.startswith("units/") for key in updates_of(runs / stage)[0]) == (stage in ("drca", "unit_ppo"))
+    # The command says what the stage said at its end.
+    params = runs / "unit_reward" / "normaliser" / "params.json"
+    fitted = params.read_text()
+    params.unlink()
+    capsys.readouterr()
+    assert main(["fit-normalizer", "runs/rlhf/unit_reward"]) == 0
+    assert params.read_text() == fitted
+    assert "unit_reward > rationales_preference_val > peak > avg > 1.5" in capsys.readouterr().out
