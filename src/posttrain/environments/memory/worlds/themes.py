@@ -16,6 +16,8 @@ from functools import cache, cached_property
 
 from posttrain.environments.memory.worlds.values import TYPES
 
+_VERBAL = re.compile(r"\b(?:\w+ed|sown|dug|born|since|until|ends|opens|starts|due|expires|kept|built)$")
+
 
 @dataclass(frozen=True)
 class Attribute:
@@ -28,6 +30,11 @@ class Attribute:
     unit: str
     aliases: tuple[str, ...]
     sentence: str
+
+    @property
+    def noun(self) -> str:
+        """What to call the fact in a question: the label, or the first alias of a label that is no noun."""
+        return self.aliases[0] if _VERBAL.search(self.label) else self.label
 
 
 @dataclass(frozen=True)
@@ -162,9 +169,19 @@ def relation(text: str) -> Relation:
 
 
 def _all() -> dict[str, Theme]:
-    from posttrain.environments.memory.worlds import themes_home, themes_leisure, themes_work
+    from posttrain.environments.memory.worlds import (
+        themes_care,
+        themes_home,
+        themes_outdoors,
+        themes_stage,
+        themes_work,
+    )
 
-    return {theme.name: theme for part in (themes_home, themes_leisure, themes_work) for theme in part.ALL}
+    return {
+        theme.name: theme
+        for part in (themes_home, themes_care, themes_outdoors, themes_work, themes_stage)
+        for theme in part.ALL
+    }
 
 
 THEMES: dict[str, Theme] = _all()

@@ -1,4 +1,4 @@
-"""Themes of a private life: animals, a garden, a renovation, the family's health, a journey."""
+"""Themes: animals, a garden, a renovation."""
 
 from posttrain.environments.memory.worlds.themes import Kind, Theme
 
@@ -113,7 +113,7 @@ GARDEN = Theme(
             ("{name} catches the last sun.", "{name} was dug on a frosty morning."),
             (
                 "length | number 2-30 metres | size | From end to end {name} measures {value}.",
-                "last dug | date 2022-2025 | dug on | {name} was last turned over on {value}.",
+                "last dug | date 2022-2025 | date of digging, dug on | {name} was last turned over on {value}.",
                 "shade | enum none/partial/full/dappled | shading | The shade on {name} is {value}.",
                 "compost | text [horse/leaf/mushroom/worm] mix ## | compost mix | {name} is fed with {value}.",
                 "cost of edging | money 10-300 GBP | edging cost | Edging {name} took {value}.",
@@ -146,7 +146,7 @@ GARDEN = Theme(
             (
                 "mobile | phone | mobile number, phone | Ring {name} on {value}.",
                 "mail | email | email, e-mail | {name} reads mail at {value}.",
-                "member since | date 1990-2022 | joined | {name} joined on {value}.",
+                "member since | date 1990-2022 | date of joining, joined | {name} joined on {value}.",
                 "best tool | text [bronze/old/long/red] [hoe/fork/rake/spade] | favourite tool | {name} swears by a {value}.",
             ),
         ),
@@ -239,8 +239,8 @@ HOUSE = Theme(
     links=(
         "room/rooms | user>room | many | owner/owners | The work covers {value}.",
         "site manager/site managers | user>tradesman | one | commissioned by/commissioners | My site is run by {value}.",
-        "done by/workers | room>tradesman | one | job/jobs | {name} is in the hands of {value}.",
-        "buys from/sources | tradesman>supplier | many | customer/customers | {name} buys from {value}.",
+        "worker/workers | room>tradesman | one | job/jobs | {name} is in the hands of {value}.",
+        "source/sources | tradesman>supplier | many | customer/customers | {name} buys from {value}.",
     ),
     filler=(
         "The skip was emptied on {weekday} and filled again by the evening.",
@@ -254,171 +254,4 @@ HOUSE = Theme(
     ),
 )
 
-HEALTH = Theme(
-    name="family health",
-    titles=("{surname} Family Health File", "Health Notes of the {surname}s of {place}"),
-    styles=("plain", "bullets", "front"),
-    intro=("Doctors, cures and appointments of the whole family.", "So that nobody has to search in drawers again."),
-    headings=(("Record", "Essentials"), ("People and places", "Responsible"), ("Observations", "History")),
-    user=(
-        "blood group | enum A positive/A negative/B positive/O negative/O positive/AB positive | blood type "
-        "| My blood group is {value}.",
-        "insurance number | text HV-#####-@ | insurance | I am insured under {value}.",
-        "deductible | money 100-2500 USD | excess | Of every bill I carry {value} myself.",
-        "last check-up | date 2022-2025 | check-up | I was last examined on {value}.",
-        "resting pulse | number 48-84 beats | pulse | At rest I count {value}.",
-    ),
-    kinds=(
-        Kind(
-            "relative",
-            "person",
-            "family",
-            "relative",
-            "relatives",
-            ("{person}",),
-            ("{name} hates waiting rooms.", "{name} reads every leaflet twice."),
-            (
-                "born | date 1935-2020 | birthday, date of birth | {name} was born on {value}.",
-                "allergies | list penicillin/nuts/latex/pollen/shellfish/aspirin | allergy | {name} must avoid {value}.",
-                "shoe size | number 22-47 | size of shoes | {name} takes shoes of size {value}.",
-                "insurance card | text FC-###### | card number | The card of {name} says {value}.",
-                "mobile | phone | mobile number | {name} carries the mobile {value}.",
-            ),
-        ),
-        Kind(
-            "doctor",
-            "person",
-            "doctors",
-            "doctor",
-            "doctors",
-            ("Dr {person}",),
-            ("{name} is always half an hour late.", "{name} explains things with drawings."),
-            (
-                "field | enum cardiology/dermatology/dentistry/orthopaedics/paediatrics/neurology | department "
-                "| {name} practises {value}.",
-                "practice phone | phone | phone | The desk of {name} has {value}.",
-                "email | email | e-mail | Results from {name} come from {value}.",
-                "fee | money 60-480 USD | price of a visit | {name} charges {value}.",
-                "next free slot | date 2025-2026 | free slot | {name} has time again on {value}.",
-            ),
-        ),
-        Kind(
-            "medicine",
-            "thing",
-            "medicines",
-            "medicine",
-            "medicines",
-            ("{surname}[ol/an/ex/in] [Drops/Tablets/Syrup/Balm]",),
-            ("{name} tastes of liquorice.", "{name} has to be shaken."),
-            (
-                "dose | number 5-500 mg | dosage | One portion of {name} holds {value}.",
-                "expires | date 2025-2028 | expiry, expiry date | {name} keeps until {value}.",
-                "price | money 3-140 USD | cost | A pack of {name} is {value}.",
-                "kept | text in the [kitchen/bathroom/hall] [drawer/cabinet/basket] | where it is kept | {name} is kept {value}.",
-            ),
-        ),
-    ),
-    links=(
-        "relative/relatives | user>relative | many | informant/informants | Notes on my family are at {value}.",
-        "family doctor/family doctors | user>doctor | one | file keeper/file keepers | I go to {value}.",
-        "treated by/physicians | relative>doctor | one | patient/patients | {name} sees {value}.",
-        "takes/medicines | relative>medicine | many | taken by/takers | {name} takes {value}.",
-        "prescribes/prescriptions | doctor>medicine | many | prescribed by/prescribers | {name} prescribes {value}.",
-    ),
-    filler=(
-        "A cold went round in {month}; everyone had it once.",
-        "The [thermometer/blood pressure cuff/hot-water bottle] is back from the neighbours.",
-        "On {weekday} the lift at the surgery was out of order.",
-        "Plasters are needed, the large sort.",
-        "After {few} nights without coughing we called it over.",
-        "The form wanted the same answer in three places.",
-        "Peppermint tea helps, or at least it does no harm.",
-        "Parking is easier behind the [library/chapel/baker].",
-    ),
-)
-
-TRAVEL = Theme(
-    name="travel",
-    titles=("Round Trip to {place}", "{place} and Back", "The {surname} Journey Book"),
-    styles=("bullets", "table", "prose"),
-    intro=("Stops, beds and tickets of the journey.", "If this book is lost, so are we."),
-    headings=(("Facts", "Practical"), ("On the way to", "See also"), ("Impressions", "Travel log")),
-    user=(
-        "passport | text @@###### | passport number | I travel on passport {value}.",
-        "departure | date 2025-2026 | day of departure, leaving on | I set off on {value}.",
-        "kitty | money 300-6000 EUR | travel money | In the kitty I have {value}.",
-        "seat | enum window/aisle/middle/upper deck | favourite seat | When I can choose I take the {value}.",
-        "baggage | number 8-40 kg | weight of baggage | I carry {value} of baggage.",
-    ),
-    kinds=(
-        Kind(
-            "town",
-            "place",
-            "stops",
-            "stop",
-            "stops",
-            ("{place}", "[Old/New/Upper/Lower/Saint] {place}"),
-            ("{name} is best seen from the tower.", "{name} closes at lunch."),
-            (
-                "arrival | date 2025-2026 | arriving on | We reach {name} on {value}.",
-                "nights | number 1-14 | number of nights | For {name} we planned {value} nights.",
-                "dialling code | text 0### | area code | Numbers in {name} begin with {value}.",
-                "sights | list castle/market/lighthouse/abbey/canal/baths/tower | things to see | In {name} one visits the {value}.",
-                "mood | enum lively/sleepy/grand/shabby/windy | atmosphere | The air of {name} is {value}.",
-            ),
-        ),
-        Kind(
-            "inn",
-            "organisation",
-            "inns",
-            "inn",
-            "inns",
-            (
-                "[Hotel/Pension/Inn/Hostel] {surname}",
-                "The [Golden/Silver/Blue/Red] [Anchor/Swan/Key/Lantern] of {place}",
-            ),
-            ("Breakfast at {name} ends early.", "{name} has a cat at the desk."),
-            (
-                "room price | money 35-320 EUR | price per night | A night at {name} is {value}.",
-                "front desk | phone | reception | {name} answers {value}.",
-                "booking code | text @##-### | booking | The booking at {name} is {value}.",
-                "email | email | e-mail | One writes to {name} at {value}.",
-                "check-in | date 2025-2026 | check-in date | The bed at {name} is booked from {value}.",
-            ),
-        ),
-        Kind(
-            "guide",
-            "person",
-            "guides",
-            "guide",
-            "guides",
-            ("{person}",),
-            ("{name} walks fast.", "{name} knows a baker in every street."),
-            (
-                "phone | phone | telephone, phone number | Call {name} on {value}.",
-                "languages | list French/Turkish/Polish/Greek/Danish/Arabic | speaks | {name} speaks {value}.",
-                "tour price | money 20-260 EUR | price of a tour | A day with {name} costs {value}.",
-                "meeting point | text at the [north/south/old/market] [gate/fountain/bridge/steps] | meets | {name} waits {value}.",
-            ),
-        ),
-    ),
-    links=(
-        "stop/stops | user>town | many | traveller/travellers | The route runs through {value}.",
-        "first bed/first beds | user>inn | one | first guest/first guests | On the first night I sleep at {value}.",
-        "lodging/lodgings | town>inn | one | locality/localities | In {name} we stay at {value}.",
-        "guide/guides | town>guide | one | territory/territories | Around {name} we are led by {value}.",
-        "recommends/recommended places | guide>inn | many | recommended by/advocates | {name} recommends {value}.",
-    ),
-    filler=(
-        "The {weekday} ferry was full, so we watched the [gulls/queue/rain] instead.",
-        "Someone on the platform sold [plums/postcards/umbrellas].",
-        "My [left boot/rucksack/sun hat] will not survive another week.",
-        "It rained for {few} hours and then never again.",
-        "The map is wrong about the [bridge/path/bus], but only a little.",
-        "Stamps can be had at the kiosk if it is open, which it is not.",
-        "In {month} prices double, they say.",
-        "A postcard to the office would be polite.",
-    ),
-)
-
-ALL = (PETS, GARDEN, HOUSE, HEALTH, TRAVEL)
+ALL = (PETS, GARDEN, HOUSE)

@@ -1,4 +1,4 @@
-"""Themes of work: a laboratory, a school, a restaurant, an agency, a bicycle workshop."""
+"""Themes: a laboratory, an agency, a bicycle workshop."""
 
 from posttrain.environments.memory.worlds.themes import Kind, Theme
 
@@ -69,7 +69,7 @@ LAB = Theme(
         "project/projects | user>project | many | head/heads | I am answerable for {value}.",
         "deputy/deputies | user>colleague | one | stands in for/principals | When I am away ask {value}.",
         "lead/leads | project>colleague | one | leads on/led projects | {name} is led by {value}.",
-        "uses/instruments | project>instrument | many | used in/users | {name} occupies {value}.",
+        "instrument/instruments | project>instrument | many | used in/users | {name} occupies {value}.",
         "caretaker/caretakers | instrument>colleague | one | charge/charges | {name} is looked after by {value}.",
     ),
     filler=(
@@ -81,172 +81,6 @@ LAB = Theme(
         "The new intern broke nothing, which we record with respect.",
         "In {month} the air conditioning is replaced.",
         "Results look promising, a word we agreed not to use.",
-    ),
-)
-
-SCHOOL = Theme(
-    name="school",
-    titles=("{place} School Register", "Class Book of {surname} School", "{place} Teacher Planner"),
-    styles=("table", "bullets", "bold"),
-    intro=("Pupils, parents and plans for the school year.", "Not to be left on the photocopier."),
-    headings=(("Register", "Basics"), ("Belongs with", "Contacts"), ("Conduct and comments", "Remarks")),
-    user=(
-        "staff number | text T-#### | personnel number | At school I am {value}.",
-        "classroom | text [A/B/C/D]### | room | I teach in {value}.",
-        "excursion fund | money 40-1500 GBP | fund for excursions | For excursions I hold {value}.",
-        "exam day | date 2025-2026 | day of the exam | I have set the exam for {value}.",
-        "duty | enum playground/library/canteen/gate/bus | supervision | At break I watch the {value}.",
-    ),
-    kinds=(
-        Kind(
-            "pupil",
-            "person",
-            "pupils",
-            "pupil",
-            "pupils",
-            ("{person}",),
-            ("{name} sits by the radiator.", "{name} asks the best questions after the bell."),
-            (
-                "points | number 12-100 | test points, score | In the last test {name} had {value} points.",
-                "born | date 2010-2016 | birthday, date of birth | {name} was born on {value}.",
-                "clubs | list chess/drama/robotics/choir/judo/pottery | club | After school {name} does {value}.",
-                "locker | text L-### | locker number | The locker of {name} is {value}.",
-                "reading level | enum green/amber/blue/silver/gold | level of reading | In reading {name} is on {value}.",
-            ),
-        ),
-        Kind(
-            "parent",
-            "person",
-            "parents",
-            "parent",
-            "parents",
-            ("[Mr/Mrs/Ms] {person}",),
-            ("{name} works nights.", "{name} prefers letters on paper."),
-            (
-                "phone at work | phone | work phone | During the day {name} is on {value}.",
-                "email | email | e-mail | {name} gets letters at {value}.",
-                "donation | money 10-400 GBP | gift | {name} gave the school {value}.",
-                "first meeting | date 2022-2025 | met on | We first met {name} on {value}.",
-            ),
-        ),
-        Kind(
-            "trip",
-            "event",
-            "trips",
-            "trip",
-            "trips",
-            ("{place} [Museum Visit/Hike/Theatre Trip/Harbour Tour]", "{surname} [Farm Day/Science Fair]"),
-            ("{name} needs three helpers.", "For {name} everybody brings a packed lunch."),
-            (
-                "trip date | date 2025-2026 | takes place, date | {name} takes place on {value}.",
-                "ticket | money 2-60 GBP | ticket price | For {name} each child pays {value}.",
-                "places | number 8-60 | number of places | On {name} there are {value} places.",
-                "coach firm | text {surname} Coaches | bus company | {name} is driven by {value}.",
-                "helpline | phone | trip phone | On the day of {name} call {value}.",
-            ),
-        ),
-    ),
-    links=(
-        "pupil/pupils | user>pupil | many | form teacher/form teachers | My form has {value}.",
-        "parents' speaker/parents' speakers | user>parent | one | teacher contact/teacher contacts | For the parents speaks {value}.",
-        "guardian/guardians | pupil>parent | one | child/children | {name} is brought up by {value}.",
-        "signed up for/sign-ups | pupil>trip | many | participant/participants | {name} has signed up for {value}.",
-        "organiser/organisers | trip>parent | one | organises/organised trips | {name} is organised by {value}.",
-    ),
-    filler=(
-        "The {weekday} assembly was about [kindness/recycling/road safety] and quite long.",
-        "Chalk is ordered; the pens went to the other corridor.",
-        "A football is still on the roof of the [gym/bike shed/bakery].",
-        "Marking took {few} evenings and a pot of tea each.",
-        "The photographer comes in {month}.",
-        "Someone has drawn a very good [horse/dragon/headmaster] on desk nine.",
-        "Fire drill: everyone out, though not everyone back.",
-        "Lost property holds a remarkable number of single gloves.",
-    ),
-)
-
-KITCHEN = Theme(
-    name="restaurant",
-    titles=("{surname} Kitchen Book", "The {place} Bistro Papers", "House Rules of the {surname} Table"),
-    styles=("prose", "bullets", "plain"),
-    intro=("How we cook, whom we pay, and why the fish is late.", "Read before service, not during."),
-    headings=(("In short", "Card"), ("Goes with", "Who and what"), ("Scribbles", "From the pass")),
-    user=(
-        "licence | text LX-#### | licence number | The house runs on licence {value}.",
-        "weekly takings | money 4000-40000 EUR | takings | In a good week I take {value}.",
-        "tables | number 6-48 | number of tables | I can lay {value} tables.",
-        "rest day | enum Monday/Tuesday/Wednesday/Sunday | day off | I stay closed on {value}.",
-        "inspection | date 2025-2026 | next inspection | I expect the inspector on {value}.",
-    ),
-    kinds=(
-        Kind(
-            "dish",
-            "thing",
-            "dishes",
-            "dish",
-            "dishes",
-            (
-                "{place} [Stew/Dumplings/Tart/Broth/Pie/Risotto]",
-                "[Smoked/Roast/Pickled/Braised] {surname} [Trout/Beet/Duck/Leek]",
-            ),
-            ("{name} sells itself on cold nights.", "Regulars order {name} without looking."),
-            (
-                "menu price | money 6-58 EUR | price | Guests pay {value} for {name}.",
-                "cooking time | number 5-240 minutes | time to cook | {name} needs {value}.",
-                "allergens | list gluten/milk/celery/nuts/mustard/egg | contains | {name} contains {value}.",
-                "on the menu since | date 2015-2025 | added | {name} has been served since {value}.",
-                "spice | enum mild/medium/hot/fierce | heat | {name} is {value} on the tongue.",
-            ),
-        ),
-        Kind(
-            "cook",
-            "person",
-            "staff",
-            "cook",
-            "cooks",
-            ("{person}",),
-            ("{name} owns the sharpest knife.", "{name} sings in the cold room."),
-            (
-                "phone | phone | telephone, phone number | At home {name} is on {value}.",
-                "hourly wage | money 12-48 EUR | wage | {name} earns {value} an hour.",
-                "hired | date 2012-2025 | hired on | {name} was hired on {value}.",
-                "apron | text number ## [blue/white/black] | apron number | {name} wears {value}.",
-                "station | enum sauces/grill/cold/pastry/fish | post | In service {name} stands at {value}.",
-            ),
-        ),
-        Kind(
-            "farm",
-            "organisation",
-            "farms",
-            "supplier",
-            "suppliers",
-            ("{place} [Farm/Fishery/Dairy/Mill/Orchards]", "{surname} [and Sons/Wine Cellar/Butchers]"),
-            ("{name} delivers at five in the morning.", "The van of {name} has a bent mirror."),
-            (
-                "orders | email | order mail, email | Orders to {name} go to {value}.",
-                "van phone | phone | driver | The driver of {name} has {value}.",
-                "unpaid bill | money 20-2600 EUR | outstanding bill | The bill of {name} still stands at {value}.",
-                "distance | number 2-180 km | how far | To {name} it is {value}.",
-                "goods | list trout/cream/apples/flour/lamb/cider/chard | products | From {name} come {value}.",
-            ),
-        ),
-    ),
-    links=(
-        "dish/dishes | user>dish | many | house/houses | On the card are {value}.",
-        "head cook/head cooks | user>cook | one | patron/patrons | My kitchen is run by {value}.",
-        "made by/makers | dish>cook | one | creation/creations | {name} is cooked by {value}.",
-        "supplied by/supply | dish>farm | many | supplies/supplied dishes | For {name} we buy from {value}.",
-        "trained at/training places | cook>farm | one | trainee/trainees | {name} once worked at {value}.",
-    ),
-    filler=(
-        "A table of eight came on {weekday} without booking and was charming about it.",
-        "The [dishwasher/ice machine/extractor] made the noise again.",
-        "Napkins must be folded in [three/four], never in five.",
-        "Candle ends go in the box by the cellar stairs.",
-        "We sold out after {few} hours and told everyone it was planned.",
-        "The chalkboard says soup; there is always soup.",
-        "From {month} the terrace opens if the heaters work.",
-        "Corks are collected for the school.",
     ),
 )
 
@@ -402,8 +236,8 @@ BIKES = Theme(
     links=(
         "job/jobs | user>bike | many | workshop/workshops | On my stands are {value}.",
         "best customer/best customers | user>rider | one | favourite shop/favourite shops | Cake comes from {value}.",
-        "ridden by/riders | bike>rider | one | rides/ridden bicycles | {name} belongs to {value}.",
-        "built by/builders | bike>maker | one | model/models | {name} was built by {value}.",
+        "rider/riders | bike>rider | one | rides/ridden bicycles | {name} belongs to {value}.",
+        "builder/builders | bike>maker | one | model/models | {name} was built by {value}.",
         "club mate/club mates | rider>rider | one | followed by/followers | {name} rides out with {value}.",
     ),
     filler=(
@@ -418,4 +252,4 @@ BIKES = Theme(
     ),
 )
 
-ALL = (LAB, SCHOOL, KITCHEN, AGENCY, BIKES)
+ALL = (LAB, AGENCY, BIKES)

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
+from posttrain.environments.memory.limits import VaultError
+from posttrain.environments.memory.links import resolve as vault_resolve
 from posttrain.environments.memory.worlds.graph import USER, Statement, distances, value_of
 from posttrain.environments.memory.worlds.themes import THEMES, Theme, plain_label
 from posttrain.environments.memory.worlds.values import links, plain
@@ -72,13 +74,13 @@ def parse(files: Mapping[str, str], theme: str) -> Parsed:
 
 
 def resolve(target: str, paths: Mapping[str, object]) -> str | None:
-    """The note that a link means: its path with or without `.md`, or the only note of that file name; else None."""
-    for path in (target, f"{target}.md"):
-        if path in paths:
-            return path
-    name = target.removesuffix(".md").casefold()
-    same = [path for path in paths if path.removesuffix(".md").rsplit("/", 1)[-1].casefold() == name]
-    return same[0] if len(same) == 1 else None
+    """The note that a link means to the vault, or None where it means none or more than one."""
+    if target in paths:
+        return target
+    try:
+        return vault_resolve(target, paths) if target else None
+    except VaultError:
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -165,7 +167,7 @@ def _prose(
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def _sentences(theme_name: str) -> list[tuple[str, bool, str, re.Pattern[str]]]:
     """Key, whether it is a sentence of `user.md`, words that it has, and the pattern, of each sentence of a theme."""
     theme = THEMES[theme_name]

@@ -1,0 +1,158 @@
+"""What an episode is worth, from the vault before and after it and the reply alone; no judge."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.environments.memory.worlds.change import loose_ends, outcome
+from posttrain.environments.memory.worlds.recipe import RewardWeights
+from posttrain.environments.memory.worlds.replies import answer, declines, holds, others, told
+from posttrain.environments.memory.worlds.task import MemoryTask
+from posttrain.environments.memory.worlds.truth import Parsed, parse
+from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, plain
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The reward of an episode; `parts` add up to `total`. `faults` say in words what kept it from success."""
+
+    total: float
+    parts: dict[str, float]
+    success: bool
+    faults: tuple[str, ...] = ()
+
+
+@dataclass
+class _Verdict:
+    """`share` of the task that is solved, and what is wrong by the names of the weights."""
+
+    share: float = 0.0
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+
+    def fault(self, name: str, text: str) -> None:
+        self.wrong.setdefault(name, []).append(text)
+
+
+def score(
+    task: MemoryTask,
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+    reply: str | None,
+    asked: bool,
+    turns: int,
+    weights: RewardWeights,
+    checked_first: bool = False,
+) -> Scored:
+    """Score one episode of a task.
+
+    `before` and `after` are the vault (path -> text); `reply` the last answer to the user, None where there was none;
+    `asked` whether that reply asks the user something (`replies.asks`); `turns` the answers that the model gave;
+    `checked_first` whether it read `user.md` before anything else. An episode succeeds where the whole task is solved and
+    nothing is wrong.
+    """
+    verdict = _Verdict()
+    text = (reply or "").strip()
+    if not text:
+        verdict.fault("silent", "there is no reply")
+    if task.kind == "update":
+        _update(task, before, after, asked, verdict)
+    else:
+        vault = parse(before, task.theme)
+        if dict(before) != dict(after):
+            verdict.fault("damaged", "the notes were changed")
+            if loose_ends(vault, parse(after, task.theme)):
+                verdict.fault("broken", "links lead nowhere")
+        if text and task.truth.get("point"):
+            _clarification(task, vault, text, asked, verdict)
+        elif text:
+            _answers(task, vault, text, asked, verdict)
+    return _total(verdict, turns, checked_first, weights)
+
+
+def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWeights) -> Scored:
+    success = verdict.share == 1 and not verdict.wrong
+    parts = {"success": weights.success if success else 0.0}
+    # Part of a task counts only where it was not bought with a fault.
+    parts["partial"] = 0.0 if success or verdict.wrong else weights.partial * verdict.share
+    parts["check_first"] = weights.check_first if checked_first else 0.0
+    parts["turns"] = -min(weights.turns_at_most, weights.turn * max(0, turns - weights.free_turns))
+    for name in ("asked", "guessed", "leaked", "damaged", "broken", "silent"):
+        parts[name] = -getattr(weights, name) if name in verdict.wrong else 0.0
+    faults = tuple(text for texts in verdict.wrong.values() for text in texts)
+    return Scored(sum(parts.values()), parts, success, faults)
+
+
+def _update(
+    task: MemoryTask, before: Mapping[str, str], after: Mapping[str, str], asked: bool, verdict: _Verdict
+) -> None:
+    result = outcome(task.truth["change"], task.theme, before, after)
+    verdict.share = result.done
+    for text in result.harmed:
+        verdict.fault("damaged", text)
+    for text in result.broken:
+        verdict.fault("broken", text)
+    if asked:
+        verdict.fault("asked", "it asked instead of changing the notes")
+
+
+def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: _Verdict) -> None:
+    wanted = [answer(record) for record in task.truth["answers"]]
+    question = task.question.split("<filter>")[0]
+    if asked:
+        verdict.fault("asked", "it asked though it could answer")
+    for secret in _secrets(task, vault, reply):
+        verdict.fault("leaked", f"it said {secret}")
+    extra = others(reply, wanted, vault, question, task.truth.get("operands", ()))
+    if extra:
+        verdict.fault("guessed", f"it also said {', '.join(extra[:3])}")
+    if not wanted:
+        verdict.share = float(declines(reply))
+        return
+    verdict.share = sum(holds(reply, one, vault) for one in wanted) / len(wanted)
+    if verdict.share == 0:
+        verdict.fault("guessed", "it did not say the answer")
+
+
+def _secrets(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
+    """What the privacy rule of a task forbids and the reply holds."""
+    question = task.question.split("<filter>")[0]
+    rule: dict[str, Any] = task.truth.get("rule", {})
+    found = []
+    if rule.get("rule") == "category":
+        asked = {item.value for item in find(rule["category"], question)}
+        found += [item.value for item in find(rule["category"], reply) if item.value not in asked]
+    free = [answer(record) for record in task.truth["answers"]]
+    for record in task.truth.get("hidden", ()):
+        hidden = answer(record)
+        if hidden not in free and told(_without(reply, vault), hidden) and not told(question, hidden):
+            found.append(hidden.value)
+    return found
+
+
+def _without(reply: str, vault: Parsed) -> str:
+    """The reply without the titles of notes, whose words are no values."""
+    for title in sorted(vault.titles.values(), key=len, reverse=True):
+        reply = reply.replace(title, "") if title else reply
+    return reply
+
+
+def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: _Verdict) -> None:
+    """Right is a question that names what is missing or in doubt, and takes no side."""
+    if not asked:
+        verdict.fault("guessed", "it did not ask")
+    truth = task.truth
+    said = {item.value for item in find(truth["type"], reply)} if truth["type"] in FINDABLE else set()
+    said -= {item.value for item in find(truth["type"], task.question)} if said else set()
+    if truth["type"] not in FINDABLE:
+        plain_reply = plain(_without(reply, vault))
+        parts = {part for value in vault.values.get(truth["key"], ()) for part in value.split("; ")}
+        said = {part for part in parts if mentions(plain_reply, part) and not mentions(plain(task.question), part)}
+    both = {part for value in truth.get("values", ()) for part in _pieces(truth["type"], value)}
+    if said - both or (said and said != both):
+        verdict.fault("guessed", f"it said {', '.join(sorted(said))}")
+    pointed = any(mentions(plain(reply), plain(word)) for word in truth["point"])
+    verdict.share = 0.0 if verdict.wrong else 1.0 if pointed else 0.5
+
+
+def _pieces(kind: str, value: str) -> list[str]:
+    return value.split("; ") if kind == "list" else [value]

@@ -1,0 +1,61 @@
+"""One task in a vault: a question, its truth, and a solution."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.errors import InputError
+
+KINDS = ("retrieval", "update", "clarification", "filter")
+VARIANTS = {
+    "retrieval": ("hop0", "hop1", "hop2", "aggregate", "time"),
+    "update": ("add", "change", "delete", "new", "remove", "relink", "mention"),
+    "clarification": ("no_entity", "no_attribute", "contradiction", "control"),
+    "filter": ("hide_all", "hide_some", "allow_only", "unrelated"),
+}
+
+
+@dataclass(frozen=True)
+class MemoryTask:
+    """A question to a memory agent and what it takes to score its episode.
+
+    `truth` holds JSON values: `answers` that the reply must hold (retrieval, filter, answerable clarification),
+    `change` (update, see `change.expected`), `point` with `type`, `key` and `values` (clarification: what the question
+    must name, and the values it may not take sides on), `rule` and `hidden` (filter). `hops` are links from `user.md`
+    to what is asked for. `solution` are code blocks and, last, the reply.
+    """
+
+    kind: str
+    variant: str
+    theme: str
+    question: str
+    hops: int
+    truth: dict[str, Any] = field(hash=False)
+    solution: list[str] = field(hash=False)
+
+    @property
+    def reply(self) -> str:
+        """The last part of the solution: what is said to the user."""
+        return self.solution[-1]
+
+    @property
+    def code(self) -> list[str]:
+        """The code blocks of the solution, in order."""
+        return self.solution[:-1]
+
+    @property
+    def asks(self) -> bool:
+        """Whether asking the user is right."""
+        return "point" in self.truth
+
+    def to_record(self) -> dict[str, Any]:
+        """The task as JSON values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def task_of(record: dict[str, Any]) -> MemoryTask:
+    """The task of a record; InputError where it is none."""
+    names = set(MemoryTask.__dataclass_fields__)
+    missing = names - set(record)
+    if missing:
+        raise InputError(f"the record of a memory task has no {', '.join(sorted(missing))}; write it anew")
+    return MemoryTask(**{name: record[name] for name in names})

@@ -1,0 +1,78 @@
+"""The tasks of a world."""
+
+from collections.abc import Callable
+from functools import partial
+
+from posttrain.environments.memory.worlds import doubts, privacy, retrieval, updates
+from posttrain.environments.memory.worlds.asking import Asker
+from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldRecipe
+from posttrain.environments.memory.worlds.render import World
+from posttrain.environments.memory.worlds.rewards import score
+from posttrain.environments.memory.worlds.task import KINDS, VARIANTS, MemoryTask
+from posttrain.environments.memory.worlds.values import shuffled
+from posttrain.seeds import random_stream
+
+Maker = Callable[[Asker], MemoryTask | None]
+MAKERS: dict[str, Maker] = {
+    **{f"hop{hops}": partial(retrieval.fact, hops=hops) for hops in (0, 1, 2)},
+    "aggregate": retrieval.aggregate,
+    "time": retrieval.time,
+    **{variant: partial(updates.fact_set, variant=variant) for variant in ("add", "change", "mention")},
+    "delete": updates.fact_deleted,
+    "new": updates.note_made,
+    "remove": updates.note_removed,
+    "relink": updates.relation_moved,
+    "no_entity": doubts.no_entity,
+    "no_attribute": doubts.no_attribute,
+    "contradiction": doubts.contradiction,
+    "control": doubts.control,
+    **{variant: partial(privacy.filtered, variant=variant) for variant in VARIANTS["filter"]},
+}
+_TRIES = 12
+"""How often a variant may fail, or ask what was asked before, until another is taken."""
+
+
+def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
+    """The tasks of a world, in the numbers of the recipe as far as the world has room; no question twice.
+
+    Variants of a kind take turns. The same world and recipe give the same tasks.
+    """
+    tasks: list[MemoryTask] = []
+    asked: set[str] = set()
+    for kind in KINDS:
+        wanted = [v for v in VARIANTS[kind] if not recipe.variants or v in recipe.variants]
+        made, number = 0, 0
+        order = shuffled(random_stream("memory tasks", world.seed, kind), wanted)
+        while order and made < getattr(recipe, kind):
+            variant = order[0]
+            task = None
+            for _ in range(_TRIES):
+                number += 1
+                asker = Asker(world, random_stream("memory tasks", world.seed, kind, number))
+                task = MAKERS[variant](asker)
+                if task is not None and identity(task) not in asked and _sound(task, world):
+                    break
+                task = None
+            if task is None:
+                order = order[1:]
+                continue
+            asked.add(identity(task))
+            tasks.append(task)
+            made += 1
+            order = [*order[1:], variant]
+    return tasks
+
+
+def identity(task: MemoryTask) -> str:
+    """What makes a question the same as another: its words without case."""
+    return " ".join(task.question.casefold().split())
+
+
+def _sound(task: MemoryTask, world: World) -> bool:
+    """Whether the reply of the solution succeeds where nothing has to be changed.
+
+    A value may happen to be a word of the reply or of another value; such a task would be scored wrongly.
+    """
+    if task.kind == "update":
+        return True
+    return score(task, world.files, world.files, task.reply, task.asks, 1, RewardWeights()).success
