@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ _ASK = (
 )
 _ASK_MANY = ("Tell me {x}.", "I need {x}.", "Could you look up {x}?", "Please give me {x}.", "Do you know {x}?")
 _ANCHOR = ("In {title}: {q}", "This is about {title}. {q}", "For {title}: {q}", "{q} It should be in {title}.")
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Asker:
     def contested(self) -> set[tuple[str, str]]:
         return self.graph.contested()
 
-    def pick(self, items: Sequence):
+    def pick(self, items: Sequence[Item]) -> Item:
         return pick(self.random, items)
 
     def entities(self, *distances: int) -> list[Entity]:
@@ -125,7 +128,7 @@ class Asker:
     def question(self, attribute: Attribute, entity: Entity) -> str:
         """A question for one fact of a note."""
         whom, anchor = self.who(entity)
-        text = self.ask(self.of(attribute.noun, whom), attribute.type == "list" or attribute.noun.endswith("s"))
+        text = self.ask(self.of(attribute.noun, whom), attribute.be == "are")
         return self.anchored(text) if anchor else text
 
     def answer(self, attribute: Attribute, entity: Entity) -> Answer:
@@ -136,7 +139,7 @@ class Asker:
         """The reply that states a fact of a note."""
         told = display(attribute, entity.facts[attribute.key])
         subject = f"Your {attribute.noun}" if entity.path == USER else f"The {attribute.noun} of {entity.name}"
-        return f"{subject}: {told}."
+        return f"{subject} {attribute.be} {told}."
 
     def route(self, path: str) -> list[str]:
         """At most three code blocks that read `user.md`, the notes on the way, and the note."""

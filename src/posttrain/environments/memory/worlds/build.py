@@ -39,8 +39,8 @@ class Drawing:
     def _value(self, attribute: Attribute) -> str:
         random, values = self.random, attribute.values
         if attribute.type == "number":
-            low, high = values.split("-")
-            return str(int(random.integers(int(low), int(high) + 1)))
+            least, most = (int(end) for end in values.split("-"))
+            return str(int(random.integers(least, most + 1)))
         if attribute.type == "money":
             span, code = values.split(" ")
             low, high = (int(end) for end in span.split("-"))
@@ -96,7 +96,7 @@ def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) 
     name = None
     alike = [entity for entity in graph.entities.values() if entity.kind == kind.key]
     if alike and drawing.random.random() < recipe.namesakes:
-        name = drawing.names.near(pick(drawing.random, alike).name)
+        name = drawing.names.near(pick(drawing.random, alike).name, kind.names)
     name = name or drawing.names.new(kind.names)
     entity = Entity(f"entities/{kind.folder}/{slug(name)}.md", kind.key, name)
     graph.entities[entity.path] = entity

@@ -1,5 +1,7 @@
 """Tasks that can only be answered by a question, and tasks that look like them and can be answered."""
 
+from collections.abc import Mapping
+
 from posttrain.environments.memory.worlds.asking import Asker, display, quoted
 from posttrain.environments.memory.worlds.build import Drawing
 from posttrain.environments.memory.worlds.retrieval import fact
@@ -14,10 +16,10 @@ def no_entity(asker: Asker) -> MemoryTask | None:
         drawing.names.take(entity.name)
     for entity in asker.entities():
         for attribute in asker.facts(entity):
-            name = drawing.names.near(entity.name)
+            name = drawing.names.near(entity.name, asker.theme.kind(entity.kind).names)
             if name is None:
                 break
-            question = asker.ask(asker.of(attribute.noun, name), attribute.type == "list")
+            question = asker.ask(asker.of(attribute.noun, name), attribute.be == "are")
             code = ['user = read_file("user.md")', f"hits = search_files({quoted(name)})"]
             reply = f"There is no note on {name}. Did you mean {entity.name}?"
             truth = {"point": [name], "type": attribute.type, "key": attribute.key, "values": []}
@@ -29,8 +31,8 @@ def no_attribute(asker: Asker) -> MemoryTask | None:
     """A fact that the note does not have."""
     for entity in asker.entities():
         for attribute in asker.absent(entity):
-            question = asker.ask(asker.of(attribute.noun, entity.name), attribute.type == "list")
-            reply = f"My note on {entity.name} does not give the {attribute.noun}. Can you tell me what it is?"
+            question = asker.ask(asker.of(attribute.noun, entity.name), attribute.be == "are")
+            reply = f"My note on {entity.name} does not give the {attribute.noun}. Can you tell me?"
             point = [entity.name, attribute.noun, attribute.label]
             truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": []}
             solution = [*asker.route(entity.path), reply]
@@ -47,7 +49,7 @@ def contradiction(asker: Asker) -> MemoryTask | None:
         own = asker.answer(attribute, entity).value
         if own == claim.value or sum(c.about == claim.about and c.key == claim.key for c in graph.claims) > 1:
             continue
-        question = asker.ask(asker.of(attribute.noun, entity.name), attribute.type == "list")
+        question = asker.ask(asker.of(attribute.noun, entity.name), attribute.be == "are")
         other = display(attribute, claim.value)
         reply = (
             f"My notes disagree on the {attribute.noun} of {entity.name}: one says "
@@ -70,7 +72,7 @@ def control(asker: Asker) -> MemoryTask | None:
             one = asker.answer(attribute, entity)
             same = {c.value for c in graph.claims if c.about == claim.about and c.key == claim.key}
             if same == {one.value}:
-                question = asker.ask(asker.of(attribute.noun, entity.name), attribute.type == "list")
+                question = asker.ask(asker.of(attribute.noun, entity.name), attribute.be == "are")
                 solution = [*asker.route(entity.path), asker.sentence(attribute, entity)]
                 truth = {"answers": [one.to_json()]}
                 return _task(asker, "control", question, asker.hops(entity.path), truth, solution)
@@ -82,6 +84,6 @@ def control(asker: Asker) -> MemoryTask | None:
 
 
 def _task(
-    asker: Asker, variant: str, question: str, hops: int, truth: dict[str, object], solution: list[str]
+    asker: Asker, variant: str, question: str, hops: int, truth: Mapping[str, object], solution: list[str]
 ) -> MemoryTask:
-    return MemoryTask("clarification", variant, asker.theme.name, question, hops, truth, solution)
+    return MemoryTask("clarification", variant, asker.theme.name, question, hops, dict(truth), solution)

@@ -94,12 +94,16 @@ class Namer:
                 return name
         raise AssertionError(f"no free name for {patterns}")
 
-    def near(self, name: str) -> str | None:
-        """A name that is easily taken for `name`, or None where none was found."""
+    def near(self, name: str, patterns: tuple[str, ...]) -> str | None:
+        """A name that is easily taken for `name`, or None where none was found.
+
+        Words that the patterns name themselves, such as `Clinic`, stay as they are.
+        """
         words = name.split()
+        fixed = set(re.findall(r"[A-Za-z]+", _SLOT.sub(lambda match: match.group(2) or "", " ".join(patterns))))
         for _ in range(40):
             place = int(self._random.integers(len(words)))
-            if len(words[place]) < 4 or not words[place][0].isupper():
+            if len(words[place]) < 4 or not words[place][0].isupper() or words[place] in fixed:
                 continue
             other = [*words[:place], self._alike(words[place], place == 0 and words[0] in _FIRST), *words[place + 1 :]]
             if self.take(" ".join(other)):

@@ -33,6 +33,7 @@ def aggregate(asker: Asker) -> MemoryTask | None:
     for owner, relation, targets in _groups(asker):
         whose, anchor = _whose(asker, owner, relation)
         form = asker.pick(("count", "list", "sum", "most", "least", "with"))
+        made: _Made | None
         if form in ("count", "list"):
             made = _all_of(form, whose, relation, targets)
         elif form == "with":

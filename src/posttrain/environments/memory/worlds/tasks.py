@@ -1,5 +1,6 @@
 """The tasks of a world."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 
@@ -50,13 +51,13 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
                 number += 1
                 asker = Asker(world, random_stream("memory tasks", world.seed, kind, number))
                 task = MAKERS[variant](asker)
-                if task is not None and identity(task) not in asked and _sound(task, world):
+                if task is not None and not asked & {identity(task), _subject(task)} and _sound(task, world):
                     break
                 task = None
             if task is None:
                 order = order[1:]
                 continue
-            asked.add(identity(task))
+            asked |= {identity(task), _subject(task)}
             tasks.append(task)
             made += 1
             order = [*order[1:], variant]
@@ -66,6 +67,17 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
 def identity(task: MemoryTask) -> str:
     """What makes a question the same as another: its words without case."""
     return " ".join(task.question.casefold().split())
+
+
+def _subject(task: MemoryTask) -> str:
+    """What a task is about: within a world, the same is not asked or told twice in other words."""
+    truth = dict(task.truth)
+    change = truth.pop("change", {})
+    what = {key: value for key, value in change.items() if key not in ("value", "facts")}
+    if task.variant == "aggregate":
+        # Two sums or extremes may come to the same.
+        truth["solution"] = task.solution
+    return json.dumps([task.kind, truth, what], sort_keys=True)
 
 
 def _sound(task: MemoryTask, world: World) -> bool:

@@ -36,6 +36,11 @@ class Attribute:
         """What to call the fact in a question: the label, or the first alias of a label that is no noun."""
         return self.aliases[0] if _VERBAL.search(self.label) else self.label
 
+    @property
+    def be(self) -> str:
+        """Is or are, after the noun."""
+        return "are" if re.search(r"[^su]s$", self.noun) else "is"
+
 
 @dataclass(frozen=True)
 class Relation:
@@ -112,12 +117,12 @@ class Theme:
     @cached_property
     def labels(self) -> dict[str, str]:
         """Plain label or alias -> key of the attribute, or of the relation, with `~` behind where it is the inverse."""
-        found = {}
+        found: dict[str, str] = {}
         for item in self.attributes.values():
             found |= {plain_label(text): item.key for text in (item.label, *item.aliases)}
-        for item in self.relations:
-            found |= {plain_label(text): item.key for text in (item.label, item.plural)}
-            found |= {plain_label(text): item.inverse_key for text in (item.inverse, item.inverse_plural)}
+        for tie in self.relations:
+            found |= {plain_label(text): tie.key for text in (tie.label, tie.plural)}
+            found |= {plain_label(text): tie.inverse_key for text in (tie.inverse, tie.inverse_plural)}
         return found
 
     def kind(self, key: str) -> Kind:

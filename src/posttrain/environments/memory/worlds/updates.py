@@ -1,5 +1,7 @@
 """Tasks that change notes: facts added, changed, forgotten or mentioned by the way, notes made and removed, links moved."""
 
+from collections.abc import Mapping
+
 from posttrain.environments.memory.worlds.asking import Asker, display, quoted
 from posttrain.environments.memory.worlds.build import Drawing
 from posttrain.environments.memory.worlds.graph import USER, Entity, distances, value_of
@@ -11,28 +13,28 @@ from posttrain.environments.memory.worlds.truth import Place
 from posttrain.environments.memory.worlds.values import links, shuffled
 
 _TELL = (
-    "Please note: {x} is {v}.",
-    "For the record, {x} is {v}.",
-    "Write down that {x} is {v}.",
-    "Add this to my notes: {x} is {v}.",
+    "Please note: {x} {be} {v}.",
+    "For the record, {x} {be} {v}.",
+    "Write down that {x} {be} {v}.",
+    "Add this to my notes: {x} {be} {v}.",
 )
 _CHANGE = (
-    "{x} has changed to {v}. Please correct it.",
+    "A correction: {x} {be} {v}.",
     "Please change {x} to {v}.",
-    "{x} is no longer what you have; it is {v} now.",
+    "What you have is out of date: {x} {be} {v} now.",
     "Set {x} to {v}.",
 )
 _FORGET = (
     "Please forget {x}.",
     "Delete {x} from my notes.",
-    "{x} is out of date and there is no new one; take it out.",
+    "Please take out {x}; that is out of date and there is nothing new.",
     "I do not want {x} in the notes any more.",
 )
 _MENTION = (
-    "What a day: rain from the left, a queue at the baker, and then I hear that {x} is now {v}. Well, time for tea.",
-    "I slept badly, but the walk was lovely. Oh, and {x} is {v} these days, I was told. Talk to you tomorrow!",
-    "Funny how things go: first the bus breaks down, then it turns out that {x} is {v} now, and it is only noon.",
-    "You should have seen the sky this morning. Somebody said in passing that {x} is {v} now. Anyway, thanks for listening.",
+    "What a day: rain from the left, a queue at the baker, and then I hear that {x} {be} now {v}. Well, time for tea.",
+    "I slept badly, but the walk was lovely. Oh, and {x} {be} {v} these days, I was told. Talk to you tomorrow!",
+    "Funny how things go: first the bus breaks down, then it turns out that {x} {be} {v} now, and it is only noon.",
+    "You should have seen the sky this morning. Somebody said in passing that {x} {be} {v} now. Anyway, thanks for listening.",
 )
 _NEW = (
     "Please make a note on {name}, {rel}. {facts}",
@@ -67,14 +69,14 @@ def fact_set(asker: Asker, variant: str) -> MemoryTask | None:
             forms = _MENTION if variant == "mention" else _TELL if new else _CHANGE
             whom = "" if entity.path == USER else entity.name
             what = asker.of(attribute.noun, whom)
-            question = _upper(asker.pick(forms).format(x=what, v=display(attribute, value)))
+            question = _upper(asker.pick(forms).format(x=what, v=display(attribute, value), be=attribute.be))
             change = {
                 "op": "set",
                 "about": entity.path,
                 "key": attribute.key,
                 "value": value_of(asker.theme, attribute.key, value),
             }
-            reply = f"I noted that {what.replace('my ', 'your ', 1)} is {display(attribute, value)}."
+            reply = f"I noted that {what.replace('my ', 'your ', 1)} {attribute.be} {display(attribute, value)}."
             return _task(asker, variant, question, entity.path, change, [edit], reply, anchor=not whom)
     return None
 
@@ -114,7 +116,7 @@ def note_made(asker: Asker) -> MemoryTask | None:
             path = f"entities/{kind.folder}/{slug(name)}.md"
             attributes = shuffled(asker.random, kind.attributes)[: int(asker.random.integers(1, 3))]
             facts = {attribute.key: drawing.value(attribute) for attribute in attributes}
-            told = " ".join(f"The {a.noun} is {display(a, facts[a.key])}." for a in attributes)
+            told = " ".join(f"The {a.noun} {a.be} {display(a, facts[a.key])}." for a in attributes)
             mine = owner.path == USER
             role = f"one of my {relation.plural}" if relation.many else f"my {relation.label}"
             if not mine:
@@ -200,14 +202,16 @@ def _task(
     variant: str,
     question: str,
     path: str,
-    change: dict[str, object],
+    change: Mapping[str, object],
     edits: list[str],
     reply: str,
     anchor: bool = False,
 ) -> MemoryTask:
     question = asker.anchored(question) if anchor else question
     solution = [*asker.route(path), *edits, reply]
-    return MemoryTask("update", variant, asker.theme.name, question, asker.hops(path), {"change": change}, solution)
+    return MemoryTask(
+        "update", variant, asker.theme.name, question, asker.hops(path), {"change": dict(change)}, solution
+    )
 
 
 def _upper(text: str) -> str:
