@@ -1,0 +1,261 @@
+"""The untrusted half of the interpreter: a process that runs a model's code in pydantic-monty.
+
+It is started as a script, with an empty environment, and speaks messages of JSON behind four bytes of length with the
+trusted half over its standard input, a socket. It knows no vault and no paths. Values of the sandbox become Python
+objects here and not on the trusted side, because a few hundred bytes of code make values that take more memory than
+there is; then the limits of this process end it, and it alone.
+
+It imports nothing of the package.
+"""
+
+import builtins
+import json
+import math
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+LARGEST = 4 * 1024 * 1024
+"""Largest message, in bytes."""
+_NO_VALUE = re.compile(r"<(function|module|class|built-in|coroutine|generator|bound method)\b.*>", re.DOTALL)
+"""How the interpreter shows things that are no data."""
+_LAST = "_"
+"""The name of the value of an expression that ends the code."""
+
+
+def receive(channel: socket.socket) -> Any:
+    """The next message; EOFError where there is none any more, ValueError where it is larger than `LARGEST`."""
+    size = int.from_bytes(_exactly(channel, 4))
+    if size > LARGEST:
+        raise ValueError(f"a message of {size} bytes")
+    return json.loads(_exactly(channel, size))
+
+
+def send(channel: socket.socket, message: object) -> None:
+    """Send a message. ValueError where it is larger than `LARGEST` or holds what is no JSON."""
+    data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > LARGEST:
+        raise ValueError(f"a message of {len(data)} bytes")
+    channel.sendall(len(data).to_bytes(4) + data)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = channel.recv(min(size - len(data), 1 << 16))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+class Printed:
+    """What the code printed, at most `most` characters of it."""
+
+    def __init__(self, most: int) -> None:
+        self.text, self.left_out, self._most = "", 0, most
+
+    def __call__(self, stream: str, text: str) -> None:
+        room = self._most - len(self.text)
+        self.text += text[:room]
+        self.left_out += max(0, len(text) - room)
+
+
+class Bounded:
+    """Makes JSON of the sandbox's values; text beyond `most` characters in all is cut and replaced by a remark."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def value(self, value: object, depth: int = 0) -> object:
+        """`value` as JSON; what JSON has no word for as text."""
+        self._left -= 2
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            return self._number(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else str(value)
+        if isinstance(value, str):
+            return self._text(value)
+        if depth >= 20 or self._left <= 0:
+            return "…"
+        if isinstance(value, dict):
+            return self.values(value, depth)
+        if isinstance(value, (list, tuple)):
+            return self._list(list(value), depth)
+        if isinstance(value, (set, frozenset)):
+            return self._list(sorted(value, key=repr), depth)
+        return self._text(str(value))
+
+    def _number(self, value: int) -> object:
+        if abs(value) >= 1 << 256:
+            return f"a number of {value.bit_length()} bits"
+        self._left -= len(str(value))
+        return value
+
+    def _text(self, text: str) -> str:
+        shown = text[: max(0, self._left)]
+        self._left -= len(shown)
+        rest = len(text) - len(shown)
+        return f"{shown}… ({rest} more characters)" if rest else shown
+
+    def _list(self, values: list[object], depth: int) -> list[object]:
+        shown: list[object] = []
+        for value in values:
+            if self._left <= 0:
+                return [*shown, f"… ({len(values) - len(shown)} more)"]
+            shown.append(self.value(value, depth + 1))
+        return shown
+
+    def values(self, values: dict[Any, object], depth: int = 0) -> dict[str, object]:
+        """`values` as a JSON object."""
+        shown: dict[str, object] = {}
+        for key, value in values.items():
+            if self._left <= 0:
+                shown["…"] = f"{len(values) - len(shown)} more"
+                break
+            name = self._text(str(key))
+            shown[name] = self.value(value, depth + 1)
+        return shown
+
+
+def confine(settings: dict[str, Any]) -> None:
+    """Limit this process and what it starts: memory, files, no core dumps."""
+    memory = settings["process_bytes"]
+    for limit, most in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 128),
+    ):
+        resource.setrlimit(limit, (most, most))
+
+
+def turn(pool: Any, job: dict[str, Any], settings: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
+    """Run the code of a job and say what came of it: values, printed, error (type, message, line)."""
+    from pydantic_monty import MontyCrashedError, MontyError
+
+    printed = Printed(settings["output_chars"])
+    lookup = {name: _remote(channel, name) for name in job["functions"]}
+    values: dict[str, object] = {}
+    error = None
+    try:
+        with pool.checkout(limits=settings["limits"], os_policy=_policy(settings)) as session:
+            try:
+                last = session.feed_run(job["code"], external_lookup=lookup, print_callback=printed)
+            except MontyCrashedError:
+                raise
+            except MontyError as raised:
+                error, last = _described(raised), None
+            if error is None or error["type"] not in ("TimeoutError", "MemoryError", "RecursionError"):
+                values = _values(session, lookup, last, settings)
+    except MontyError as raised:
+        error = error or {"type": "Crash", "message": type(raised).__name__, "line": None}
+    text = printed.text + (f"… ({printed.left_out} more characters)" if printed.left_out else "")
+    return {"values": values, "printed": text, "error": error}
+
+
+def _values(session: Any, lookup: dict[str, Any], last: object, settings: dict[str, Any]) -> dict[str, object]:
+    """What the code assigned, in its order, and the value of the expression at its end."""
+    from pydantic_monty import MontyError
+
+    try:
+        found = session.feed_run("locals()", external_lookup={}, print_callback=Printed(0))
+    except MontyError:
+        found = {}
+    if not isinstance(found, dict):
+        found = {}
+    kept = {
+        str(name): value
+        for name, value in found.items()
+        if str(name) not in lookup
+        and not str(name).startswith("_")
+        and not (isinstance(value, str) and (_NO_VALUE.fullmatch(value[:200]) or value in lookup))
+    }
+    if last is not None:
+        kept[_LAST] = last
+    return Bounded(settings["output_chars"]).values(kept)
+
+
+def _remote(channel: socket.socket, name: str) -> Callable[..., object]:
+    """A function of the trusted side."""
+
+    def called(*args: object, **kwargs: object) -> object:
+        if not all(isinstance(value, str | int | float | None) for value in (*args, *kwargs.values())):
+            raise TypeError(f"{name} takes texts only")
+        try:
+            send(channel, {"call": name, "args": args, "kwargs": kwargs})
+        except ValueError:
+            raise ValueError(f"{name} takes shorter texts only") from None
+        except OSError:
+            os._exit(1)
+        try:
+            answer = receive(channel)
+        except (EOFError, OSError, ValueError):
+            os._exit(1)
+        if "error" in answer:
+            kind = getattr(builtins, answer["kind"], ValueError)
+            raise kind(answer["error"])
+        return answer["value"]
+
+    return called
+
+
+def _described(raised: Any) -> dict[str, Any]:
+    """Type, message and line of an exception of the sandbox."""
+    name, _, message = raised.display(format="type-msg").partition(": ")
+    frames = raised.traceback() if hasattr(raised, "traceback") else []
+    return {"type": name[:60], "message": message[:400], "line": frames[-1].line if frames else None}
+
+
+def _policy(settings: dict[str, Any]) -> dict[str, Any]:
+    """Clock and chance stand still: the same code gives the same values wherever and whenever it runs."""
+    return {
+        "datetime": datetime.fromisoformat(settings["now"]),
+        "sleep": "zero",
+        "random_start": {"seed": settings["seed"]},
+    }
+
+
+def main() -> None:
+    """Serve jobs until the trusted side hangs up."""
+    channel = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    try:
+        settings = receive(channel)
+        sys.path[:0] = settings["path"]
+        confine(settings)
+        from pydantic_monty import Monty
+
+        pool = Monty(
+            min_processes=1,
+            max_processes=1,
+            max_checkouts_per_worker=settings["turns_per_process"],
+            request_timeout=settings["wall_seconds"],
+        )
+        with pool:
+            send(channel, {"ready": True})
+            while True:
+                job = receive(channel)
+                # Time of the processor, so that a process that others hold up is not ended.
+                signal.setitimer(signal.ITIMER_PROF, settings["processor_seconds"])
+                answer = turn(pool, job, settings, channel)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                send(channel, {"done": answer})
+    except EOFError:
+        return
+    except Exception as fault:
+        send(channel, {"fault": f"{type(fault).__name__}: {fault}"[:1000]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What a model sees of a whole vault: the tree of its notes, and the lines that hold a text."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class Hit(NamedTuple):
+    """A line that holds the text: its note, its number from 1, and the line, cut around the text."""
+
+    path: str
+    line: int
+    text: str
+
+
+def tree(paths: Iterable[str], most: int) -> str:
+    """Notes and folders, one a line, folders with a slash, two blanks deeper each; at most `most` lines."""
+    lines: list[str] = []
+    open_folders: list[str] = []
+    for path in sorted(paths, key=lambda path: [(n < path.count("/"), part) for n, part in enumerate(path.split("/"))]):
+        *folders, name = path.split("/")
+        shared = 0
+        while shared < min(len(folders), len(open_folders)) and folders[shared] == open_folders[shared]:
+            shared += 1
+        lines += [f"{'  ' * level}{folders[level]}/" for level in range(shared, len(folders))]
+        lines.append(f"{'  ' * len(folders)}{name}")
+        open_folders = folders
+    if len(lines) > most:
+        lines = [*lines[:most], f"… {len(lines) - most} more lines"]
+    return "\n".join(lines)
+
+
+def search(files: Mapping[str, str], text: str, most: int, length: int) -> tuple[list[Hit], int]:
+    """The first `most` lines that hold `text` in any case, by path and line, and the number of all such lines."""
+    wanted = text.casefold()
+    hits: list[Hit] = []
+    count = 0
+    for path in sorted(files):
+        # Most notes hold no hit; asking the whole note first keeps a search over a large vault cheap.
+        if wanted not in files[path].casefold():
+            continue
+        for number, line in enumerate(files[path].splitlines(), 1):
+            at = line.casefold().find(wanted)
+            if at < 0:
+                continue
+            count += 1
+            if len(hits) < most:
+                hits.append(Hit(path, number, _cut(line, at, len(wanted), length)))
+    return hits, count
+
+
+def _cut(line: str, at: int, width: int, length: int) -> str:
+    """At most `length` characters of `line` around the `width` characters from `at`, ellipses where it was cut."""
+    if len(line) <= length:
+        return line
+    begin = max(0, min(at + width // 2 - length // 2, len(line) - length))
+    piece = line[begin : begin + length]
+    return f"{'…' if begin else ''}{piece}{'…' if begin + length < len(line) else ''}"

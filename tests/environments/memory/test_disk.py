@@ -1,0 +1,190 @@
+"""A vault on disk: links and odd files are out of reach, one writer at a time, undo across processes, crashes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from posttrain.environments.memory import journal as journal_module
+from posttrain.environments.memory.limits import VaultError, VaultLimits
+from posttrain.environments.memory.storage import RESERVED, DiskStorage
+from posttrain.environments.memory.vault import Vault
+from posttrain.errors import InputError
+
+
+def opened(root, **options):
+    return Vault(DiskStorage(root, sync=False, **options), VaultLimits())
+
+
+def test_what_is_no_plain_note_is_neither_listed_nor_read_nor_replaced(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "vault"
+    outside.mkdir()
+    root.mkdir()
+    (outside / "secret.md").write_text("secret")
+    (root / "link.md").symlink_to(outside / "secret.md")
+    (root / "folder").symlink_to(outside)
+    os.link(outside / "secret.md", root / "hard.md")
+    os.mkfifo(root / "pipe.md")
+    (root / "directory.md").mkdir()
+    (root / ".hidden.md").write_text("hidden")
+    (root / "plain.txt").write_text("text")
+    (root / "latin.md").write_bytes(b"\xe9")
+    (root / "good.md").write_text("good")
+    vault = opened(root)
+    assert vault.paths() == ["good.md", "latin.md"]
+    assert [hit.path for hit in vault.search("o")[0]] == ["good.md"]
+    for path in ("link.md", "folder/secret.md", "hard.md", "pipe.md", "directory.md"):
+        for attempt in (
+            vault.read,
+            lambda path: vault.create(path, "x"),
+            vault.delete,
+            lambda path: vault.move("good.md", path),
+        ):
+            with pytest.raises(VaultError):
+                attempt(path)
+    with pytest.raises(VaultError, match=r"^'latin.md' is no UTF-8 text$"):
+        vault.read("latin.md")
+    assert (outside / "secret.md").read_text() == "secret"
+    assert sorted(path.name for path in outside.iterdir()) == ["secret.md"]
+    assert (root / "link.md").is_symlink()
+    vault.close()
+
+
+def test_one_writer_at_a_time_and_any_number_of_readers(tmp_path):
+    writer = opened(tmp_path)
+    writer.create("a.md", "1")
+    with pytest.raises(InputError, match=f"is being written by process {os.getpid()}; end it first"):
+        opened(tmp_path)
+    reader = opened(tmp_path, read_only=True)
+    assert reader.read("a.md") == "1"
+    with pytest.raises(VaultError, match=r"^the memory is read-only$"):
+        reader.create("b.md")
+    reader.close()
+    writer.close()
+    opened(tmp_path).close()
+
+
+def test_undo_reaches_into_earlier_processes(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from posttrain.environments.memory.storage import DiskStorage\n"
+        "from posttrain.environments.memory.vault import Vault\n"
+        "vault = Vault(DiskStorage(Path(sys.argv[1])))\n"
+        "vault.create('a/b.md', 'one'); vault.update('a/b.md', 'one', 'two')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    vault = opened(tmp_path)
+    assert vault.read("a/b.md") == "two"
+    mark = vault.journal.mark()
+    vault.append("a/b.md", "three")
+    assert [change.path for change in vault.journal.changes(mark)] == ["a/b.md"]
+    vault.journal.undo()
+    vault.journal.undo()
+    assert vault.read("a/b.md") == "one"
+    vault.journal.undo()
+    assert vault.paths() == []
+    assert not (tmp_path / "a").exists()
+    vault.close()
+
+
+def test_undo_does_not_overwrite_what_somebody_else_wrote(tmp_path):
+    vault = opened(tmp_path)
+    vault.create("a.md", "one")
+    (tmp_path / "a.md").write_text("by hand")
+    with pytest.raises(VaultError, match=r"^'a.md' was changed from outside since; nothing is undone$"):
+        vault.journal.undo()
+    assert vault.read("a.md") == "by hand"
+    vault.close()
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_crash_in_the_middle_of_an_operation_leaves_all_or_nothing(tmp_path, monkeypatch, steps):
+    files = {"user.md": "[[b]]", "c.md": "[[b]]", "b.md": "text"}
+    for path, text in files.items():
+        (tmp_path / path).write_text(text)
+    vault = opened(tmp_path)
+    done = 0
+
+    class Crash(BaseException):
+        pass
+
+    def put(self, changes, wanted):
+        nonlocal done
+        for change in changes:
+            if done == steps:
+                raise Crash
+            done += 1
+            original(self, (change,), wanted)
+
+    original = journal_module.Journal._put
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.Journal, "_put", put)
+        with pytest.raises(Crash):
+            vault.move("b.md", "new.md")
+    vault.close()
+    again = opened(tmp_path)
+    assert again.files() == files
+    assert again.journal.entries() == []
+    again.close()
+
+
+def test_a_line_of_the_journal_that_was_cut_off_is_dropped(tmp_path):
+    vault = opened(tmp_path)
+    vault.create("a.md", "one")
+    vault.close()
+    with open(tmp_path / RESERVED / "journal.jsonl", "ab") as stream:
+        stream.write(b'[2, "crea')
+    vault = opened(tmp_path)
+    vault.create("b.md", "two")
+    vault.close()
+    vault = opened(tmp_path)
+    assert [entry.number for entry in vault.journal.entries()] == [1, 2]
+    vault.close()
+
+
+def test_the_journal_forgets_the_oldest(tmp_path):
+    limits = VaultLimits(journal_entries=3)
+    vault = Vault(DiskStorage(tmp_path, sync=False), limits)
+    for number in range(10):
+        vault.create(f"{number}.md", str(number))
+    vault.close()
+    vault = Vault(DiskStorage(tmp_path, sync=False), limits)
+    entries = vault.journal.entries()
+    assert 3 <= len(entries) <= 6
+    assert entries[-1].number == 10
+    vault.journal.undo()
+    assert not vault.exists("9.md")
+    vault.close()
+
+
+def test_a_failed_write_leaves_the_old_note_and_no_rest(tmp_path, monkeypatch):
+    vault = opened(tmp_path)
+    vault.create("a.md", "old")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(VaultError, match=r"^the disk is full$"):
+            vault.append("a.md", "new")
+    assert vault.read("a.md") == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [RESERVED, "a.md"]
+    assert [entry.operation for entry in vault.journal.entries()] == ["create"]
+    vault.close()
+
+
+def test_a_folder_that_is_not_there_is_the_users_error(tmp_path):
+    with pytest.raises(InputError, match="make the folder first"):
+        DiskStorage(tmp_path / "nowhere")
+
+
+def test_a_reserved_folder_that_is_a_link_is_refused(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "vault"
+    outside.mkdir()
+    root.mkdir()
+    (root / RESERVED).symlink_to(outside)
+    with pytest.raises(InputError):
+        DiskStorage(root)
+    assert list(outside.iterdir()) == []
