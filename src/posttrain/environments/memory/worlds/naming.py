@@ -76,6 +76,23 @@ def slug(name: str) -> str:
     return "_".join(re.findall(r"[a-z0-9]+", name.casefold()))
 
 
+def matcher(pattern: str) -> re.Pattern[str] | None:
+    """What finds the texts of a pattern in a reply, or None where the pattern has names in it, which are any words."""
+    if re.search(r"\{\w+\}", pattern):
+        return None
+    text, last = "", 0
+    for match in _SLOT.finditer(pattern):
+        text += re.escape(pattern[last : match.start()])
+        choices = match.group(2)
+        text += r"\d" if match.group(3) else "[a-z]" if match.group(4) else f"(?:{choices and _either(choices)})"
+        last = match.end()
+    return re.compile(rf"(?<!\w){text + re.escape(pattern[last:])}(?!\w)", re.IGNORECASE)
+
+
+def _either(choices: str) -> str:
+    return "|".join(re.escape(choice) for choice in choices.split("/"))
+
+
 class Namer:
     """Draws names of one world: none is another, holds another as words, or has the file name of another."""
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.environments.memory.worlds.naming import matcher
+from posttrain.environments.memory.worlds.themes import Theme
 from posttrain.environments.memory.worlds.truth import Parsed
 from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, number_words, plain
 
@@ -50,7 +52,7 @@ def declines(reply: str) -> bool:
     return bool(_DECLINES.search(reply.replace("’", "'")))
 
 
-def holds(reply: str, wanted: Answer, vault: Parsed) -> bool:
+def holds(reply: str, wanted: Answer) -> bool:
     """Whether the value stands in the reply in any spelling, and is not denied right before."""
     if wanted.type in FINDABLE:
         for found in find(wanted.type, reply):
@@ -65,11 +67,12 @@ def holds(reply: str, wanted: Answer, vault: Parsed) -> bool:
 
 
 def others(
-    reply: str, wanted: Sequence[Answer], vault: Parsed, question: str, allowed: Iterable[str] = ()
+    reply: str, wanted: Sequence[Answer], vault: Parsed, theme: Theme, question: str, allowed: Iterable[str] = ()
 ) -> list[str]:
     """Values of the types and keys of `wanted` that the reply holds besides them.
 
-    Values that stand in the question are not counted, nor are the canonical values `allowed`.
+    Values that stand in the question are not counted, nor are the canonical values `allowed`. Of names, those of all
+    notes are looked for; of texts, what the notes state, what the theme chooses from, and what is of the same pattern.
     """
     found: list[str] = []
     for one in wanted:
@@ -82,8 +85,8 @@ def others(
                 found += [value for value in number_words(reply) if value not in known and value != "1"]
             continue
         known = {part for other in wanted for part in _parts(other)} | set(allowed)
-        text, asked = plain(reply), plain(question)
-        for value in sorted(_rivals(one, vault)):
+        text, asked = plain(reply if one.type == "name" else without_titles(reply, vault)), plain(question)
+        for value in sorted(rivals(one, vault, theme, reply)):
             if value not in known and mentions(text, value) and not mentions(asked, value):
                 found.append(value)
     return found
@@ -100,13 +103,38 @@ def _parts(wanted: Answer) -> list[str]:
     return wanted.value.split("; ") if wanted.type == "list" else [wanted.value]
 
 
-def _rivals(one: Answer, vault: Parsed) -> set[str]:
-    """Plain texts that could be taken for the answer: titles, or what other notes state of the key."""
+def rivals(one: Answer, vault: Parsed, theme: Theme, reply: str) -> set[str]:
+    """Plain texts that could be taken for the answer: titles, or values of the key, of this vault or any other."""
     if one.type == "name":
         return {plain(title) for title in vault.titles.values()} - {""}
     values = vault.values.get(one.key, set())
     parts = {part for value in values for part in (value.split("; ") if one.type == "list" else [value])}
-    return {part for part in parts if not part.startswith("?")}
+    parts = {part for part in parts if not part.startswith("?")}
+    for declared in theme.declared(one.key):
+        if one.type != "text":
+            parts |= {plain(choice) for choice in declared.values.split("/")}
+        elif pattern := matcher(declared.values):
+            parts |= {plain(match.group()) for match in pattern.finditer(without_titles(reply, vault))}
+    return parts
+
+
+def recited(reply: str, vault: Parsed, question: str, wanted: Iterable[Answer], allowed: Iterable[str] = ()) -> int:
+    """How many values of facts of the vault the reply holds that were not asked for and are not in the question."""
+    bare = without_titles(reply, vault)
+    text, asked = plain(bare), plain(question)
+    known = {one.value for one in wanted} | set(allowed)
+    known |= {item.value for kind in FINDABLE for item in find(kind, question)}
+    found = {item.value for kind in FINDABLE for item in find(kind, bare)} - known
+    states = {value for values in vault.values.values() for value in values if not value.startswith("?")}
+    states = {value for value in states if not value.endswith(".md")} - known
+    return sum(value in found or (mentions(text, value) and not mentions(asked, value)) for value in states)
+
+
+def without_titles(reply: str, vault: Parsed) -> str:
+    """The reply without the titles of notes, whose words are no values."""
+    for title in sorted(vault.titles.values(), key=len, reverse=True):
+        reply = reply.replace(title, " ") if title else reply
+    return reply
 
 
 def _loosely(reply: str, wanted: Answer) -> bool:

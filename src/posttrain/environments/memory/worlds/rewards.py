@@ -1,15 +1,32 @@
 """What an episode is worth, from the vault before and after it and the reply alone; no judge."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.environments.memory.worlds.change import loose_ends, outcome
 from posttrain.environments.memory.worlds.recipe import RewardWeights
-from posttrain.environments.memory.worlds.replies import answer, declines, holds, others, told
+from posttrain.environments.memory.worlds.replies import (
+    Answer,
+    answer,
+    declines,
+    holds,
+    others,
+    recited,
+    rivals,
+    told,
+    without_titles,
+)
 from posttrain.environments.memory.worlds.task import MemoryTask
+from posttrain.environments.memory.worlds.themes import THEMES
 from posttrain.environments.memory.worlds.truth import Parsed, parse
 from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, plain
+
+ASIDES = 2
+"""So many facts that were not asked for may stand in a reply."""
+LONGEST = 150
+"""Words of the longest reply that can be right, where the vault is not what is asked to be changed."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +119,15 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
         verdict.fault("asked", "it asked though it could answer")
     for secret in _secrets(task, vault, reply):
         verdict.fault("leaked", f"it said {secret}")
-    extra = others(reply, wanted, vault, question, task.truth.get("operands", ()))
+    extra = others(reply, wanted, vault, THEMES[task.theme], question, task.truth.get("operands", ()))
     if extra:
         verdict.fault("guessed", f"it also said {', '.join(extra[:3])}")
+    if _recites(task, vault, reply, ()):
+        verdict.fault("guessed", "it recited the notes")
     if not wanted:
         verdict.share = float(declines(reply))
         return
-    verdict.share = sum(holds(reply, one, vault) for one in wanted) / len(wanted)
+    verdict.share = sum(holds(reply, one) for one in wanted) / len(wanted)
     if verdict.share == 0:
         verdict.fault("guessed", "it did not say the answer")
 
@@ -124,35 +143,53 @@ def _secrets(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
     free = [answer(record) for record in task.truth["answers"]]
     for record in task.truth.get("hidden", ()):
         hidden = answer(record)
-        if hidden not in free and told(_without(reply, vault), hidden) and not told(question, hidden):
+        if hidden not in free and told(without_titles(reply, vault), hidden) and not told(question, hidden):
             found.append(hidden.value)
     return found
 
 
-def _without(reply: str, vault: Parsed) -> str:
-    """The reply without the titles of notes, whose words are no values."""
-    for title in sorted(vault.titles.values(), key=len, reverse=True):
-        reply = reply.replace(title, "") if title else reply
-    return reply
-
-
 def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: _Verdict) -> None:
     """Right is a question that names what is missing or in doubt, and takes no side."""
-    if not asked:
-        verdict.fault("guessed", "it did not ask")
     truth = task.truth
-    said = {item.value for item in find(truth["type"], reply)} if truth["type"] in FINDABLE else set()
-    said -= {item.value for item in find(truth["type"], task.question)} if said else set()
-    if truth["type"] not in FINDABLE:
-        plain_reply = plain(_without(reply, vault))
-        parts = {part for value in vault.values.get(truth["key"], ()) for part in value.split("; ")}
-        said = {part for part in parts if mentions(plain_reply, part) and not mentions(plain(task.question), part)}
-    both = {part for value in truth.get("values", ()) for part in _pieces(truth["type"], value)}
-    if said - both or (said and said != both):
-        verdict.fault("guessed", f"it said {', '.join(sorted(said))}")
+    both = [set(_parts(truth["type"], value)) for value in truth["values"]]
+    said = _said(task, vault, reply)
+    told = set(said) - {part for parts in both for part in parts}
+    sides = [sum(count for part, count in said.items() if part in parts) for parts in _apart(both)]
+    if told or len(set(sides)) > 1:
+        verdict.fault("guessed", f"it said {', '.join(sorted(told) or sorted(said))}")
+    if _recites(task, vault, reply, said):
+        verdict.fault("guessed", "it recited the notes")
     pointed = any(mentions(plain(reply), plain(word)) for word in truth["point"])
-    verdict.share = 0.0 if verdict.wrong else 1.0 if pointed else 0.5
+    # To say what is missing and not to ask, or to ask without saying what, is half of it.
+    verdict.share = 0.0 if verdict.wrong else (pointed + asked) / 2
 
 
-def _pieces(kind: str, value: str) -> list[str]:
+def _said(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
+    """How often the reply holds values of the type (of texts: of the key), but for those in the question."""
+    kind, key = task.truth["type"], task.truth["key"]
+    if kind in FINDABLE:
+        asked = {item.value for item in find(kind, task.question)}
+        return Counter(item.value for item in find(kind, reply) if item.value not in asked)
+    text, asked_text = plain(without_titles(reply, vault)), plain(task.question)
+    known = rivals(Answer(kind, "", key), vault, THEMES[task.theme], reply)
+    counts = {part: f" {text} ".count(f" {part} ") for part in known if part and not mentions(asked_text, part)}
+    return Counter({part: count for part, count in counts.items() if count})
+
+
+def _apart(both: list[set[str]]) -> list[set[str]]:
+    """What each of the two lists of values has and the other has not."""
+    shared = set.intersection(*both) if both else set()
+    return [parts - shared for parts in both]
+
+
+def _recites(task: MemoryTask, vault: Parsed, reply: str, allowed: Iterable[str]) -> bool:
+    """Whether the reply holds more than a little of what was not asked for."""
+    wanted = [answer(record) for record in (*task.truth.get("answers", ()), *task.truth.get("hidden", ()))]
+    return (
+        len(reply.split()) > LONGEST
+        or recited(reply, vault, task.question, wanted, (*allowed, *task.truth.get("operands", ()))) > ASIDES
+    )
+
+
+def _parts(kind: str, value: str) -> list[str]:
     return value.split("; ") if kind == "list" else [value]

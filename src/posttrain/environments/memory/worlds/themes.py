@@ -125,6 +125,11 @@ class Theme:
             found |= {plain_label(text): tie.inverse_key for text in (tie.inverse, tie.inverse_plural)}
         return found
 
+    def declared(self, key: str) -> list[Attribute]:
+        """The attributes of a key, which kinds may declare with different values."""
+        items = [*self.user_attributes, *(item for kind in self.kinds for item in kind.attributes)]
+        return [item for item in items if item.key == key]
+
     def kind(self, key: str) -> Kind:
         """The kind of notes of this key."""
         return next(kind for kind in self.kinds if kind.key == key)
