@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from posttrain.environments.memory.interpreter_worker import receive, send
+from posttrain.environments.memory.interpreter_worker import Channel
 from posttrain.environments.memory.limits import VaultError
 from posttrain.environments.memory.tools import call
 from posttrain.errors import RunError
@@ -140,7 +140,8 @@ class _Worker:
 
     def __init__(self, limits: InterpreterLimits) -> None:
         self._limits = limits
-        self._channel, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
+        self._channel = Channel(self._socket)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-B", str(Path(__file__).with_name("interpreter_worker.py"))],
@@ -153,9 +154,9 @@ class _Worker:
                 start_new_session=True,
             )
         try:
-            self._channel.settimeout(180)
-            send(self._channel, _settings(limits))
-            answer = receive(self._channel)
+            self._socket.settimeout(180)
+            self._channel.send(_settings(limits))
+            answer = self._channel.receive()
         except (OSError, EOFError, ValueError) as error:
             self.kill()
             raise InterpreterFault(f"the interpreter does not start ({error or type(error).__name__})") from None
@@ -164,7 +165,7 @@ class _Worker:
             raise InterpreterFault(
                 f"the interpreter does not start: {answer.get('fault')}; is pydantic-monty installed?"
             )
-        self._channel.settimeout(_wall(limits) + 10)
+        self._socket.settimeout(_wall(limits) + 10)
 
     def alive(self) -> bool:
         if self._process.returncode is not None:
@@ -178,7 +179,7 @@ class _Worker:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._channel.close()
+        self._socket.close()
 
     def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> Ran:
         """One turn. A worker that broke its word is dead afterwards, and the code gets the blame."""
@@ -213,13 +214,13 @@ class _Worker:
 
     def _say(self, message: dict[str, object]) -> None:
         try:
-            send(self._channel, message)
+            self._channel.send(message)
         except OSError:
             raise _Broken from None
 
     def _hear(self) -> dict[str, Any]:
         try:
-            message = receive(self._channel)
+            message = self._channel.receive()
         except (OSError, EOFError, ValueError, RecursionError):
             raise _Broken from None
         if not isinstance(message, dict):
@@ -283,6 +284,8 @@ def _explained(error: dict[str, Any]) -> str:
         return "MemoryError: the code took too much memory"
     if kind == "RuntimeError" and message.startswith("suspension limit"):
         return "RuntimeError: too many calls of tools in one block"
+    if kind == "NotImplementedError" and message.startswith("external function"):
+        return f"{where}not supported here: a tool inside map, sorted and the like; call it in a plain loop"
     if kind == "NotImplementedError":
         return f"{where}not supported here: {message.rpartition('not yet support ')[2] or message}"
     if kind in ("ModuleNotFoundError", "ImportError"):

@@ -60,6 +60,7 @@ class DiskLog:
 
     def __init__(self, storage: DiskStorage, most: int) -> None:
         self._most = most
+        self._sync = storage.sync
         self._entries: list[Entry] = []
         self._ends: list[int] = []
         """Where the line of each entry ends, in bytes."""
@@ -79,7 +80,7 @@ class DiskLog:
     def append(self, entry: Entry) -> None:
         line = _line(entry)
         os.pwrite(self._file, line, self._end())
-        os.fsync(self._file)
+        self._reach_disk()
         self._ends.append(self._end() + len(line))
         self._entries.append(entry)
         # Rewriting the file for every forgotten entry would cost as much as the journal is long.
@@ -90,12 +91,16 @@ class DiskLog:
         self._entries.pop()
         self._ends.pop()
         os.ftruncate(self._file, self._end())
-        os.fsync(self._file)
+        self._reach_disk()
 
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+    def _reach_disk(self) -> None:
+        if self._sync:
+            os.fsync(self._file)
 
     def _end(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -119,7 +124,7 @@ class DiskLog:
         self._ends = [sum(map(len, lines[: n + 1])) for n in range(len(lines))]
         os.pwrite(self._file, b"".join(lines), 0)
         os.ftruncate(self._file, self._end())
-        os.fsync(self._file)
+        self._reach_disk()
 
 
 class Journal:

@@ -80,7 +80,7 @@ class DiskStorage:
     """
 
     def __init__(self, root: Path, read_only: bool = False, sync: bool = True) -> None:
-        self.read_only, self._sync = read_only, sync
+        self.read_only, self.sync = read_only, sync
         try:
             # The folder itself may be a link: it is the user's choice, not the model's.
             self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -201,13 +201,13 @@ class DiskStorage:
             with open(file, "wb") as stream:
                 stream.write(data)
                 stream.flush()
-                if self._sync:
+                if self.sync:
                     os.fsync(file)
             os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             os.unlink(new, dir_fd=folder)
             raise
-        if self._sync:
+        if self.sync:
             os.fsync(folder)
 
     def _walk(self, folder: int, prefix: str, found: dict[str, int], depth: int) -> None:
