@@ -15,7 +15,7 @@ from typing import Any
 from harness.table import show
 from harness.timing import available_threads
 from quality import ranking
-from quality.judges import RENDERINGS, SENTENCES, Credits, OutcomeJudge, UnitJudge
+from quality.judges import RENDERINGS, SENTENCES, Calculator, Credits, OutcomeJudge, UnitJudge, open_model
 from quality.solutions import Case, pairs_of, read_jsonl, solve
 
 from posttrain.errors import InputError
@@ -30,6 +30,9 @@ def options() -> argparse.Namespace:
         "--outcome", type=Path, metavar="RUN", help="reward model of whole answers: a run, or its model"
     )
     parser.add_argument("--units", type=Path, metavar="RUN", help="reward model of units: a run, or its model")
+    parser.add_argument(
+        "--calculator", action="store_true", help="a third judge that knows which calculations are wrong"
+    )
     parser.add_argument(
         "--solutions", type=Path, default=Path("data/gsm8k/train.jsonl"), help="`question` and `answer`"
     )
@@ -71,13 +74,15 @@ def main() -> None:
 
     torch.set_num_threads(chosen.threads)
     of_units = UnitJudge(chosen.units, chosen.dtype, chosen.tokens) if chosen.units else None
-    of_answers = OutcomeJudge(chosen.outcome, chosen.dtype, chosen.tokens) if chosen.outcome else None
+    of_answers = OutcomeJudge(open_model(chosen.outcome, chosen.dtype), chosen.tokens) if chosen.outcome else None
+    model = (of_answers or of_units).model
+    perfect = OutcomeJudge(Calculator(model), chosen.tokens) if chosen.calculator else None
     segmenter = of_units.segmenter if of_units else SENTENCES
     found: list[dict[str, Any]] = []
     related: list[dict[str, Any]] = []
     notes = [made]
     held = pairs_of(read_jsonl(chosen.pairs))
-    for judge, name in ((of_answers, "whole answers"), (of_units, "units")):
+    for judge, name in ((of_answers, "answers"), (of_units, "units"), (perfect, "calculator")):
         if judge is None:
             continue
         reader = judge.reader(segmenter)
@@ -85,13 +90,14 @@ def main() -> None:
         if not cases:
             raise SystemExit("--rows: none of the solutions has 3 units or more; name other rows")
         units = sum(len(case.wrong_units) for case in cases) / len(cases)
-        notes.append(f"the reward model of {name}: {len(cases)} of them have 3 units or more, {units:.2f} in the mean")
+        notes.append(f"{name}: {len(cases)} of them have 3 units or more, {units:.2f} in the mean")
         notes += judged(judge, name, cases, held)
         wrong, right = (credits_of(judge, cases, side, chosen) for side in ("wrong", "right"))
-        found += [row(key, wrong[key], right[key], cases, chosen.seed) for key in wrong]
+        found += [row(name, key, wrong[key], right[key], cases, chosen.seed) for key in wrong]
         if judge is of_answers:
             related = renderings(wrong, chosen.seed)
     notes += [
+        "answers: a reward model of whole answers; units: one of units; calculator: minus the number of wrong calculations",
         "lowest: share of solutions whose wrong step has the least credit, a tie among m counts 1/m; 95% intervals over "
         "solutions; before: the same step's share in the right solution; AUC: share of the other steps with more credit",
         "drop: share of solutions whose step has less credit when it is wrong than when it was right, a tie is half",
@@ -113,11 +119,12 @@ def credits_of(judge: Judge, cases: Sequence[Case], side: str, chosen: argparse.
     return judge.credits(streams, units, chosen.permutations, chosen.seed)
 
 
-def row(key: str, wrong: Credits, right: Credits, cases: Sequence[Case], seed: int) -> dict[str, Any]:
+def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Case], seed: int) -> dict[str, Any]:
     """A line of the table."""
     n = len(cases)
     found = ranking.found(wrong.values, right.values, [case.step for case in cases], seed)
     return {
+        "judge": name,
         "credit": key,
         "lowest": found.lowest.value,
         "95%": limits(found.lowest),
@@ -153,7 +160,7 @@ def judged(judge: Judge, name: str, cases: Sequence[Case], held: Sequence[tuple[
     margins = judge.scores([case.right for case in cases]) - judge.scores([case.wrong for case in cases])
     share = ranking.accuracy(margins, [case.label for case in cases])
     lines.append(f"{share.value:.3f} of these {len(cases)} right and wrong solutions ({limits(share)})")
-    return [f"the reward model of {name} ranks the better one above in {' and '.join(lines)}"]
+    return [f"{name}: the better one is ranked above in {' and '.join(lines)}"]
 
 
 def renderings(wrong: dict[str, Credits], seed: int) -> list[dict[str, Any]]:

@@ -79,6 +79,20 @@ def worth(expression: str) -> Fraction:
         raise ValueError(f"{expression!r} is no calculation: {error}") from error
 
 
+def wrong_calculations(text: str) -> int:
+    """How many annotations of `text` state another result than they have, by a whole unit of the last place or more: a
+    rounded result is right. What cannot be calculated is not counted."""
+    count = 0
+    for match in _CALCULATION.finditer(text):
+        stated = match[2].strip()
+        try:
+            off = abs(worth(match[1]) - value_of(stated))
+        except ValueError:
+            continue
+        count += off >= Fraction(1, 10 ** len(stated.partition(".")[2]))
+    return count
+
+
 def _evaluated(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return Fraction(repr(node.value))

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from posttrain.training.batches import Sample, pack
 from posttrain.training.unit_reader import UnitReader
 from posttrain.training.unit_rewards import unit_rewards
 from posttrain.training.unit_values import JudgedAnswer, UnitValuer
+from quality.arithmetic import wrong_calculations
 from quality.solutions import Reader
 
 RENDERINGS: tuple[Rendering, ...] = ("delete", "placeholder", "blank")
@@ -51,11 +53,11 @@ def open_model(path: Path, dtype: Literal["float32", "bfloat16", "auto"]) -> Rew
 class OutcomeJudge:
     """A reward model of whole answers."""
 
-    def __init__(self, path: Path, dtype: Literal["float32", "bfloat16", "auto"], budget: int) -> None:
-        self.model, self.budget = open_model(path, dtype), budget
-        if self.model.units is not None:
-            raise InputError(f"--outcome: {path} rewards units; name a reward model of whole answers")
-        mean, std = self.model.statistics or (0.0, 1.0)
+    def __init__(self, model: RewardModel, budget: int) -> None:
+        self.model, self.budget = model, budget
+        if model.units is not None:
+            raise InputError(f"--outcome: {model.recipe.path} rewards units; name a reward model of whole answers")
+        mean, std = model.statistics or (0.0, 1.0)
         self.scale: Callable[[float], float] = lambda raw: (raw - mean) / std
 
     def reader(self, segmenter: UnitsRecipe) -> Reader:
@@ -98,10 +100,11 @@ class OutcomeJudge:
                 valuer,
             )
         found["shapley"] = self._shapley(answers, permutations, seed)
-        valuer = self._valuer()
-        weights = valuer.attention(answers)
-        shared = [shares.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
-        found["attention"] = _paid(shared, valuer)
+        if not isinstance(self.model, Calculator):
+            valuer = self._valuer()
+            weights = valuer.attention(answers)
+            shared = [shares.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
+            found["attention"] = _paid(shared, valuer)
         found["even"] = Credits([shares.even(a.outcome, len(a.units)) for a in answers], 0, 0)
         found["outcome"] = Credits([shares.last(a.outcome, len(a.units)) for a in answers], 0, 0)
         return found
@@ -124,6 +127,37 @@ class OutcomeJudge:
 
     def _valuer(self) -> UnitValuer:
         return UnitValuer(self.model, self.budget, self.scale)
+
+
+class Calculator(RewardModel):
+    """Reads as `model` does and knows no more of an answer than how many of its calculations are wrong: the limit of
+    what a better reward model could say. Its reward is minus their number, whatever else is there or missing."""
+
+    def __init__(self, model: RewardModel) -> None:
+        self.tokenizer, self.end_tokens = model.tokenizer, model.end_tokens
+        self._decode = partial(model.tokenizer.decode, clean_up_tokenization_spaces=False)
+
+    @property
+    def units(self) -> None:
+        return None
+
+    @property
+    def statistics(self) -> None:
+        return None
+
+    def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> Any:
+        """[S] float32 of the sampled tokens of each stream."""
+        import torch
+
+        texts = [self._decode(ids[own].tolist()) for ids, own in zip(streams, sampled, strict=True)]
+        return torch.tensor([-float(wrong_calculations(text)) for text in texts])
+
+    def prefix_rewards(self, streams: Sequence[np.ndarray], seen: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As a reward model's. The first beginning is the prompt, of which nothing is counted."""
+        return [
+            np.array([-float(wrong_calculations(self._decode(ids[own[0] : n].tolist()))) for n in own.tolist()])
+            for ids, own in zip(streams, seen, strict=True)
+        ]
 
 
 class UnitJudge:

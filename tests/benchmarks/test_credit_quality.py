@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import credit_quality
 from quality import ranking
-from quality.arithmetic import NUMBER, calculations, literals, value_of, worth, written
+from quality.arithmetic import NUMBER, calculations, literals, value_of, worth, written, wrong_calculations
 from quality.injection import Injected, NotExactError, inject
 from quality.solutions import read_jsonl, solve
 
@@ -151,6 +151,7 @@ def test_numbers_are_read_and_written_exactly():
     for value, like in [(Fraction(1, 2), "3"), (Fraction(1, 3), "2.5"), (Fraction(0), "1"), (Fraction(-2), "1")]:
         with pytest.raises(ValueError):
             written(value, like)
+    assert wrong_calculations("<<1+1=2>>2 <<1/3=.33>>.33 <<2/3=.67>>.67 <<1+1=3>>3 <<1/3=.35>>.35 <<x=2>>2") == 2
     for text in ("2x", "1/0", "__import__('os')", "2**9"):
         with pytest.raises(ValueError):
             worth(text)
@@ -216,13 +217,20 @@ def test_the_table_of_random_judges(judges, tmp_path, monkeypatch, capsys):
         str(judges / "outcome"),
         "--units",
         str(judges / "units"),
+        "--calculator",
         "--threads",
         "1",
         "--json",
         str(table),
     )
     content = json.loads(table.read_text())
-    found = {row["credit"]: row for row in content["rows"]}
+    found = {row["credit"]: row for row in content["rows"] if row["judge"] != "calculator"}
+    perfect = {row["credit"]: row for row in content["rows"] if row["judge"] == "calculator"}
+    assert all(perfect[name]["lowest"] == 1 for name in ("prefix", "loo, delete", "loo, blank", "shapley"))
+    assert all(perfect[name]["AUC"] == perfect[name]["drop"] == 1 for name in ("prefix", "loo, delete", "shapley"))
+    assert perfect["trunc"]["drop"] == 1
+    assert perfect["even"]["lowest"] == pytest.approx(perfect["even"]["chance"])
+    assert "attention" not in perfect
     assert list(found) == [
         "prefix", "trunc", "loo, delete", "loo, placeholder", "loo, blank", "shapley", "attention", "even", "outcome",
         "unit rewards",
