@@ -24,7 +24,7 @@ from posttrain.training.unit_reader import UnitReader
 from posttrain.training.unit_rewards import unit_rewards
 
 _WEAK = 0.05
-"""R² of the means below which their position says next to nothing about them."""
+"""R² below which the position says next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ class Fitted:
             f"sigma(p) = {made.slope_std:+.4f} log p {made.intercept_std:+.4f}   R² {_shown(self.fit.r2_std)}, "
             f"never below {made.floor * made.intercept_std:.4f}",
         ]
-        if not self.fit.r2_mean >= _WEAK:
-            found.append(
-                "warning: the line explains next to nothing of the mean reward by place (R² below "
-                f"{_WEAK:g}); look at the plot before rewards are normalised by it"
-            )
+        for what, r2 in (("mean", self.fit.r2_mean), ("spread", self.fit.r2_std)):
+            if not r2 >= _WEAK:
+                found.append(
+                    f"warning: the line explains next to nothing of the {what} of rewards by place (R² below "
+                    f"{_WEAK:g}); look at the plot before rewards are normalised by it"
+                )
         return [*found, f"params: {self.params}", f"plot: {self.plot}"]
 
 
