@@ -367,15 +367,16 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
     assert "stage rl: runs (stage reward has changed)" in said
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "domain",
+    ("stages", "domain"),
     [
-        "none",
-        "domain",
+        (["sft", "dpo", "reward"], "domain"),
+        pytest.param(STAGE_NAMES, "none", marks=pytest.mark.slow),
     ],
+    ids=["preferences", "all"],
 )
-def test_the_rationale_pipeline_runs_on_small_data(domain, tiny_model, tmp_path, monkeypatch, capsys):
+def test_the_rationale_pipeline_runs_on_small_data(stages, domain, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = ["--train", "8", "--val", "3", "--test", "3"]
     assert main(["data", "rationales", "--out", "data/rationales", *sizes]) == 0
@@ -383,9 +384,9 @@ def test_the_rationale_pipeline_runs_on_small_data(domain, tiny_model, tmp_path,
     changes = {
         "model.dtype=float32": STAGE_NAMES,
         "sinks=[]": STAGE_NAMES,
-        "steps=2": STAGE_NAMES,
         "optimizer.warmup_updates=1": STAGE_NAMES,
-        "evaluation.every=2": STAGE_NAMES,
+        **dict.fromkeys(("steps=2", "evaluation.every=2"), SUPERVISED),
+        **dict.fromkeys(("steps=1", "evaluation.every=0"), PLAYED),
         **dict.fromkeys(("data.cache=cache", "rows_per_update=4", "epochs=1"), SUPERVISED),
         **dict.fromkeys(("critic.dtype=float32", "critic.optimizer.warmup_updates=1", "reward.dtype=float32"), PLAYED),
         **dict.fromkeys(("seeds.count=8", "evaluation.seeds.start=8", "evaluation.seeds.count=3"), PLAYED),
@@ -394,22 +395,23 @@ def test_the_rationale_pipeline_runs_on_small_data(domain, tiny_model, tmp_path,
             ("rollout.groups_per_step=2", "learner.updates_per_step=1", "rollout.tokens_per_turn=12"), PLAYED
         ),
     }
-    words += [f"stages.{stage}.{change}" for change, stages in changes.items() for stage in stages]
+    words += [f"stages.{stage}.{change}" for change, changed in changes.items() for stage in changed]
     words += ["stages.dpo.reference_cache=false", f"stages.sft.data.columns.domain={domain}"]
-    only = ["--only", "sft"] if domain != "none" else []
-    assert main(["pipeline", *words, *only]) == 0
+    for only in [["--only", stage] for stage in stages] if stages != STAGE_NAMES else [[]]:
+        assert main(["pipeline", *words, *only]) == 0
     runs = tmp_path / "runs" / "rlhf"
-    for stage in STAGE_NAMES if not only else ["sft"]:
-        assert [line["step"] for line in updates_of(runs / stage)] == [1, 2]
+    for stage in stages:
+        assert [line["step"] for line in updates_of(runs / stage)] == ([1] if stage in PLAYED else [1, 2])
         assert (runs / stage / "model" / "model.safetensors").is_file()
-    if only:
-        return
     config = json.loads((runs / "reward" / "model" / "config.json").read_text())
     assert {"mean", "std"} <= set(config)
-    assert all(line["critic/explained_variance"] <= 1 for line in updates_of(runs / "ppo"))
-    assert all(line["units/per_answer"] >= 1 for line in updates_of(runs / "unit_ppo"))
+    if stages != STAGE_NAMES:
+        return
     for stage in PLAYED:
-        assert any(key.startswith("units/") for key in updates_of(runs / stage)[0]) == (stage in ("drca", "unit_ppo"))
+        (metrics,) = updates_of(runs / stage)
+        assert {"critic/loss", "policy/kl"} <= set(metrics)
+        assert ("units/without" in metrics) == (stage in ("drca", "unit_ppo"))
+        assert ("units/per_answer" in metrics) == (stage == "unit_ppo")  # an untrained model writes no labelled steps
     # The command says what the stage said at its end.
     params = runs / "unit_reward" / "normaliser" / "params.json"
     fitted = params.read_text()
