@@ -158,6 +158,13 @@ def test_a_move_that_would_make_a_link_ambiguous_writes_the_whole_path(vault):
     assert vault.follow("[[people/x.md]]") == vault.read("people/x.md")
 
 
+def test_a_move_mends_links_to_others_that_it_would_make_ambiguous(vault):
+    vault.create("x.md", "[[bob]] and [[acme]]")
+    assert vault.move("places/berlin.md", "places/bob.md") == 3
+    assert vault.read("x.md") == "[[entities/bob]] and [[acme]]"
+    assert vault.follow("[[entities/bob]]") == vault.read("entities/bob.md")
+
+
 def test_a_note_may_change_the_case_of_its_name(vault):
     vault.move("entities/bob.md", "entities/Bob.md")
     assert vault.exists("entities/Bob.md")

@@ -1,7 +1,7 @@
 """Wikilinks: `[[note]]`, `[[folder/note.md#heading|alias]]`, with or without `.md` and folder."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from posttrain.environments.memory.limits import VaultError, shown
@@ -41,23 +41,47 @@ def links(text: str) -> list[Link]:
     return [_parts(match[1]) for match in _LINK.finditer(text)]
 
 
-def resolve(target: str, paths: Iterable[str]) -> str:
-    """The one path that a link's target means: exact, else the only note with that end of its path.
+class Notes:
+    """The paths of the notes of a vault, arranged so that a link's target is found at once."""
 
-    VaultError where there is none, or more than one. Case does not count where no path is exact.
-    """
-    known = list(paths)
-    wanted = target.strip().removeprefix("./")
-    named = wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
-    if named in known:
-        return named
-    key = same(named)
-    found = [path for path in known if same(path) == key] or [path for path in known if same(path).endswith(f"/{key}")]
-    if not found:
-        raise VaultError(f"no note fits the link {shown(f'[[{wanted}]]')}", "FileNotFoundError")
-    if len(found) > 1:
-        raise VaultError(f"{len(found)} notes fit the link {shown(f'[[{wanted}]]')}; write its whole path")
-    return found[0]
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = set(paths)
+        self._by_name: dict[str, list[tuple[str, str]]] = {}
+        for path in sorted(self._paths):
+            key = same(path)
+            self._by_name.setdefault(key.rpartition("/")[2], []).append((key, path))
+
+    def resolve(self, target: str) -> str:
+        """The one path that a link's target means: exact, else the only note with that end of its path.
+
+        VaultError where there is none, or more than one. Case does not count where no path is exact.
+        """
+        wanted = target.strip().removeprefix("./")
+        named = wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
+        if named in self._paths:
+            return named
+        wanted_key = same(named)
+        near = self._by_name.get(wanted_key.rpartition("/")[2], [])
+        found = [path for key, path in near if key == wanted_key] or [
+            path for key, path in near if key.endswith(f"/{wanted_key}")
+        ]
+        if not found:
+            raise VaultError(f"no note fits the link {shown(f'[[{wanted}]]')}", "FileNotFoundError")
+        if len(found) > 1:
+            raise VaultError(f"{len(found)} notes fit the link {shown(f'[[{wanted}]]')}; write its whole path")
+        return found[0]
+
+    def leads(self, target: str) -> str | None:
+        """As `resolve`, None where there is none or more than one."""
+        try:
+            return self.resolve(target) if target else None
+        except VaultError:
+            return None
+
+
+def resolve(target: str, paths: Iterable[str]) -> str:
+    """`Notes.resolve` for one link."""
+    return Notes(paths).resolve(target)
 
 
 def section(text: str, heading: str) -> str | None:
@@ -79,20 +103,24 @@ def section(text: str, heading: str) -> str | None:
     return None if begin is None else "".join(lines[begin:])
 
 
-def mended(text: str, old: str, new: str, before: list[str], after: list[str]) -> str:
-    """`text` with every link to the note `old`, among the paths `before`, turned into one to `new`, among `after`.
+def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
+    """`text` with links turned so that they lead where they led when the note `old` becomes `new`.
 
-    A link keeps its heading, its alias, its `.md` or none, and its folder or none where that stays unambiguous.
+    A link to it keeps its heading, its alias, its `.md` or none, and its folder or none where that stays unambiguous.
+    A link to another note is turned into its whole path where the new name makes it ambiguous.
     """
 
     def turned(match: re.Match[str]) -> str:
         link = _parts(match[1])
-        if not link.target or _or_none(resolve, link.target, before) != old:
+        led = before.leads(link.target)
+        wanted = new if led == old else led
+        if wanted is None or (led != old and after.leads(link.target) == wanted):
             return match[0]
-        target = new if "/" in link.target or "/" not in old else new.rpartition("/")[2]
+        short = led == old and "/" not in link.target and "/" in old
+        target = wanted.rpartition("/")[2] if short else wanted
         target = target if link.target.endswith(SUFFIX) else target.removesuffix(SUFFIX)
-        if _or_none(resolve, target, after) != new:
-            target = new
+        if after.leads(target) != wanted:
+            target = wanted
         # What follows the target stays as it was written, an escaped bar of a table among it.
         rest = re.search(r"\s*(#|\\?\|).*", match[1])
         return f"[[{target}{rest[0] if rest else ''}]]"
@@ -105,10 +133,3 @@ def _parts(inner: str) -> Link:
     place, bar, alias = inner.replace("\\|", "|").partition("|")
     target, hash_, heading = place.partition("#")
     return Link(target.strip(), heading.strip() if hash_ else None, alias.strip() if bar else None)
-
-
-def _or_none(function: Callable[[str, list[str]], str], target: str, paths: list[str]) -> str | None:
-    try:
-        return function(target, paths)
-    except VaultError:
-        return None

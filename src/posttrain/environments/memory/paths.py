@@ -41,6 +41,8 @@ def folder_path(path: object, limits: VaultLimits) -> str:
 
 def same(path: str) -> str:
     """The form in which two paths that differ only in case are equal."""
+    if path.isascii():
+        return path.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", path).casefold())
 
 

@@ -4,7 +4,7 @@ from threading import RLock
 
 from posttrain.environments.memory.journal import Change, Journal
 from posttrain.environments.memory.limits import VaultError, VaultLimits, shown
-from posttrain.environments.memory.links import links, mended, parse_link, resolve, section
+from posttrain.environments.memory.links import Notes, links, mended, parse_link, section
 from posttrain.environments.memory.paths import collision, folder_path, note_path, same
 from posttrain.environments.memory.search import Hit, search, tree
 from posttrain.environments.memory.storage import Storage
@@ -30,8 +30,6 @@ class Vault:
         with self._lock:
             clean = note_path(path, self.limits)
             self._free(clean)
-            # On disk, something that is no note may stand there: reading it says so.
-            self._storage.read(clean, self.limits.file_bytes)
             self._commit("create", Change(clean, None, _text(content)))
 
     def read(self, path: str) -> str:
@@ -73,23 +71,17 @@ class Vault:
             self._commit("delete", Change(note_path(path, self.limits), self.read(path), None))
 
     def move(self, path: str, to: str) -> int:
-        """Move a note to a new path and mend every link to it, in all notes; how many notes were mended."""
+        """Move a note to a new path and mend links, in all notes, so that each leads where it led; how many were mended."""
         with self._lock:
             text, old, new = self.read(path), note_path(path, self.limits), note_path(to, self.limits)
-            before = sorted(self._storage.sizes())
-            after = sorted({*before, new} - {old})
             self._free(new, without=old)
-            self._storage.read(new, self.limits.file_bytes)
-            turned = {
-                other: mended(content, old, new, before, after)
-                for other, content in self._readable().items()
-                if other != old
-            }
-            changed = [
-                Change(other, content, turned[other])
-                for other, content in self._readable().items()
-                if other != old and turned[other] != content
-            ]
+            known = set(self._storage.sizes())
+            before, after = Notes(known), Notes(known - {old} | {new})
+            changed = []
+            for other, content in sorted(self._readable().items()):
+                turned = mended(content, old, new, before, after) if other != old else content
+                if turned != content:
+                    changed.append(Change(other, content, turned))
             # The old note goes first: where the system ignores case, the two may be one file.
             moved = [Change(old, text, None), Change(new, None, mended(text, old, new, before, after))]
             self._commit("move", *changed, *moved)
@@ -139,17 +131,17 @@ class Vault:
 
     def resolve(self, target: str) -> str:
         """The path of the note that a link's target means."""
-        return resolve(target, self._storage.sizes())
+        return Notes(self._storage.sizes()).resolve(target)
 
     def backlinks(self, path: str) -> list[str]:
         """The notes that link to a note, by path."""
         clean = note_path(path, self.limits)
         self.read(clean)
-        known = sorted(self._storage.sizes())
+        notes = Notes(self._storage.sizes())
         return [
             other
             for other, text in sorted(self._readable().items())
-            if other != clean and _links_to(text, clean, known)
+            if other != clean and any(notes.leads(link.target) == clean for link in links(text))
         ]
 
     def paths(self) -> list[str]:
@@ -187,6 +179,8 @@ class Vault:
             raise VaultError(
                 f"{shown(path)} cannot stand beside {shown(other)}, which it differs from too little", "FileExistsError"
             )
+        # On disk, something that is no note may stand there: reading it says so.
+        self._storage.read(path, self.limits.file_bytes)
 
     def _commit(self, operation: str, *changes: Change) -> None:
         sizes = dict(self._storage.sizes())
@@ -225,13 +219,3 @@ def _count(text: str, piece: str) -> int:
     while at >= 0:
         count, at = count + 1, text.find(piece, at + 1)
     return count
-
-
-def _links_to(text: str, path: str, known: list[str]) -> bool:
-    for link in links(text):
-        try:
-            if link.target and resolve(link.target, known) == path:
-                return True
-        except VaultError:
-            continue
-    return False
