@@ -223,16 +223,15 @@ def test_shares_of_the_outcome_are_unbiased_where_credit_is_by_the_whole_return_
             assert error_of_direction(from_token_on) > 0.01
 
 
-def test_episodes_without_units_change_the_objective_where_an_empty_answer_is_worth_something():
-    # R beside R - beta Phi_0: the policy is paid for what the segmenter finds.
+@pytest.mark.parametrize("empty", [0.0, EMPTY])
+def test_the_policy_is_not_paid_for_what_the_segmenter_finds(empty):
     def some(t):
         return len(t.choices) > 2
 
     by_return, from_token_on = {"type": "arpo"}, {"type": "reinforce"}
-    assert error_of_direction(paid(by_return, prefix_rewards("token", EMPTY, some), 1.0, 1)) > 0.01
-    assert relative_error(paid(by_return, prefix_rewards("token", 0.0, some), 1.0, 1)) < 1e-9
-    # And what is subtracted from a token's return then depends on what comes after it.
-    assert error_of_direction(paid(from_token_on, prefix_rewards("token", 0.0, some), 1.0, 1)) > 0.01
+    assert relative_error(paid(by_return, prefix_rewards("token", empty, some), 1.0, 1)) < 1e-9
+    # What is subtracted from a token's return yet depends on what comes after it, if that decides what is found.
+    assert error_of_direction(paid(from_token_on, prefix_rewards("token", empty, some), 1.0, 1)) > 0.01
 
 
 # -- advantages ----------------------------------------------------------------------------------------------------------

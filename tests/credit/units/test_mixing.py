@@ -247,7 +247,7 @@ def test_beta_0_is_the_credit_of_outcomes_to_the_bit(kind):
 
 
 @pytest.mark.parametrize("beta", BETAS[1:])
-def test_episodes_without_units_keep_what_they_have_beside_others_that_have_some(beta):
+def test_episodes_without_units_have_the_credit_of_outcomes_beside_others_that_have_some(beta):
     cases = [played(0, 3), played(1, 3, found=False), played(2, 0), played(3, 2), played(4, 2)]
     made = [case[0] for case in cases]
     kept = [False, True, True, False, True]
@@ -259,7 +259,12 @@ def test_episodes_without_units_keep_what_they_have_beside_others_that_have_some
     outcome = assign(made, recipe("reinforce"), before)
     advantages = with_unit_advantages(made, outcome, judged_units, beta, "batch", 5.0)
     for place, keeps in enumerate(kept):
-        assert same_bits(before.values[place], rewards.values[place]) == keeps
+        own = paid_units[place]
+        less = 0.0 if own is None or own.spans.tokens == 0 else beta * own.empty
+        changed = of_tokens(made[place], rewards.values[place]) - of_tokens(made[place], before.values[place])
+        assert changed.sum() == pytest.approx(-less, abs=1e-5)  # every episode that was scored earns as much less
+        if keeps:
+            assert not changed[:-1].any()
         assert same_bits(outcome.values[place], advantages.values[place]) == keeps
         assert of_tokens(made[place], rewards.values[place]).any() == (place != 2)
     # Only episodes with units have a part in the statistics.

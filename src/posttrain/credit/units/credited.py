@@ -29,7 +29,7 @@ class CreditedUnits:
 
     @property
     def any(self) -> bool:
-        """Whether the segmenter found units; where it did not, the episode has the credit of its outcome alone."""
+        """Whether the segmenter found units; where it did not, the outcome alone says what the episode gets."""
         return bool(self.spans.found.any())
 
     @property

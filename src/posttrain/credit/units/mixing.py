@@ -37,19 +37,23 @@ def with_unit_rewards(
     """beta d_k g_t on the tokens of unit k, (1 - beta) R on the last token, and all other rewards as they are.
 
     g_t sums to 1 over a unit's tokens. With `prefix` an episode earns R - beta Phi_0 in all, so beta moves only when the
-    reward arrives, where all episodes have units; those without earn R, so where Phi_0 is not 0 the policy is paid for
-    what the segmenter finds. Episodes without units, and all of them where beta is 0, keep their rewards to the bit. TypeError
-    for units whose credit is an advantage.
+    reward arrives. An episode without units earns as much at its last token: were it paid R there, the policy would be
+    paid for what the segmenter finds. Episodes that were not scored, and all of them where beta is 0, keep their rewards
+    to the bit. TypeError for units whose credit is an advantage.
     """
     found: PerToken = []
     for episode, streams, own in zip(episodes, rewards.values, units, strict=True):
         if own is not None and not isinstance(own, UnitRewards):
             raise TypeError(f"{type(own).__name__} is no reward: hindsight credit must not go through the return")
-        if own is None or not own.any or beta == 0:
+        if own is None or own.spans.tokens == 0 or beta == 0:
             found.append(streams)
             continue
-        paid = beta * placed(own.spans, own.credits, placement)
-        paid[-1] -= beta * own.outcome
+        if own.any:
+            paid = beta * placed(own.spans, own.credits, placement)
+            paid[-1] -= beta * own.outcome
+        else:
+            paid = np.zeros(own.spans.tokens)
+            paid[-1] = -beta * own.empty
         found.append(_added(episode, streams, paid))
     return RewardStreams(found)
 
