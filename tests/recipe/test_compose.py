@@ -231,6 +231,31 @@ def test_a_new_type_drops_the_defaults_of_the_old_one():
     assert load_recipe([], ["loss.type=gspo"], "rl").loss.clip_low == 3e-4
 
 
+def test_a_new_type_drops_what_an_earlier_file_says_of_the_old_one(recipe_file):
+    file = recipe_file("credit: {type: gae, trace_decay: 0.9, discount: 0.99, whiten: false}\nloss: {clip_high: 0.3}\n")
+    assert load_recipe([file], ["credit.type=rloo"], "rl").credit.model_dump() == {"type": "rloo"}
+    assert load_recipe([file], ["credit.type=reinforce"], "rl").credit.discount == 0.99  # both have it
+    back = load_recipe([file], ["credit.type=rloo", "credit.type=gae"], "rl").credit
+    assert (back.trace_decay, back.whiten) == (0.95, True)
+    assert load_recipe([file], ["loss.type=cispo", "loss.clip_high=0.4"], "rl").loss.clip_high == 0.4
+    units = recipe_file(
+        "reward: {path: rm}\ncredit: {type: gae}\n"
+        "unit_credit: {type: prefix, probe: separate, beta: 0.5, segmenter: {type: steps, ordinal: false}}\n",
+    )
+    found = load_recipe([units], ["unit_credit.type=loo"], "rl").unit_credit
+    assert (found.beta, found.segmenter.ordinal) == (0.5, False)
+    found = load_recipe([units], ["unit_credit.segmenter.type=turn"], "rl").unit_credit
+    assert found.segmenter.model_dump() == {"type": "turn"}
+
+
+def test_a_new_type_hides_no_mistake(recipe_file):
+    file = recipe_file("credit: {type: gae, trace_decoy: 0.9}\n")
+    with pytest.raises(InputError, match="no key credit.trace_decoy"):
+        load_recipe([file], ["credit.type=rloo"], "rl")
+    with pytest.raises(InputError, match="no key credit.trace_decay"):
+        load_recipe([], ["credit.type=rloo", "credit.trace_decay=0.5"], "rl")
+
+
 @pytest.mark.parametrize(
     ("stage", "overrides"),
     [

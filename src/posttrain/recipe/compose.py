@@ -9,6 +9,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.base import Part
 from posttrain.recipe.complaints import complaints, nearest_type
 from posttrain.recipe.components import ENVIRONMENTS, environment_class
+from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 
@@ -16,10 +17,43 @@ from posttrain.recipe.stages import STAGES, Recipe
 def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
     """The recipe of one stage from YAML files and overrides (`a.b=c`, `--a.b=c`, or `--a.b`, `c`; `key=null`).
 
-    Keys that nobody gives have the defaults of the schema. Raises `InputError` with one sentence per problem; each
+    Keys that nobody gives have the defaults of the schema; a section whose `type` a later file or override changes loses
+    the keys that only its old type has. Raises `InputError` with one sentence per problem; each
     names the file and line, or the override, that caused it.
     """
-    return typed_recipe(merge([*map(read_file, sources), *read_overrides(overrides)]), stage)
+    return typed_recipe(merge_typed([*map(read_file, sources), *read_overrides(overrides)], stage), stage)
+
+
+def merge_typed(layers: list[Layer], stage: str) -> Layer:
+    """The layers merged left to right, those of a section's old type without the keys that only that type has.
+
+    So one recipe serves many algorithms: `credit.type=rloo` over a file with `credit: {type: gae, trace_decay: 0.95}`.
+    """
+    merged = Layer({})
+    for layer in layers:
+        kept = _without_old_keys(merged.values, layer.values, STAGES[stage])
+        merged = merge([Layer(kept, merged.origins), layer])
+    return merged
+
+
+def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[Part]) -> dict[str, Any]:
+    """`values` as far as they still mean something once `later` is merged into them."""
+    kept = dict(values)
+    for key, change in later.items():
+        info, own = part.model_fields.get(key), values.get(key)
+        if info is None or not isinstance(own, dict) or not isinstance(change, dict):
+            continue
+        sections = sections_of(info.annotation)
+        tags = {tag: section for section in sections for tag in tags_of(section)}
+        default = getattr(info.get_default(call_default_factory=True), "type", None)
+        old = tags.get(str(own.get("type", default)))
+        new = tags.get(str(change.get("type", own.get("type", default))), sections[0] if len(sections) == 1 else old)
+        if old is not None and new is not None and old is not new:
+            own = {
+                name: value for name, value in own.items() if name in new.model_fields or name not in old.model_fields
+            }
+        kept[key] = own if new is None else _without_old_keys(own, change, new)
+    return kept
 
 
 def typed_recipe(given: Layer, stage: str) -> Recipe:

@@ -9,7 +9,7 @@ from pydantic import Field
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
 from posttrain.recipe.complaints import nearest_type
-from posttrain.recipe.compose import typed_recipe
+from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 
@@ -101,10 +101,11 @@ def _resolved(
         place["model"] = {"path": f"{_STAGE}{upstream}"}
     layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, entry.origins)]
     where = entry.origin(("from",))
-    given = merge([*layers, Layer(place, {("model", "path"): where} if where else {})])
+    layers.append(Layer(place, {("model", "path"): where} if where else {}))
+    stage = merge(layers).values.get("stage")
+    given = merge_typed(layers, stage) if stage in STAGES else merge(layers)
     inputs: list[str] = []
     given = Layer(_with_models(given.values, (), given, directory, earlier, names, inputs), given.origins)
-    stage = given.values.get("stage")
     if stage is None:
         raise InputError(f"{entry.origin(('name',))}: stage is missing; say {', '.join(STAGES)}")
     if stage not in STAGES:
