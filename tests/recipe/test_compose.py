@@ -120,7 +120,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["environment.type=bandt"],
             "override environment.type=bandt: environment.type: there is no environment 'bandt'; use one of bandit, "
-            "frozen_lake, sokoban, text_task, `module:Class`, or the path of a .py file (did you mean bandit?)",
+            "frozen_lake, memory, sokoban, text_task, `module:Class`, or the path of a .py file (did you mean bandit?)",
         ),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
@@ -250,9 +250,9 @@ def test_a_new_type_drops_what_an_earlier_file_says_of_the_old_one(recipe_file):
 
 def test_a_new_type_hides_no_mistake(recipe_file):
     file = recipe_file("credit: {type: gae, trace_decoy: 0.9}\n")
-    with pytest.raises(InputError, match="no key credit.trace_decoy"):
+    with pytest.raises(InputError, match=r"no key credit\.trace_decoy"):
         load_recipe([file], ["credit.type=rloo"], "rl")
-    with pytest.raises(InputError, match="no key credit.trace_decay"):
+    with pytest.raises(InputError, match=r"no key credit\.trace_decay"):
         load_recipe([], ["credit.type=rloo", "credit.trace_decay=0.5"], "rl")
 
 
