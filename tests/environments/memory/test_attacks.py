@@ -271,6 +271,9 @@ ESCAPES = {
     "exec": 'exec("import subprocess")',
     "compile": "compile('1', 'x', 'eval')",
     "input": "input()",
+    "all descriptors": "held = []\nwhile True: held.append(open('user.md'))",
+    "devices": "open('/dev/mem', 'rb').read()",
+    "the process": "open('/proc/self/environ').read()",
     "breakpoint": "breakpoint()",
     "help": "help(read_file)",
     "code object": "import types\ntypes.CodeType",
@@ -399,6 +402,25 @@ def test_quotas_and_collisions_hold(interpreter, place, name):
     while place.vault.journal.entries():
         place.vault.journal.undo()
     assert place.vault.files() == FILES
+
+
+def test_a_worker_holds_nothing_of_the_host(interpreter):
+    """Neither the worker nor its interpreter has our environment, our folder or any file of ours."""
+    assert interpreter.run("1", {}).error is None
+    worker = interpreter._free.queue[0]._process.pid
+    children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    threads = [
+        Path(f"/proc/{worker}/task/{thread}/children").read_text().split()
+        for thread in os.listdir(f"/proc/{worker}/task")
+    ]
+    processes = {str(worker), *children, *(child for found in threads for child in found)}
+    assert len(processes) == 2
+    for process in processes:
+        names = [line.split("=")[0] for line in Path(f"/proc/{process}/environ").read_text().split("\0") if line]
+        assert set(names) <= {"MALLOC_ARENA_MAX", "MONTY_BIN", "LC_CTYPE"}
+        assert os.readlink(f"/proc/{process}/cwd") == "/"
+        held = {os.readlink(f"/proc/{process}/fd/{fd}").split(":")[0] for fd in os.listdir(f"/proc/{process}/fd")}
+        assert held <= {"socket", "pipe", "anon_inode", "/dev/null"}
 
 
 def test_text_of_a_note_stays_text(interpreter, place):

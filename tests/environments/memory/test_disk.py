@@ -158,6 +158,40 @@ def test_the_journal_forgets_the_oldest(tmp_path):
     vault.close()
 
 
+def test_the_journal_forgets_what_is_too_long_but_never_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_BYTES", 1_000)
+    vault = opened(tmp_path)
+    for number in range(40):
+        vault.create(f"{number}.md", "x" * 100)
+        assert (tmp_path / RESERVED / "journal.jsonl").stat().st_size < 2_200
+    assert [entry.number for entry in vault.journal.entries()][-5:] == [36, 37, 38, 39, 40]
+    vault.create("long.md", "x" * 5_000)
+    assert [entry.number for entry in vault.journal.entries()] == [41]
+    vault.close()
+    vault = opened(tmp_path)
+    vault.journal.undo()
+    assert not vault.exists("long.md")
+    vault.create("again.md")
+    assert [entry.operation for entry in vault.journal.entries()] == ["create"]
+    vault.close()
+
+
+def test_refusals_leave_no_descriptor_open(tmp_path):
+    (tmp_path / "link.md").symlink_to("nowhere")
+    (tmp_path / "directory.md").mkdir()
+    vault = opened(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        for path in ("link.md", "directory.md", "a/b.md", "link.md/x.md"):
+            for attempt in (vault.read, vault.delete, vault.backlinks, vault.follow):
+                with pytest.raises(VaultError):
+                    attempt(path)
+        vault.create("a/b.md")
+        vault.delete("a/b.md")
+    assert len(os.listdir("/proc/self/fd")) == before
+    vault.close()
+
+
 def test_a_failed_write_leaves_the_old_note_and_no_rest(tmp_path, monkeypatch):
     vault = opened(tmp_path)
     vault.create("a.md", "old")
@@ -185,6 +219,7 @@ def test_a_reserved_folder_that_is_a_link_is_refused(tmp_path):
     outside.mkdir()
     root.mkdir()
     (root / RESERVED).symlink_to(outside)
-    with pytest.raises(InputError):
-        DiskStorage(root)
+    for read_only in (False, True):
+        with pytest.raises(InputError, match="take it away"):
+            Vault(DiskStorage(root, read_only=read_only))
     assert list(outside.iterdir()) == []

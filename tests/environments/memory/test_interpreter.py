@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -114,6 +116,12 @@ def test_calls_and_output_and_code_are_limited(interpreter, functions):
     assert interpreter.run("#" * 20_001, functions).error == "the code is longer than 20000 characters"
 
 
+def test_output_steers_no_terminal(interpreter, functions):
+    ran = interpreter.run("print('a\\x1b[2J\\tb\\x9b c')\nraise ValueError('x\\x1b]0;y')", functions)
+    assert ran.printed == "a�[2J\tb� c\n"
+    assert ran.error == "line 2: ValueError: x�]0;y"
+
+
 def test_clock_and_chance_stand_still(interpreter, functions):
     code = "import datetime, random, time\na = str(datetime.datetime.now())\nb = random.random()\nc = time.time()"
     first = interpreter.run(code, functions)
@@ -187,3 +195,14 @@ def test_closing_ends_the_workers(functions):
     assert set(children()) <= before
     with pytest.raises(RuntimeError, match="closed"):
         interpreter.run("1", functions)
+
+
+def test_the_untrusted_half_imports_nothing_of_ours_and_the_trusted_half_no_interpreter():
+    code = (
+        "import sys; import posttrain.environments.memory.interpreter_worker as worker;"
+        "text = open(worker.__file__).read(); assert 'import posttrain' not in text and 'from posttrain' not in text;"
+        "import posttrain.environments.memory.interpreter;"
+        "print([name for name in ('pydantic_monty', 'torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"

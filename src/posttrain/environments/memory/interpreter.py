@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # Nothing of ours, keys of services least of all, is there to be read.
-                env={name: os.environ[name] for name in ("MONTY_BIN", "SYSTEMROOT") if name in os.environ},
+                env=_environment(),
                 cwd="/",
                 start_new_session=True,
             )
@@ -232,6 +233,12 @@ class _Broken(Exception):
     """The worker is gone, silent for too long, or said what it never says."""
 
 
+def _environment() -> dict[str, str]:
+    """The environment of a worker: where the interpreter is, if somebody says so, and few arenas, to fit its memory."""
+    named = {name: os.environ[name] for name in ("MONTY_BIN",) if name in os.environ}
+    return {"MALLOC_ARENA_MAX": "2", **named}
+
+
 def _settings(limits: InterpreterLimits) -> dict[str, object]:
     """What a worker is told once."""
     found = importlib.util.find_spec("pydantic_monty")
@@ -268,13 +275,18 @@ def _ran(done: object, calls: int) -> Ran:
     values, printed, error = done.get("values"), done.get("printed"), done.get("error")
     if not isinstance(values, dict) or not isinstance(printed, str) or not isinstance(error, dict | None):
         raise _Broken
-    return Ran(values, printed, _explained(error) if error else None, calls)
+    return Ran(values, _plain(printed), _explained(error) if error else None, calls)
+
+
+def _plain(text: str) -> str:
+    """`text` without the control characters that steer a terminal, which a note may hold and code may print."""
+    return "".join("�" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def _explained(error: dict[str, Any]) -> str:
     """One line on what went wrong, in words that tell a model what to do instead."""
     kind, message, line = str(error.get("type")), str(error.get("message")), error.get("line")
-    message = " ".join(message.split())[:300]
+    message = _plain(" ".join(message.split())[:300])
     where = f"line {line}: " if isinstance(line, int) else ""
     if kind == "Crash":
         return _STOPPED

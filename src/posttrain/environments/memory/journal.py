@@ -5,10 +5,15 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from posttrain.environments.memory.limits import VaultError, shown
 from posttrain.environments.memory.storage import DiskStorage, Storage
+
+_FILE = "journal.jsonl"
+_BYTES = 8 * 1024 * 1024
+"""What a journal on disk is shortened to once it is twice as long."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,12 @@ class DiskLog:
 
     def __init__(self, storage: DiskStorage, most: int) -> None:
         self._most = most
-        self._sync = storage.sync
+        self._storage = storage
         self._entries: list[Entry] = []
         self._ends: list[int] = []
         """Where the line of each entry ends, in bytes."""
         try:
-            self._file = storage.reserved("journal.jsonl")
+            self._file = storage.reserved(_FILE)
         except FileNotFoundError:
             self._file = -1
             return
@@ -84,7 +89,7 @@ class DiskLog:
         self._ends.append(self._end() + len(line))
         self._entries.append(entry)
         # Rewriting the file for every forgotten entry would cost as much as the journal is long.
-        if len(self._entries) > 2 * self._most:
+        if len(self._entries) > 2 * self._most or self._end() > 2 * _BYTES:
             self._shorten()
 
     def drop_last(self) -> None:
@@ -99,7 +104,7 @@ class DiskLog:
         self._file = -1
 
     def _reach_disk(self) -> None:
-        if self._sync:
+        if self._storage.sync:
             os.fsync(self._file)
 
     def _end(self) -> int:
@@ -118,13 +123,21 @@ class DiskLog:
                 self._ends.append(end)
 
     def _shorten(self) -> None:
-        # A crash in between leaves a file whose first bytes are good and whose rest is cut off when it is read.
-        self._entries = self._entries[-self._most :]
-        lines = [_line(entry) for entry in self._entries]
-        self._ends = [sum(map(len, lines[: n + 1])) for n in range(len(lines))]
-        os.pwrite(self._file, b"".join(lines), 0)
-        os.ftruncate(self._file, self._end())
-        self._reach_disk()
+        kept: list[tuple[Entry, bytes]] = []
+        size = 0
+        for entry in reversed(self._entries[-self._most :]):
+            line = _line(entry)
+            size += len(line)
+            # The last operation can always be undone, however long it is.
+            if kept and size > _BYTES:
+                break
+            kept.append((entry, line))
+        kept.reverse()
+        self._storage.replace_reserved(_FILE, b"".join(line for _, line in kept))
+        os.close(self._file)
+        self._file = self._storage.reserved(_FILE)
+        self._entries = [entry for entry, _ in kept]
+        self._ends = list(accumulate(len(line) for _, line in kept))
 
 
 class Journal:

@@ -146,20 +146,38 @@ class DiskStorage:
         self._lock = self._root = -1
 
     def reserved(self, name: str) -> int:
-        """A descriptor, for reading and writing, of a file in the reserved folder, made where it is missing."""
-        if not self.read_only:
-            _make_folder(RESERVED, self._root)
-        folder = os.open(RESERVED, _FOLDER, dir_fd=self._root)
-        try:
-            flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
+        """A descriptor, for reading and writing, of a file in the reserved folder, made where it is missing.
+
+        FileNotFoundError where it is missing and the vault is read-only.
+        """
+        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
+        with self._reserved_folder() as folder:
             file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        finally:
-            os.close(folder)
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             os.close(file)
             raise InputError(f"{RESERVED}/{name} of the memory is no plain file; take it away")
         return file
+
+    def replace_reserved(self, name: str, data: bytes) -> None:
+        """Make or replace a file in the reserved folder, whole or not at all."""
+        with self._reserved_folder() as folder:
+            self._replace(folder, name, data)
+
+    @contextmanager
+    def _reserved_folder(self) -> Iterator[int]:
+        if not self.read_only:
+            _make_folder(RESERVED, self._root)
+        try:
+            folder = os.open(RESERVED, _FOLDER, dir_fd=self._root)
+            try:
+                yield folder
+            finally:
+                os.close(folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+                raise InputError(f"{RESERVED} of the memory is no plain folder of plain files; take it away") from None
+            raise
 
     def _locked(self, root: Path) -> int:
         try:
