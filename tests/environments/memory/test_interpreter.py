@@ -157,6 +157,32 @@ def test_a_killed_worker_is_replaced(functions):
         assert interpreter.run("1", functions).error is None
 
 
+def test_a_crash_of_the_interpreter_itself_costs_one_turn(functions):
+    with Interpreter(InterpreterLimits(seconds=10)) as interpreter:
+        assert interpreter.run("1", functions).error is None
+        worker = interpreter._free.queue[0]
+
+        def crash(path):
+            for thread in os.listdir(f"/proc/{worker._process.pid}/task"):
+                with open(f"/proc/{worker._process.pid}/task/{thread}/children") as stream:
+                    for pid in stream.read().split():
+                        os.kill(int(pid), signal.SIGKILL)
+
+        ran = interpreter.run("x = 1\nread_file('user.md')\nx = 2", {"read_file": crash})
+        assert ran.error == "the code was stopped: it took too much time or memory"
+        assert interpreter.run("1", functions).values == {"_": 1}
+        assert interpreter._free.queue[0] is worker
+
+
+def test_many_values_are_the_codes_fault(functions):
+    limits = InterpreterLimits(seconds=10, memory_bytes=256 << 20)
+    with Interpreter(limits) as interpreter:
+        # Each of these is small in the interpreter and large in Python.
+        ran = interpreter.run("x = [{i: [i]} for i in range(400_000)]", functions)
+        assert ran.error or len(str(ran.values)) < 100_000
+        assert interpreter.run("1", functions).values == {"_": 1}
+
+
 def children():
     """The processes that this one started and that still run."""
     with open(f"/proc/self/task/{threading.get_native_id()}/children") as stream:

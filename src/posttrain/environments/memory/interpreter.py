@@ -109,8 +109,11 @@ class Interpreter:
             return Ran(error=f"the code is longer than {self.limits.code_chars} characters")
         worker = self._free.get()
         try:
-            if worker is None or not worker.alive():
-                worker = _Worker(self.limits)
+            if worker and not worker.alive():
+                # It died while nobody used it, so no code is to blame.
+                worker.kill()
+                worker = None
+            worker = worker or _Worker(self.limits)
             return worker.run(code, functions)
         except BaseException:
             # A worker left in the middle of a turn cannot take another.

@@ -64,6 +64,10 @@ class Unsupported(Exception):
     """The code waits for something that nobody will give it."""
 
 
+class Unshown(Exception):
+    """A value of the code has no form outside of the interpreter."""
+
+
 class Printed:
     """What the code printed, at most `most` characters of it."""
 
@@ -144,6 +148,8 @@ def confine(settings: dict[str, Any]) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 128),
     ):
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
 
 
@@ -166,6 +172,10 @@ def turn(pool: Any, job: dict[str, Any], settings: dict[str, Any], channel: Chan
                 values = _values(session, job["functions"], last, settings)
     except Unsupported:
         error = {"type": "NotImplementedError", "message": "waiting", "line": None}
+    except Unshown:
+        error = {"type": "ValueError", "message": "a value of the code cannot be shown", "line": None}
+    except (MemoryError, RecursionError):
+        error = {"type": "MemoryError", "message": "", "line": None}
     except MontyError as raised:
         error = error or {"type": "Crash", "message": type(raised).__name__, "line": None}
     text = printed.text + (f"… ({printed.left_out} more characters)" if printed.left_out else "")
@@ -188,10 +198,21 @@ def _driven(at: Any, names: list[str], channel: Channel) -> object:
         elif at.is_os_function:
             at = at.resume_not_handled()
         elif at.function_name in names and at.object_id is None:
-            at = at.resume(_answer(channel, at.function_name, at.args, at.kwargs))
+            args, kwargs = _taken(at, "args"), _taken(at, "kwargs")
+            at = at.resume(_answer(channel, at.function_name, args, kwargs))
         else:
             at = at.resume({"exc_type": "NameError", "message": f"name {at.function_name[:60]!r} is not defined"})
-    return at.output
+    return _taken(at, "output")
+
+
+def _taken(at: Any, name: str) -> Any:
+    """A value brought over from the interpreter. That this fails is a matter of the code, not a fault of ours."""
+    try:
+        return getattr(at, name)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        raise Unshown from None
 
 
 def _named(name: str) -> Callable[..., object]:
@@ -224,7 +245,7 @@ def _values(session: Any, names: list[str], last: object, settings: dict[str, An
 
     try:
         at = session.feed_start("locals()", print_callback=Printed(0))
-        found = at.output if isinstance(at, MontyComplete) else {}
+        found = _taken(at, "output") if isinstance(at, MontyComplete) else {}
     except MontyError:
         found = {}
     if not isinstance(found, dict):
