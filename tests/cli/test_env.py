@@ -82,7 +82,8 @@ def test_end_of_input_stops_cleanly():
 
 def test_validate_checks_all_or_one_with_keys():
     result = _run("validate", "--seeds", "5")
-    assert result.output.splitlines() == [f"{name}: sound on 5 seeds" for name in ("bandit", "frozen_lake", "sokoban")]
+    whole = ("bandit", "frozen_lake", "memory", "sokoban")
+    assert result.output.splitlines() == [f"{name}: sound on 5 seeds" for name in whole]
     assert _run("validate", "sokoban", "num_boxes=2", "--seeds", "3").output == "sokoban: sound on 3 seeds\n"
 
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from posttrain.environments.game import play
+from posttrain.environments.game import Game, play
 from posttrain.recipe.components import ENVIRONMENTS, environment_class, environment_recipe
 from posttrain.seeds import random_stream
 
-WHOLE = [name for name in ENVIRONMENTS if environment_class(name).self_contained]
+WHOLE = [name for name in ENVIRONMENTS if issubclass(environment_class(name), Game)]
 
 VARIANTS = [
     {"type": "bandit"},

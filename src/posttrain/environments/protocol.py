@@ -1,7 +1,7 @@
 """What an environment is: the state machine of one task. It knows no tokens and no models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -43,13 +43,15 @@ class Baseline:
     """Success of a reference player on given seeds.
 
     `success` is the mean success in [0, 1]; `n` the number of seeds; `interval` the 95% interval over seeds, or
-    None when the value is exact for those seeds. `mean_return` is the mean undiscounted return.
+    None when the value is exact for those seeds. `mean_return` is the mean undiscounted return. `scores` are what an
+    environment reports besides, by name: mean and its 95% interval.
     """
 
     success: float
     mean_return: float
     n: int
     interval: tuple[float, float] | None = None
+    scores: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
 
 class Environment(ABC):
@@ -62,6 +64,8 @@ class Environment(ABC):
     Recipe: ClassVar[type[EnvironmentRecipe]]
     self_contained: ClassVar[bool] = True
     """Its defaults are a whole task; otherwise a recipe has to name data."""
+    players: ClassVar[tuple[str, ...]] = ()
+    """Names of further players without a model that `baselines` measures, in the order in which tables show them."""
     primer: str = ""
     """Text put in the policy's mouth at the start of each answer; `step` gets it in front of what was sampled."""
 
@@ -101,7 +105,7 @@ class Environment(ABC):
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """`{"random": ..., "optimal": ...}` on these seeds, as far as they can be computed."""
+        """`{"random": ..., "optimal": ...}` and the `players` on these seeds, as far as they can be computed."""
         return {}
 
     @classmethod

@@ -18,6 +18,7 @@ from posttrain.recipe.base import Part
 ENVIRONMENTS = {
     "bandit": "posttrain.environments.bandit:Bandit",
     "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
+    "memory": "posttrain.environments.memory.environment:Memory",
     "sokoban": "posttrain.environments.sokoban:Sokoban",
     "text_task": "posttrain.environments.text_task:TextTask",
 }

@@ -123,7 +123,7 @@ def _kind(annotation: Any) -> str:
         else:
             words = " or ".join(_kind(member) for member in members if member is not type(None))
         return f"{words} or null" if type(None) in members else words
-    if origin is list:
+    if origin is list or members[1:] == (...,):
         return (
             f"a list of {_kind(members[0])}"
             if typing.get_origin(members[0]) is Literal
@@ -137,6 +137,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _plural(annotation: Any) -> str:
+    if typing.get_origin(annotation) is Annotated:
+        return _plural(typing.get_args(annotation)[0])
     if sections_of(annotation):
         return "sections"
     return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, "values")

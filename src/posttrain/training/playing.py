@@ -8,7 +8,7 @@ from posttrain.engines.local import LocalEngine
 from posttrain.evaluation.evaluate import evaluate
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.rollout import SamplingRecipe, SeedRange
+from posttrain.recipe.rollout import SCORES, SamplingRecipe, SeedRange
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.driver import Player, Scorer
 from posttrain.rollout.store import write_episodes
@@ -80,6 +80,11 @@ class Playing:
                 "return": baseline.mean_return,
                 "n": baseline.n,
             }
+            | {
+                f"{SCORES}{name}{limit}": value
+                for name, score in baseline.scores.items()
+                for limit, value in zip(("", "_low", "_high"), score, strict=True)
+            }
             for player, baseline in found.items()
         }
 
@@ -102,7 +107,8 @@ class Playing:
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PlayRow]:
         """The rows of the table."""
         rows = []
-        for player in ("random", START, TRAINED, EVALUATED, "optimal"):
+        others = environment_class(self.environment.type).players
+        for player in ("random", *others, START, TRAINED, EVALUATED, "optimal"):
             if "n" in lines.get(player, {}):
                 line = lines[player]
                 note = f"step {line['best_step']}, {line['chosen']}" if player == TRAINED else ""

@@ -156,5 +156,5 @@ def test_the_prompt_names_every_function_and_shows_messages_that_are_understood(
 
 def test_the_examples_of_the_prompt_are_python():
     prompt = system_prompt(5)
-    examples = prompt.split("imported:\n")[1].split("\n`update_file`")[0]
+    examples = prompt.split("math work:\n")[1].split("\n`update_file`")[0]
     assert len(compile(examples, "examples", "exec").co_names) > 10

@@ -246,11 +246,11 @@ def _digits(value: Value, text: str) -> Iterable[Span]:
 
 
 def _words(words: str, text: str) -> Iterable[Span]:
-    """Where `text` holds the words, in any case, with any white space, hyphens or underscores between them."""
-    parts = [re.escape(part) for part in re.split(r"[\s_-]+", words) if part]
-    if parts:
-        pattern = r"[\s_-]*".join(parts)
-        yield from (match.span() for match in re.finditer(rf"(?<!\w){pattern}(?!\w)", text, re.IGNORECASE))
+    """Where `text` holds the words, in any case, with any signs and spaces between them, or none."""
+    parts = re.findall(r"[^\W_]+", words)
+    if parts and parts[-1].casefold() in text.casefold():
+        pattern = r"[\W_]{0,4}".join(re.escape(part) for part in parts)
+        yield from (match.span() for match in re.finditer(rf"(?<![^\W_]){pattern}(?![^\W_])", text, re.IGNORECASE))
 
 
 def _in_category(category: str, fact: Fact, exactly: bool) -> bool:

@@ -39,7 +39,7 @@ answers the user and ends the task. Write nothing outside the blocks, and one bl
 The vault: user.md is about the user, who says "I". Each other note, such as entities/ada.md, is about one person, place \
 or thing. `- key: value` is a fact and [[entities/ada.md]] a link.
 
-These functions can be called, and nothing can be imported:
+These functions can be called; of imports, only pure modules such as re, json and math work:
 {examples}
 `update_file` replaces text that occurs exactly once. A call that fails stops the code with an error. The result shows \
 the variables that you set, what you print, and errors. Variables are gone in the next block.

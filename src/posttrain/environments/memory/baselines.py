@@ -1,0 +1,154 @@
+"""Players without a model, which show what a score is worth: they read the vault and reply by a fixed rule.
+
+- `random` tells a fact of the vault at random;
+- `always asks` asks back, whatever the question;
+- `whole vault` replies with all notes at once;
+- `bm25` tells the fact whose words match the question best (Robertson and Zaragoza 2009);
+- `rule agent` looks for names and labels in the question (see `rule_agent.py`); it can ask, decline and change facts.
+
+They see what a model would see: where a privacy rule holds, the view without what it hides.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from posttrain.environments.memory.facts import Fact, facts_of
+from posttrain.environments.memory.filters import Filter, split_question
+from posttrain.environments.memory.recipe import MemoryRecipe
+from posttrain.environments.memory.rule_agent import rule_agent
+from posttrain.environments.memory.tasks import Assignment
+from posttrain.environments.memory.worlds.replies import asks
+from posttrain.environments.memory.worlds.rewards import score
+from posttrain.environments.memory.worlds.truth import title
+from posttrain.environments.protocol import Baseline
+from posttrain.seeds import random_stream
+
+Player = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
+"""From a question and the notes that may be seen (path -> text) to a reply and the notes afterwards."""
+_Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one episode of a player came to."""
+
+    kind: str
+    success: bool
+    paid: float
+
+
+def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
+    """The players of this file on these tasks; each replies after one look at the notes, in its second message."""
+    return {
+        name: summary([_played(recipe, player, one) for one in assignments], sampled=name == "random")
+        for name, player in PLAYERS.items()
+    }
+
+
+def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
+    """Success overall and by kind of task. `sampled`: the player draws, so the success has an interval (Wilson 1927)."""
+    n = len(outcomes)
+    rate = sum(one.success for one in outcomes) / n
+    by_kind = {}
+    for kind in dict.fromkeys(one.kind for one in outcomes):
+        own = [one.success for one in outcomes if one.kind == kind]
+        by_kind[kind] = (sum(own) / len(own), *_interval(sum(own) / len(own), len(own)))
+    paid = math.fsum(one.paid for one in outcomes) / n
+    return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, by_kind)
+
+
+def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome:
+    question, rules = split_question(one.task.question)
+    hidden = Filter(rules, one.files, one.task.theme)
+    view = hidden.view
+    reply, after = player(question, dict(view))
+    # What a filter hides cannot be changed, and is not.
+    changed = one.files if hidden.active else after
+    reply = reply or "I do not know."
+    scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, checked_first=True)
+    return Outcome(one.task.kind, scored.success, scored.total)
+
+
+def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Any fact, the same for the same question."""
+    facts = _told(files)
+    if not facts:
+        return "", files
+    draw = random_stream("memory baseline", question).random()
+    return _sentence(facts[int(draw * len(facts))], files), files
+
+
+def asking_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """A question, with the words of the user's question so that it is to the point."""
+    return f"You said: {question.rstrip('?.! ')}. Can you tell me more?", files
+
+
+def whole_vault_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Everything."""
+    return "\n\n".join(files.values()), files
+
+
+def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The fact whose label, note and value match best, told in a sentence."""
+    facts = _told(files)
+    if not facts:
+        return "", files
+    documents = [_tokens(f"{title(files[f.about])} {' '.join(f.labels)} {_value(f, files)}") for f in facts]
+    scores = bm25(_tokens(question), documents)
+    return _sentence(facts[max(range(len(facts)), key=lambda i: (scores[i], -i))], files), files
+
+
+PLAYERS: dict[str, Player] = {
+    "random": random_player,
+    "always asks": asking_player,
+    "whole vault": whole_vault_player,
+    "bm25": bm25_player,
+    "rule agent": rule_agent,
+}
+"""Name -> player."""
+
+
+def bm25(query: Sequence[str], documents: Sequence[Sequence[str]], k1: float = 1.2, b: float = 0.75) -> list[float]:
+    """The BM25 score of each document (Robertson and Zaragoza 2009), over the distinct words t of the query:
+
+    sum_t log(1 + (N - n_t + 0.5) / (n_t + 0.5)) * f_t (k1 + 1) / (f_t + k1 (1 - b + b |d| / mean |d|))
+
+    with N documents, n_t of which hold t, and f_t occurrences of t in the document d.
+    """
+    counts = [Counter(document) for document in documents]
+    mean = sum(map(len, documents)) / len(documents) or 1.0
+    scores = [0.0] * len(documents)
+    for word in dict.fromkeys(query):
+        holding = sum(word in count for count in counts)
+        weight = math.log(1 + (len(documents) - holding + 0.5) / (holding + 0.5))
+        for place, count in enumerate(counts):
+            norm = k1 * (1 - b + b * len(documents[place]) / mean)
+            scores[place] += weight * count[word] * (k1 + 1) / (count[word] + norm)
+    return scores
+
+
+def _told(files: dict[str, str]) -> list[Fact]:
+    return [fact for fact in facts_of(files) if fact.about in files]
+
+
+def _tokens(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _value(fact: Fact, files: dict[str, str]) -> str:
+    if fact.kind == "link":
+        return title(files.get(fact.value, "")) or fact.value
+    return files[fact.note][fact.value_start : fact.value_end].strip()
+
+
+def _sentence(fact: Fact, files: dict[str, str]) -> str:
+    return f"{_value(fact, files)}."
+
+
+def _interval(p: float, n: int) -> tuple[float, float]:
+    centre = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -1,0 +1,220 @@
+"""The memory agent's environment: a question, a vault of Markdown notes, and code that reads and changes it."""
+
+import atexit
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from posttrain.environments.answers import Rejected
+from posttrain.environments.game import play, require
+from posttrain.environments.memory.baselines import PLAYERS, Outcome, reference_players, summary
+from posttrain.environments.memory.episode import Desk
+from posttrain.environments.memory.facts import facts_of
+from posttrain.environments.memory.filters import split_question
+from posttrain.environments.memory.interpreter import Interpreter, InterpreterLimits
+from posttrain.environments.memory.messages import first_messages, last_call, refusal, system_prompt
+from posttrain.environments.memory.parser import Reply, parse
+from posttrain.environments.memory.recipe import MemoryRecipe
+from posttrain.environments.memory.storage import MemoryStorage
+from posttrain.environments.memory.tasks import Assignment, made_up
+from posttrain.environments.memory.vault import Vault
+from posttrain.environments.memory.worlds.replies import asks
+from posttrain.environments.memory.worlds.rewards import score
+from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
+from posttrain.recipe.components import EnvironmentRecipe
+
+_NOTHING = "Nothing comes to mind."
+"""What `validate` gives as a wrong reply."""
+
+
+class Memory(Environment):
+    """A user's question is answered from notes, or the notes are changed, by writing Python. Success is all of the task.
+
+    Every episode has its own copy of its vault. `info` of each step has `kind`; of the last one `success`, `scores`
+    (success by the kind of task), `parts` of the reward, and `faults` in words. A fault of the interpreter itself is
+    raised, for it says nothing about the policy.
+    """
+
+    Recipe = MemoryRecipe
+    players = tuple(name for name in PLAYERS if name != "random")
+
+    def __init__(self, recipe: EnvironmentRecipe) -> None:
+        super().__init__(recipe)
+        self.primer = "<think>" if self.recipe.opened_by == "environment" else ""
+        self._assignment: Assignment | None = None
+
+    def reset(self, seed: int) -> Observation:
+        """Put the vault of `seed` in place and ask its question."""
+        self._assignment = assignment(self.recipe, seed)
+        self._turns = 0
+        task, files = self._assignment.task, self._assignment.files
+        question, rules = split_question(task.question)
+        self._vault = Vault(MemoryStorage(files), self.recipe.vault)
+        self._desk = Desk(
+            self._vault,
+            _interpreter(self.recipe.interpreter.model_dump_json(), self.recipe.workers),
+            rules,
+            task.theme,
+            self.recipe.tool_calls,
+            self.recipe.result_chars,
+        )
+        system = system_prompt(self.recipe.max_turns, self.recipe.thinking, self.recipe.prompt)
+        return Observation(first_messages(system, question, rules))
+
+    def step(self, action: str) -> Step:
+        """Run the code of a message, or score its reply. A message that is not understood does nothing."""
+        current = self._current()
+        self._turns += 1
+        left = self.recipe.max_turns - self._turns
+        found = parse(action, self.recipe.thinking)
+        info: dict[str, Any] = {"kind": current.task.kind}
+        if isinstance(found, Reply):
+            return self._end(found.text, info, 0.0)
+        reward, messages = 0.0, []
+        if isinstance(found, Rejected):
+            info["rejected"] = found.reason
+            reward = self.recipe.rejected
+            messages = [refusal(found.reason, left)]
+        elif left:
+            messages = [self._desk.run(found.code)]
+            messages = [last_call(messages[0])] if left == 1 else messages
+        if not left:
+            return self._end(None, info, reward)
+        return Step(messages, reward, terminated=False, truncated=False, info=info)
+
+    def _end(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
+        """The last step. What the policy said itself is scored, so that a guess at what is hidden has its price."""
+        task, before = self._current().task, self._current().files
+        scored = score(
+            task,
+            before,
+            self._vault.files(),
+            reply,
+            asks(reply or ""),
+            self._turns,
+            self.recipe.weights,
+            self._desk.checked_first,
+        )
+        info |= {
+            "success": scored.success,
+            "scores": {task.kind: float(scored.success)},
+            "parts": dict(scored.parts),
+            "faults": list(scored.faults),
+            "variant": task.variant,
+            "hops": task.hops,
+        }
+        messages: list[Message] = []
+        if reply is not None and self._desk.let_out(reply) != reply:
+            info["withheld"] = True
+        self._assignment = None
+        return Step(messages, reward + scored.total, reply is not None, reply is None, info)
+
+    def expert(self) -> str:
+        """The next message of the scripted solution: code, or at last the reply."""
+        task = self._current().task
+        place = min(self._turns, len(task.code))
+        thought = _thought(task.kind, task.asks, place, len(task.code))
+        if place < len(task.code):
+            return self._written(thought, f"<python>\n{task.code[place]}\n</python>")
+        return self._written(thought, f"<reply>{task.reply}</reply>")
+
+    def random_answer(self, draw: float) -> str:
+        """A reply that tells one of the facts of the vault, chosen by `draw`; it is right by chance only."""
+        files = self._current().files
+        facts = [fact for fact in facts_of(files, self._current().task.theme) if fact.kind != "link"]
+        fact = facts[min(int(draw * len(facts)), len(facts) - 1)]
+        said = files[fact.note][fact.value_start : fact.value_end]
+        return self._written("I guess.", f"<reply>It is {said}.</reply>")
+
+    @classmethod
+    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+        """The kind of the task, and its seed."""
+        assert isinstance(recipe, MemoryRecipe)
+        return f"{assignment(recipe, seed).task.variant} task of environment seed {seed}"
+
+    @classmethod
+    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+        """`random` tells a random fact and `optimal` is the scripted solution; the players of `baselines.py`."""
+        assert isinstance(recipe, MemoryRecipe)
+        solved = []
+        for seed in seeds:
+            steps = play(cls(recipe), seed)
+            last = steps[-1].info
+            solved.append(Outcome(last["kind"], last["success"], sum(step.reward for step in steps)))
+        players = reference_players(recipe, [assignment(recipe, seed) for seed in seeds])
+        return {**players, "optimal": summary(solved)}
+
+    @classmethod
+    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+        """The scripted solution succeeds and earns what success is worth, also where the same instance has changed
+        its vault before; a wrong reply, no reply and messages that are not understood do not, and earn less.
+        """
+        assert isinstance(recipe, MemoryRecipe)
+        environment, weights = cls(recipe), recipe.weights
+        for seed in seeds:
+            require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
+            best = play(environment, seed)
+            faults = ", ".join(best[-1].info["faults"])
+            require(best[-1].info["success"] is True, seed, f"the scripted solution does not succeed: {faults}")
+            earned = sum(step.reward for step in best)
+            require(earned >= weights.success - weights.turns_at_most - 1e-9, seed, f"it earned {earned:g} only")
+            require(play(environment, seed) == best, seed, "the same messages led to something else")
+            code = environment._written("", "<python>\na = 1\n</python>")
+            wrong = environment._written("", f"<reply>{_NOTHING}</reply>")
+            for name, messages in (
+                ("a wrong reply", [wrong]),
+                ("no reply", [code] * recipe.max_turns),
+                ("messages that are not understood", ["nonsense"] * recipe.max_turns),
+            ):
+                steps = play(environment, seed, messages)
+                last = steps[-1]
+                require(last.terminated or last.truncated, seed, f"{name} did not end the episode")
+                require(last.info["success"] is False, seed, f"{name} counts as success")
+                require(sum(step.reward for step in steps) < earned, seed, f"{name} earned as much as the solution")
+            require(all(step.info.get("rejected") for step in steps), seed, "nonsense was not rejected")
+            try:
+                environment.step(wrong)
+            except RuntimeError:
+                continue
+            raise AssertionError(f"seed {seed}: a step was taken after the end")
+
+    def _written(self, thought: str, block: str) -> str:
+        """A message in the format of the recipe; without `<think>` where the template has written it."""
+        if not self.recipe.thinking:
+            return block
+        opening = "" if self.recipe.opened_by == "template" else "<think>"
+        return f"{opening}{thought}</think>{block}"
+
+    def _current(self) -> Assignment:
+        if self._assignment is None:
+            raise RuntimeError("the episode is over; call reset")
+        return self._assignment
+
+
+def assignment(recipe: MemoryRecipe, seed: int) -> Assignment:
+    """The task and the vault of `seed`."""
+    return made_up(recipe.worlds, seed)
+
+
+def _thought(kind: str, asks_back: bool, place: int, blocks: int) -> str:
+    """A reason in one line for a step of a scripted solution."""
+    if place < blocks:
+        if place == 0:
+            return "I look at the notes first."
+        if kind == "update" and place == blocks - 1:
+            return "Now I change the notes."
+        return "That leads on to the next note."
+    if asks_back:
+        return "The notes do not settle this, so I ask."
+    return {
+        "update": "The notes are changed.",
+        "filter": "I tell what the privacy rule allows.",
+    }.get(kind, "The notes say it.")
+
+
+@lru_cache(maxsize=4)
+def _interpreter(limits: str, workers: int) -> Interpreter:
+    """The interpreter that all episodes of these limits share; it ends with the program."""
+    interpreter = Interpreter(InterpreterLimits.model_validate_json(limits), workers)
+    atexit.register(interpreter.close)
+    return interpreter

@@ -1,0 +1,72 @@
+"""One question to a memory agent and the vault it may use: what its code can reach, what it is shown, what is let out.
+
+Environment, chat and server all go through here, so the limits and the privacy rules hold in each.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from posttrain.environments.memory.filters import Filter
+from posttrain.environments.memory.interpreter import Interpreter
+from posttrain.environments.memory.limits import VaultError
+from posttrain.environments.memory.messages import result
+from posttrain.environments.memory.storage import MemoryStorage
+from posttrain.environments.memory.tools import call, tools
+from posttrain.environments.memory.vault import Vault
+from posttrain.environments.protocol import Message
+
+CHANGING = ("create_file", "update_file", "append_file", "delete_file", "move_file")
+"""The functions that change notes."""
+_READING = ("read_file", "follow_link")
+
+
+class Desk:
+    """Runs an agent's code over a vault for one question."""
+
+    def __init__(
+        self,
+        vault: Vault,
+        interpreter: Interpreter,
+        rules: Sequence[str] = (),
+        theme: str | None = None,
+        tool_calls: int = 60,
+        result_chars: int = 4_000,
+    ) -> None:
+        """`rules` are the user's privacy rules. With any, the code works on a copy of the vault without what they hide,
+        and notes cannot be changed. `theme`: that of a made-up world, if it is known. `tool_calls`: most calls in all.
+        """
+        self.vault = vault
+        self.filter = Filter(rules, vault.files() if rules else {}, theme)
+        self.calls = 0
+        """Calls of tools so far."""
+        self.checked_first = False
+        """Whether the first of them read `user.md`."""
+        self._interpreter = interpreter
+        self._most, self._chars = tool_calls, result_chars
+        seen = Vault(MemoryStorage(self.filter.view), vault.limits) if self.filter.active else vault
+        self._functions = {name: self._guarded(name, function) for name, function in tools(seen).items()}
+
+    def run(self, code: str) -> Message:
+        """Run a block of code; its result, as the next message to the model. Raises where we are at fault."""
+        ran = self._interpreter.run(code, self._functions)
+        return result(ran.values, ran.printed, ran.error, self._chars)
+
+    def let_out(self, reply: str) -> str:
+        """The reply as the user may see it."""
+        return self.filter.clean(reply) if self.filter.active else reply
+
+    def _guarded(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        @wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> object:
+            if self.calls >= self._most:
+                raise VaultError("no more calls are allowed in this task; reply with what you know", "RuntimeError")
+            self.calls += 1
+            if self.calls == 1:
+                first = next(iter([*args, *kwargs.values()]), "")
+                self.checked_first = name in _READING and str(first).strip("[] ").removesuffix(".md") == "user"
+            if self.filter.active and name in CHANGING:
+                raise VaultError("notes cannot be changed while a privacy rule holds", "PermissionError")
+            return call({name: function}, name, list(args), kwargs)
+
+        return guarded

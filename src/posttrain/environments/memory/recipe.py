@@ -1,0 +1,54 @@
+"""The keys of the memory environment."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.environments.memory.interpreter import InterpreterLimits
+from posttrain.environments.memory.limits import VaultLimits
+from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldRecipe
+from posttrain.recipe.components import EnvironmentRecipe
+
+
+class MemoryRecipe(EnvironmentRecipe):
+    """Keys of `memory`."""
+
+    type: Literal["memory"] = "memory"
+    """A vault of Markdown notes, read and changed by writing Python."""
+    max_turns: int = Field(8, ge=2)
+    """Messages of the policy until the episode is cut off. A scripted solution takes at most 5."""
+    worlds: WorldRecipe = WorldRecipe()
+    """Worlds and tasks, made up: each seed is one task in a world of its own, of each kind as often as its number of tasks says."""
+    weights: RewardWeights = RewardWeights()
+    """What each outcome of an episode is worth."""
+    rejected: float = Field(-0.02, le=0)
+    """Added to the reward of a turn whose message was not understood."""
+    thinking: bool = True
+    """Every message begins with a `<think>` block; otherwise it is `<python>` or `<reply>` alone."""
+    opened_by: Literal["policy", "environment", "template"] = "policy"
+    """Who writes the opening `<think>`: the policy, the environment (put in the policy's mouth), or a chat template that does so by itself, as that of Qwen3-4B-Thinking-2507."""
+    prompt: Literal["full", "brief"] = "full"
+    """The system prompt: about 570 or 190 tokens of SmolLM2."""
+    result_chars: int = Field(4_000, ge=100)
+    """About how many characters of a result are shown; what is longer is cut and says so."""
+    tool_calls: int = Field(60, ge=1)
+    """Most calls of tools in an episode."""
+    vault: VaultLimits = VaultLimits()
+    """Limits of the notes."""
+    interpreter: InterpreterLimits = InterpreterLimits()
+    """Limits of a block of code."""
+    workers: int = Field(1, ge=1)
+    """Processes that run code, shared by all episodes of a run."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "MemoryRecipe":
+        if not self.thinking and self.opened_by != "policy":
+            raise ValueError("`opened_by` means nothing without `thinking`; leave one out")
+        weights = self.weights
+        least = weights.success - weights.turns_at_most + self.rejected * (self.max_turns - 1)
+        if least <= weights.partial + weights.check_first:
+            raise ValueError(
+                f"an episode that succeeds after messages that were rejected could earn as little as {least:g}, no more "
+                "than a wrong one; bring `rejected` nearer to 0 or lower `max_turns`"
+            )
+        return self
