@@ -27,7 +27,7 @@ LIMITS = VaultLimits(file_bytes=4_000, files=20, total_bytes=20_000, journal_ent
 def interpreter():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENROUTER_API_KEY", KEY)
-        with Interpreter(InterpreterLimits(seconds=1.0, memory_bytes=16 << 20)) as found:
+        with Interpreter(InterpreterLimits(seconds=10, memory_bytes=16 << 20)) as found:
             yield found
 
 
@@ -348,9 +348,9 @@ RUNAWAYS = {
 
 
 @pytest.mark.parametrize("name", RUNAWAYS)
-def test_nothing_runs_away(interpreter, place, name):
+def test_nothing_runs_away(fragile, place, name):
     before = place.vault.files()
-    ran = attack(interpreter, place, f"{RUNAWAYS[name]}\nwon = True")
+    ran = attack(fragile, place, f"{RUNAWAYS[name]}\nwon = True")
     assert ran.error or name in ("deep lists", "many operators", "a backtracking pattern")
     assert place.vault.files() == before
 

@@ -68,6 +68,12 @@ def test_nothing_stays_from_one_turn_to_the_next(interpreter, functions):
     assert ran.error is None
 
 
+def test_only_the_functions_of_this_turn_can_be_called(interpreter, functions):
+    assert interpreter.run("x = read_file('user.md')\ng = list_files", functions).error is None
+    assert interpreter.run("read_file('user.md')", {}).error == "line 1: NameError: name 'read_file' is not defined"
+    assert interpreter.run("g = list_files\ng()", {}).error == "line 1: NameError: name 'list_files' is not defined"
+
+
 @pytest.mark.parametrize(
     ("code", "error"),
     [

@@ -1,5 +1,6 @@
 """What holds of every vault, path, update and limit, over many drawn at random."""
 
+import json
 import tempfile
 import unicodedata
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.environments.memory.interpreter_worker import Bounded
 from posttrain.environments.memory.limits import VaultError, VaultLimits
 from posttrain.environments.memory.links import Link, Notes, links, mended, parse_link, section
 from posttrain.environments.memory.paths import collision, note_path
@@ -221,3 +223,20 @@ def test_any_text_survives_on_disk(text):
         except VaultError:
             assert "\0" in text or any("\ud800" <= c <= "\udfff" for c in text)
         vault.close()
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40) | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=9) | st.integers(), inner, max_size=9),
+    max_leaves=80,
+)
+
+
+@quick
+@given(values, st.integers(20, 600))
+def test_what_comes_back_is_bounded_json(value, most):
+    shown = Bounded(most).value(value)
+    assert len(json.dumps(shown, ensure_ascii=False, allow_nan=False)) <= 4 * most + 1_000
+    plenty = Bounded(1_000_000).value(value)
+    assert len(repr(plenty)) >= len(repr(shown)) - 1_000
+    assert Bounded(1_000_000).value(plenty) == plenty
