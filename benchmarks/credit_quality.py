@@ -40,7 +40,8 @@ def options() -> argparse.Namespace:
         "--rows", default="2300:", help="which of them, first and end; neither model may have seen them"
     )
     parser.add_argument("--count", type=int, default=200, help="most solutions")
-    parser.add_argument("--pairs", type=Path, default=Path("data/gsm8k/pairs_val.jsonl"), help="held-out pairs")
+    parser.add_argument("--pairs", default="data/gsm8k/pairs_val.jsonl", help="held-out pairs; empty: none")
+    parser.add_argument("--only", help="estimators whose name holds one of these words, separated by commas")
     parser.add_argument("--final", default="A: ", help="what the models have read before a final answer")
     parser.add_argument("--permutations", type=int, default=8, help="orders of shapley, where sampled")
     parser.add_argument("--seed", type=int, default=0, help="of the changes, the orders and the intervals")
@@ -81,7 +82,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     related: list[dict[str, Any]] = []
     notes = [made]
-    held = pairs_of(read_jsonl(chosen.pairs))
+    held = pairs_of(read_jsonl(Path(chosen.pairs))) if chosen.pairs else []
     for judge, name in ((of_answers, "answers"), (of_units, "units"), (perfect, "calculator")):
         if judge is None:
             continue
@@ -94,12 +95,13 @@ def main() -> None:
         notes += judged(judge, name, cases, held)
         wrong, right = (credits_of(judge, cases, side, chosen) for side in ("wrong", "right"))
         found += [row(name, key, wrong[key], right[key], cases, chosen.seed) for key in wrong]
-        if judge is of_answers:
+        if judge is of_answers and all(f"loo, {how}" in wrong for how in RENDERINGS):
             related = renderings(wrong, chosen.seed)
     notes += [
         "answers: a reward model of whole answers; units: one of units; calculator: minus the number of wrong calculations",
         "lowest: share of solutions whose wrong step has the least credit, a tie among m counts 1/m; 95% intervals over "
-        "solutions; before: the same step's share in the right solution; AUC: share of the other steps with more credit",
+        "solutions; before: the same step's share in the right solution; of steps: with the last unit left out, which is the final "
+        "answer; AUC: share of the other steps with more credit",
         "drop: share of solutions whose step has less credit when it is wrong than when it was right, a tie is half",
         "forwards and tokens: a solution's, besides reading it whole; prefix and trunc are one pass, the same for both",
     ]
@@ -116,7 +118,10 @@ def credits_of(judge: Judge, cases: Sequence[Case], side: str, chosen: argparse.
     if isinstance(judge, UnitJudge):
         return judge.credits(streams)
     units = [getattr(case, f"{side}_units") for case in cases]
-    return judge.credits(streams, units, chosen.permutations, chosen.seed)
+    words = [word.strip() for word in (chosen.only or "").split(",")]
+    return judge.credits(
+        streams, units, chosen.permutations, chosen.seed, lambda name: any(word in name for word in words)
+    )
 
 
 def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Case], seed: int) -> dict[str, Any]:
@@ -128,13 +133,15 @@ def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Cas
         "credit": key,
         "lowest": found.lowest.value,
         "95%": limits(found.lowest),
-        "chance": found.lowest.value - found.above_chance.value,
-        "over chance": limits(found.above_chance),
+        "chance": found.chance,
         "before": found.unchanged,
         "over before": limits(found.above_unchanged),
+        "of steps": found.of_steps.value,
+        "steps 95%": limits(found.of_steps),
+        "steps chance": found.chance_of_steps,
+        "steps before": found.unchanged_of_steps,
         "AUC": found.auc.value,
         "AUC 95%": limits(found.auc),
-        "rank": found.rank,
         "drop": found.drop.value,
         "drop 95%": limits(found.drop),
         "n": n,

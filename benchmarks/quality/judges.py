@@ -59,55 +59,65 @@ class OutcomeJudge:
             raise InputError(f"--outcome: {model.recipe.path} rewards units; name a reward model of whole answers")
         mean, std = model.statistics or (0.0, 1.0)
         self.scale: Callable[[float], float] = lambda raw: (raw - mean) / std
+        self._known: dict[bytes, float] = {}
 
     def reader(self, segmenter: UnitsRecipe) -> Reader:
         return Reader(self.model, segmenter)
 
     def scores(self, streams: Sequence[Stream]) -> np.ndarray:
-        """[S] float64: normalised rewards of whole answers."""
+        """[S] float64: normalised rewards of whole answers, each computed once."""
         import torch
 
-        found = np.zeros(len(streams))
-        for group in pack([_sample(stream) for stream in streams], self.budget, _KEY):
-            chosen = [streams[i] for i in group]
+        new = [stream for stream in streams if stream.ids.tobytes() not in self._known]
+        for group in pack([_sample(stream) for stream in new], self.budget, _KEY):
+            chosen = [new[i] for i in group]
             with torch.no_grad():
-                found[group] = self.model.rewards([s.ids for s in chosen], [s.sampled for s in chosen]).cpu().numpy()
-        return np.array([self.scale(value) for value in found.tolist()])
+                values = self.model.rewards([s.ids for s in chosen], [s.sampled for s in chosen]).tolist()
+            self._known |= {s.ids.tobytes(): self.scale(value) for s, value in zip(chosen, values, strict=True)}
+        return np.array([self._known[stream.ids.tobytes()] for stream in streams])
 
     def credits(
-        self, streams: Sequence[Stream], units: Sequence[Spans], permutations: int, seed: int
+        self,
+        streams: Sequence[Stream],
+        units: Sequence[Spans],
+        permutations: int,
+        seed: int,
+        wanted: Callable[[str], bool] = lambda name: True,
     ) -> dict[str, Credits]:
-        """The credit by every estimator, by its name in recipes."""
+        """The credit by every estimator that is `wanted`, by its name in recipes."""
         answers = [
             JudgedAnswer(stream, own, outcome, f"answer {number}")
             for number, (stream, own, outcome) in enumerate(zip(streams, units, self.scores(streams), strict=True))
         ]
-        valuer = self._valuer()
-        values = valuer.prefixes(answers, one_pass=True)
-        found = {
-            "prefix": _paid([prefix.prefix(own) for own in values], valuer),
-            "trunc": _paid([prefix.trunc(own) for own in values], valuer),
-        }
-        for how in RENDERINGS:
+        found: dict[str, Credits] = {}
+        if wanted("prefix") or wanted("trunc"):
             valuer = self._valuer()
-            members = [coalitions.all_but_one(len(a.units)) for a in answers]
-            without = valuer.coalitions(answers, members, how)
-            found[f"loo, {how}"] = _paid(
-                [
-                    coalitions.loo(a.outcome, np.array([own[m] for m in asked]))
-                    for a, asked, own in zip(answers, members, without, strict=True)
-                ],
-                valuer,
-            )
-        found["shapley"] = self._shapley(answers, permutations, seed)
-        if not isinstance(self.model, Calculator):
+            values = valuer.prefixes(answers, one_pass=True)
+            found["prefix"] = _paid([prefix.prefix(own) for own in values], valuer)
+            found["trunc"] = _paid([prefix.trunc(own) for own in values], valuer)
+        for how in RENDERINGS:
+            if wanted(f"loo, {how}"):
+                found[f"loo, {how}"] = self._loo(answers, how)
+        if wanted("shapley"):
+            found["shapley"] = self._shapley(answers, permutations, seed)
+        if wanted("attention") and not isinstance(self.model, Calculator):
             valuer = self._valuer()
             weights = valuer.attention(answers)
             shared = [shares.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
             found["attention"] = _paid(shared, valuer)
         found["even"] = Credits([shares.even(a.outcome, len(a.units)) for a in answers], 0, 0)
         found["outcome"] = Credits([shares.last(a.outcome, len(a.units)) for a in answers], 0, 0)
-        return found
+        return {name: own for name, own in found.items() if wanted(name)}
+
+    def _loo(self, answers: Sequence[JudgedAnswer], how: Rendering) -> Credits:
+        valuer = self._valuer()
+        members = [coalitions.all_but_one(len(a.units)) for a in answers]
+        without = valuer.coalitions(answers, members, how)
+        credits = [
+            coalitions.loo(a.outcome, np.array([own[m] for m in asked]))
+            for a, asked, own in zip(answers, members, without, strict=True)
+        ]
+        return _paid(credits, valuer)
 
     def _shapley(self, answers: Sequence[JudgedAnswer], permutations: int, seed: int) -> Credits:
         valuer = self._valuer()
@@ -172,6 +182,7 @@ class UnitJudge:
             raise InputError(f"--units: {path} cuts by entropy, and a changed number moves such cuts; name another")
         self.segmenter = units.segmenter
         self._cutter = UnitReader(self.model, units, budget)
+        self._known: dict[bytes, np.ndarray] = {}
         params = path / "normaliser" / "params.json"
         self.normaliser: Normaliser | None = read_normaliser(params) if params.is_file() else None
 
@@ -179,11 +190,12 @@ class UnitJudge:
         return Reader(self.model, segmenter)
 
     def rewards(self, streams: Sequence[Stream]) -> list[np.ndarray]:
-        """[K_i] float64 of each answer: the raw rewards of its units."""
-        samples = [_sample(stream) for stream in streams]
-        found = unit_rewards(self.model, self._cutter, samples, self.budget, _KEY)
+        """[K_i] float64 of each answer: the raw rewards of its units, each computed once."""
+        new = [stream for stream in streams if stream.ids.tobytes() not in self._known]
+        found = unit_rewards(self.model, self._cutter, [_sample(s) for s in new], self.budget, _KEY)
         self._cutter.forget()
-        return [own.astype(np.float64) for own in found]
+        self._known |= {s.ids.tobytes(): own.astype(np.float64) for s, own in zip(new, found, strict=True)}
+        return [self._known[stream.ids.tobytes()] for stream in streams]
 
     def scores(self, streams: Sequence[Stream]) -> np.ndarray:
         """[S] float64: what the answers are worth, the mean of their units."""

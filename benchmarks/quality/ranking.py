@@ -17,15 +17,17 @@ class Found:
 
     lowest: Estimate
     """Share in which the wrong step has the lowest credit; of m steps that are lowest alike, 1 / m."""
-    above_chance: Difference
-    """`lowest` minus the mean of 1 / K."""
+    chance: float
+    """The mean of 1 / K."""
+    of_steps: Estimate
+    """`lowest` with the last unit left out, which is no step but the final answer."""
+    chance_of_steps: float
+    unchanged_of_steps: float
     unchanged: float
     """The share before the change: how often that step is lowest in the right solution."""
     above_unchanged: Difference
     auc: Estimate
     """Share of the other steps with more credit; a tie is half. 0.5 by chance."""
-    rank: float
-    """1 is lowest; ties share the mean of their ranks."""
     drop: Estimate
     """Share in which the step has less credit in the wrong solution than in the right one; a tie is half."""
 
@@ -47,18 +49,21 @@ def auc(credits: np.ndarray, step: int) -> float:
 
 
 def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Sequence[int], seed: int) -> Found:
-    """`wrong` and `right`: credits [K_i] of n solutions with and without the wrong step, whose number is in `steps`."""
+    """`wrong` and `right`: credits [K_i] of n solutions with and without the wrong step, whose number is in `steps` and
+    which is not the last unit."""
     least = [lowest(own, step) for own, step in zip(wrong, steps, strict=True)]
     before = [lowest(own, step) for own, step in zip(right, steps, strict=True)]
-    chance = [1 / len(own) for own in wrong]
+    steps_alone = [lowest(own[:-1], step) for own, step in zip(wrong, steps, strict=True)]
     moved = [float(np.sign(w[k] - r[k])) for w, r, k in zip(wrong, right, steps, strict=True)]
     return Found(
         lowest=bootstrap_mean(least, seed, DRAWS),
-        above_chance=paired_difference(least, chance, seed, DRAWS),
+        chance=float(np.mean([1 / len(own) for own in wrong])),
+        of_steps=bootstrap_mean(steps_alone, seed, DRAWS),
+        chance_of_steps=float(np.mean([1 / (len(own) - 1) for own in wrong])),
+        unchanged_of_steps=float(np.mean([lowest(own[:-1], step) for own, step in zip(right, steps, strict=True)])),
         unchanged=float(np.mean(before)),
         above_unchanged=paired_difference(least, before, seed, DRAWS),
         auc=bootstrap_mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], seed, DRAWS),
-        rank=float(np.mean([rank(own, step) for own, step in zip(wrong, steps, strict=True)])),
         drop=clustered_rate([(1 - sign) / 2 for sign in moved], len(moved)),
     )
 

@@ -98,11 +98,12 @@ class Reader:
         return segment(self.segmenter, answers_in(stream, self.model.end_tokens, self.decode), self.decode)
 
     def case(self, solved: Solved) -> Case | None:
-        """None where the change moves a boundary of units, or there are fewer than 3 of them."""
+        """None where the change moves a boundary of units, there are fewer than 3, or it is in the last one."""
         right, wrong = (self.stream(solved.question, a) for a in (solved.injected.right, solved.injected.wrong))
         units = [self.units(stream) for stream in (right, wrong)]
         steps = [self._unit_at(*part, solved.injected.place) for part in zip((right, wrong), units, strict=True)]
-        if len(units[0]) != len(units[1]) or steps[0] != steps[1] or len(units[0]) < 3:
+        last = len(units[0]) - 1
+        if len(units[1]) - 1 != last or steps[0] != steps[1] or last < 2 or steps[0] == last:
             return None
         return Case(f"row {solved.row}", right, wrong, *units, steps[0])
 
