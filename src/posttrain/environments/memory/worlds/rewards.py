@@ -19,9 +19,10 @@ from posttrain.environments.memory.worlds.replies import (
     without_titles,
 )
 from posttrain.environments.memory.worlds.task import MemoryTask
-from posttrain.environments.memory.worlds.themes import THEMES
+from posttrain.environments.memory.worlds.themes import theme_named
 from posttrain.environments.memory.worlds.truth import Parsed, parse
 from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, plain
+from posttrain.errors import InputError
 
 ASIDES = 2
 """So many facts that were not asked for may stand in a reply."""
@@ -64,13 +65,15 @@ def score(
 
     `before` and `after` are the vault (path -> text); `reply` the last answer to the user, None where there was none;
     `asked` whether that reply asks the user something (`replies.asks`); `turns` the answers that the model gave;
-    `checked_first` whether it read `user.md` before anything else. An episode succeeds where the whole task is solved and
+    `checked_first` whether it read `user.md` before anything else. InputError for a task without a truth. An episode succeeds where the whole task is solved and
     nothing is wrong.
     """
     verdict = _Verdict()
     text = (reply or "").strip()
     if not text:
         verdict.fault("silent", "there is no reply")
+    if "judge" in task.truth:
+        raise InputError(f"the truth of {task.question[:60]!r} is known to a judge only; leave such tasks out")
     if task.kind == "update":
         _update(task, before, after, asked, verdict)
     else:
@@ -119,7 +122,7 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
         verdict.fault("asked", "it asked though it could answer")
     for secret in _secrets(task, vault, reply):
         verdict.fault("leaked", f"it said {secret}")
-    extra = others(reply, wanted, vault, THEMES[task.theme], question, task.truth.get("operands", ()))
+    extra = others(reply, wanted, vault, theme_named(task.theme), question, task.truth.get("operands", ()))
     if extra:
         verdict.fault("guessed", f"it also said {', '.join(extra[:3])}")
     if _recites(task, vault, reply, ()):
@@ -171,7 +174,7 @@ def _said(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
         asked = {item.value for item in find(kind, task.question)}
         return Counter(item.value for item in find(kind, reply) if item.value not in asked)
     text, asked_text = plain(without_titles(reply, vault)), plain(task.question)
-    known = rivals(Answer(kind, "", key), vault, THEMES[task.theme], reply)
+    known = rivals(Answer(kind, "", key), vault, theme_named(task.theme), reply)
     counts = {part: f" {text} ".count(f" {part} ") for part in known if part and not mentions(asked_text, part)}
     return Counter({part: count for part, count in counts.items() if count})
 

@@ -59,7 +59,7 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
         Scenario("right, after many turns", True, after, task.reply, task.asks, _MANY),
         Scenario("right, user.md first", True, after, task.reply, task.asks, len(task.solution), True),
         Scenario("no reply", False, after, None, False, _MANY, True),
-        Scenario("right, and changed another note", False, _scribbled(task, after), task.reply, task.asks, 2, True),
+        Scenario("right, and changed another note", False, _scribbled(before, after), task.reply, task.asks, 2, True),
         Scenario("right, and broke a link", False, _broken(after), task.reply, task.asks, 2, True),
     ]
     if task.kind == "update":
@@ -166,11 +166,10 @@ def _with(files: Mapping[str, str], path: str, text: str) -> dict[str, str]:
     return {**files, path: files[path] + text}
 
 
-def _scribbled(task: MemoryTask, files: Mapping[str, str]) -> dict[str, str]:
-    """A line more in a note that the task has nothing to do with."""
-    touched = {str(value) for value in task.truth.get("change", {}).values()}
-    path = next(path for path in sorted(files, reverse=True) if path not in touched)
-    return _with(files, path, "\nThis line has nothing to do with it. " * 12)
+def _scribbled(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """Lines more in a note that the solution leaves alone."""
+    path = next(path for path in sorted(after, reverse=True) if after[path] == before.get(path))
+    return _with(after, path, "\nThis line has nothing to do with it. " * 12)
 
 
 def _broken(files: Mapping[str, str]) -> dict[str, str]:

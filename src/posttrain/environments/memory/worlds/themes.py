@@ -196,3 +196,10 @@ def _all() -> dict[str, Theme]:
 
 THEMES: dict[str, Theme] = _all()
 """Name -> theme."""
+FOREIGN = Theme("foreign", (), (), (), ((), (), ()), (), (), (), ())
+"""The theme of a vault that was not made here: no label is known, so nothing in it is a statement."""
+
+
+def theme_named(name: str) -> Theme:
+    """The theme of a name, `FOREIGN` for `foreign`."""
+    return FOREIGN if name == FOREIGN.name else THEMES[name]

@@ -8,7 +8,7 @@ from functools import cache, cached_property, lru_cache
 from posttrain.environments.memory.limits import VaultError
 from posttrain.environments.memory.links import resolve as vault_resolve
 from posttrain.environments.memory.worlds.graph import USER, Statement, distances, value_of
-from posttrain.environments.memory.worlds.themes import THEMES, Theme, plain_label
+from posttrain.environments.memory.worlds.themes import Theme, plain_label, theme_named
 from posttrain.environments.memory.worlds.values import links, plain
 
 _ABOUT = re.compile(
@@ -85,7 +85,7 @@ def resolve(target: str, paths: Mapping[str, object]) -> str | None:
 
 @lru_cache(maxsize=64)
 def _parse(notes: tuple[tuple[str, str], ...], theme_name: str) -> Parsed:
-    theme, files = THEMES[theme_name], dict(notes)
+    theme, files = theme_named(theme_name), dict(notes)
     titles = {path: title(text) for path, text in notes}
     named = {plain(name): path for path, name in titles.items()}
     places: list[Place] = []
@@ -170,7 +170,7 @@ def _prose(
 @cache
 def _sentences(theme_name: str) -> list[tuple[str, bool, str, re.Pattern[str]]]:
     """Key, whether it is a sentence of `user.md`, words that it has, and the pattern, of each sentence of a theme."""
-    theme = THEMES[theme_name]
+    theme = theme_named(theme_name)
     texts = {(item.key, item.sentence): None for item in theme.user_attributes}
     texts |= {(item.key, item.sentence): None for kind in theme.kinds for item in kind.attributes}
     texts |= {(item.key, item.sentence): None for item in theme.relations}
