@@ -6,6 +6,7 @@ that matters is as it was, and the next turn works.
 
 import os
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,7 +46,9 @@ class Place:
         self.base, self.root = base, base / "vault"
         for folder in (self.root, base / "vault_evil", base / "outside"):
             folder.mkdir()
-        for file in (base / "vault_evil" / "note.md", base / "outside" / "secret.md", base / "secret.md"):
+        # The file with a second name is one of its own: many names alone would protect the others.
+        named = ("vault_evil/note.md", "outside/secret.md", "outside/named.md", "secret.md")
+        for file in (base / name for name in named):
             file.write_text(SECRET)
         if kind == "disk":
             for path, text in FILES.items():
@@ -55,7 +58,7 @@ class Place:
             (self.root / "relative.md").symlink_to("../outside/secret.md")
             (self.root / "folder").symlink_to(base / "outside")
             (self.root / "dangling.md").symlink_to(base / "outside" / "made.md")
-            os.link(base / "outside" / "secret.md", self.root / "hard.md")
+            os.link(base / "outside" / "named.md", self.root / "hard.md")
             os.mkfifo(self.root / "pipe.md")
             (self.root / ".hidden.md").write_text(SECRET)
             (self.root / "secret.txt").write_text(SECRET)
@@ -453,10 +456,12 @@ def test_a_folder_that_is_exchanged_for_a_link_meanwhile_leads_nowhere(interpret
                 os.rename(folder, tmp_path / "aside" / str(rounds))
             with suppress(OSError):
                 os.symlink(place.base / "outside", folder)
+            time.sleep(0.0003)
             with suppress(OSError):
                 os.unlink(folder)
             with suppress(OSError):
                 os.mkdir(folder)
+            time.sleep(0.0003)
 
     thread = threading.Thread(target=exchange)
     thread.start()
