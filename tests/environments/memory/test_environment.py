@@ -1,5 +1,7 @@
 """The environment of the memory agent: episodes of scripts, what they are paid, and what leaks from one to another."""
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
@@ -13,6 +15,7 @@ from posttrain.environments.memory.interpreter import Interpreter, InterpreterFa
 from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.memory.storage import MemoryStorage
 from posttrain.environments.memory.vault import Vault
+from posttrain.environments.memory.worlds.dataset import row_of, samples
 from posttrain.environments.memory.worlds.replies import answer, told
 from posttrain.environments.memory.worlds.task import KINDS
 from posttrain.environments.memory.worlds.truth import parse
@@ -289,3 +292,62 @@ def test_random_answers_are_understood_and_told_apart_by_the_draw():
     answers = {environment.random_answer(draw / 10) for draw in range(10)}
     assert len(answers) > 3
     assert environment.step(answers.pop()).terminated
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A file with the tasks of two worlds."""
+    recipe = _recipe().worlds
+    made = list(samples(0, recipe, {"train": 1, "test": 1}))
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row_of(sample)) + "\n" for sample in made))
+    return str(path), made
+
+
+def test_rows_of_a_file_are_tasks_and_prove_themselves(rows):
+    path, made = rows
+    recipe = _recipe(tasks=path)
+    assert len(made) > 5
+    for seed, sample in enumerate(made):
+        assert assignment(recipe, seed).task == sample.task
+        assert assignment(recipe, seed).files == sample.world.files
+    Memory.validate(recipe, range(100))
+    with pytest.raises(InputError, match="is no row"):
+        Memory(recipe).reset(len(made))
+
+
+def test_worlds_that_are_trained_on_and_held_out_are_named(rows):
+    path, made = rows
+    recipe = _recipe(tasks=path)
+    first = sum(sample.split == "test" for sample in made)
+    apart = Memory.check_tasks(recipe, range(first), [range(first, len(made))])
+    assert apart == []
+    together = Memory.check_tasks(recipe, range(first), [range(first - 1, first)])
+    assert "1 of the held-out tasks" in together[0]
+    with pytest.raises(InputError, match="seeds go to 999"):
+        Memory.check_tasks(recipe, range(1000), [range(1)])
+
+
+def test_rows_of_the_published_form_can_be_played_but_for_updates(tmp_path):
+    line = "\n\n~/~/~/~/~/~/~/~\n\n"
+    memory = {
+        "mem_id": "m1",
+        "user_md": "# Ida\n- friend: [[entities/bo.md]]\n",
+        "entities": [
+            {"entity_name": "Bo", "entity_file_path": "entities/bo.md", "entity_file_content": "# Bo\n- city: Bern\n"}
+        ],
+    }
+    (tmp_path / "m1").mkdir()
+    (tmp_path / "m1" / "base_memory.json").write_text(json.dumps(memory))
+    records = [
+        {"context_messages": [{"role": "user", "content": "Where does Bo live?"}], "label": f"{kind}{line}m1{line}Bern"}
+        for kind in ("retrieval", "update")
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    recipe = _recipe(tasks=str(path), memories=str(tmp_path))
+    environment = Memory(recipe)
+    environment.reset(0)
+    assert "Bern" in environment.step(_message("python", 'a = follow_link("[[bo]]")')).messages[0]["content"]
+    assert environment.step(_message("reply", "He lives in Bern.")).info["success"] is True
+    assert "no memory task" in Memory.check_tasks(recipe, range(1), [range(1)])[0]

@@ -16,11 +16,12 @@ from posttrain.environments.memory.messages import first_messages, last_call, re
 from posttrain.environments.memory.parser import Reply, parse
 from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.memory.storage import MemoryStorage
-from posttrain.environments.memory.tasks import Assignment, made_up
+from posttrain.environments.memory.tasks import Assignment, made_up, task_table
 from posttrain.environments.memory.vault import Vault
 from posttrain.environments.memory.worlds.replies import asks
 from posttrain.environments.memory.worlds.rewards import score
 from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
+from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 
 _NOTHING = "Nothing comes to mind."
@@ -127,6 +128,28 @@ class Memory(Environment):
         return self._written("I guess.", f"<reply>It is {said}.</reply>")
 
     @classmethod
+    def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
+        """Rows that are left out, and vaults that are both trained on and held out; InputError beyond the last row."""
+        assert isinstance(recipe, MemoryRecipe)
+        if not recipe.tasks:
+            return []
+        table = task_table(recipe.tasks, recipe.memories)
+        for key, seeds in (
+            ("seeds", training),
+            ("evaluation.seeds", held_out[0]),
+            ("evaluation.final_seeds", held_out[-1]),
+        ):
+            if seeds.stop > len(table.rows):
+                raise InputError(
+                    f"{key} go to {seeds.stop - 1}, but environment.tasks has {len(table.rows)} tasks, and a seed is a "
+                    f"row; set `{key}.start` and `{key}.count`"
+                )
+        trained = {str(table.rows[seed].files) for seed in training}
+        known = sum(str(table.rows[seed].files) in trained for seeds in held_out for seed in seeds)
+        shared = f"{known} of the held-out tasks are asked in worlds that are also trained on; move them apart"
+        return [*table.problems.summary(), *([shared] if known else [])]
+
+    @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
         """The kind of the task, and its seed."""
         assert isinstance(recipe, MemoryRecipe)
@@ -148,9 +171,14 @@ class Memory(Environment):
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
         """The scripted solution succeeds and earns what success is worth, also where the same instance has changed
         its vault before; a wrong reply, no reply and messages that are not understood do not, and earn less.
+
+        Seeds beyond the last row are left out; InputError where that leaves none.
         """
         assert isinstance(recipe, MemoryRecipe)
         environment, weights = cls(recipe), recipe.weights
+        if recipe.tasks:
+            count = len(task_table(recipe.tasks, recipe.memories).rows)
+            seeds = [seed for seed in seeds if seed < count] or seeds[:1]
         for seed in seeds:
             require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
             best = play(environment, seed)
@@ -192,8 +220,16 @@ class Memory(Environment):
 
 
 def assignment(recipe: MemoryRecipe, seed: int) -> Assignment:
-    """The task and the vault of `seed`."""
-    return made_up(recipe.worlds, seed)
+    """The task and the vault of `seed`; InputError for a seed beyond the last row."""
+    if not recipe.tasks:
+        return made_up(recipe.worlds, seed)
+    rows = task_table(recipe.tasks, recipe.memories).rows
+    if not 0 <= seed < len(rows):
+        raise InputError(
+            f"environment seed {seed} is no row of environment.tasks, which has {len(rows)} tasks (0 to {len(rows) - 1}); "
+            "change `seeds` or `evaluation.seeds`"
+        )
+    return rows[seed]
 
 
 def _thought(kind: str, asks_back: bool, place: int, blocks: int) -> str:

@@ -39,8 +39,8 @@ class Fact:
 
 
 def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
-    """The facts of a vault (path -> text): all lines with a label, and with a theme also what its sentences state."""
-    known = list(_themed(files, THEMES[theme])) if theme is not None else []
+    """The facts of a vault (path -> text): all lines with a label, and with a known theme also what its sentences state."""
+    known = list(_themed(files, THEMES[theme])) if theme in THEMES else []
     taken = {(fact.note, place) for fact in known for place in range(fact.value_start, fact.value_end)}
     others = [fact for fact in _labelled(files) if (fact.note, fact.value_start) not in taken]
     return [*known, *others]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from posttrain.environments.memory.facts import Fact, facts_of, names_of
 from posttrain.environments.memory.privacy import CATEGORIES, NotUnderstood, Rule, read_rules
+from posttrain.environments.memory.worlds.themes import THEMES
 from posttrain.environments.memory.worlds.truth import resolve
 from posttrain.environments.memory.worlds.values import FINDABLE, find, links, number_words
 
@@ -47,7 +48,7 @@ class Filter:
         Without a theme, sentences that state a fact cannot all be known, and more of them is hidden.
         """
         self._files = dict(files)
-        self._theme = theme
+        self._theme = theme if theme in THEMES else None
         self._facts = facts_of(files, theme) if rules else []
         self._names = names_of(files) if rules else {}
         self.rules: list[Rule] = []

@@ -8,6 +8,7 @@ from posttrain.environments.memory.interpreter import InterpreterLimits
 from posttrain.environments.memory.limits import VaultLimits
 from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.data import Sources
 
 
 class MemoryRecipe(EnvironmentRecipe):
@@ -18,7 +19,11 @@ class MemoryRecipe(EnvironmentRecipe):
     max_turns: int = Field(8, ge=2)
     """Messages of the policy until the episode is cut off. A scripted solution takes at most 5."""
     worlds: WorldRecipe = WorldRecipe()
-    """Worlds and tasks, made up: each seed is one task in a world of its own, of each kind as often as its number of tasks says."""
+    """Worlds and tasks, made up: each seed is one task in a world of its own, of each kind as often as its number of tasks says. Not used with `tasks`."""
+    tasks: Sources = []
+    """Rows to play instead, which `posttrain data worlds` wrote: a path, or a list of paths and sections. The environment seed is the row, counted from 0 over all sources."""
+    memories: str | None = None
+    """Folder with the `base_memory.json` files of rows of the published form, which only name their vault."""
     weights: RewardWeights = RewardWeights()
     """What each outcome of an episode is worth."""
     rejected: float = Field(-0.02, le=0)
@@ -44,6 +49,8 @@ class MemoryRecipe(EnvironmentRecipe):
     def _consistent(self) -> "MemoryRecipe":
         if not self.thinking and self.opened_by != "policy":
             raise ValueError("`opened_by` means nothing without `thinking`; leave one out")
+        if self.memories is not None and not self.tasks:
+            raise ValueError("`memories` belongs to rows that name them; give `tasks`, too")
         weights = self.weights
         least = weights.success - weights.turns_at_most + self.rejected * (self.max_turns - 1)
         if least <= weights.partial + weights.check_first:

@@ -1,13 +1,22 @@
 """Which task an environment seed is: one of a made-up world of its own, or a row of a file."""
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
 
+from posttrain.data.examples import read_examples
+from posttrain.data.problems import Problems
+from posttrain.environments.memory.worlds.dataset import read_row
+from posttrain.environments.memory.worlds.document import is_document_row, read_document_row, read_memories
 from posttrain.environments.memory.worlds.recipe import WorldRecipe
 from posttrain.environments.memory.worlds.render import make_world
 from posttrain.environments.memory.worlds.task import KINDS, MemoryTask
 from posttrain.environments.memory.worlds.tasks import tasks_of
 from posttrain.errors import InputError
+from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from posttrain.seeds import derive_seed, random_stream
 
 _WORLDS = 20
@@ -48,3 +57,48 @@ def _made_up(key: str, seed: int) -> Assignment:
     raise InputError(
         "environment.worlds makes worlds without a place for any task; allow more notes, facts or variants"
     )
+
+
+@dataclass(frozen=True)
+class TaskTable:
+    """The rows of files that are tasks, in order, and what is wrong with the others."""
+
+    rows: list[Assignment]
+    problems: Problems
+
+
+_reading = Lock()
+
+
+def task_table(sources: list[SourceRecipe], memories: str | None) -> TaskTable:
+    """The tasks of `sources`, read once per process; `memories` is a folder with the vaults of records that only name
+    them. InputError where there is none.
+    """
+    # Environments run in threads, and one of them should read while the others wait.
+    with _reading:
+        return _task_table(json.dumps([source.model_dump() for source in sources]), memories)
+
+
+@lru_cache(maxsize=16)
+def _task_table(key: str, memories: str | None) -> TaskTable:
+    sources = [SourceRecipe.model_validate(values) for values in json.loads(key)]
+    vaults = read_memories(Path(memories)) if memories is not None else {}
+    problems, rows = Problems(), []
+    for prompt in read_examples("prompt", sources, ColumnsRecipe(), problems):
+        try:
+            rows.append(_of_row(prompt.row, vaults))
+        except InputError as error:
+            problems.used -= 1
+            problems.add("no memory task", prompt.origin, str(error))
+    if not rows:
+        problems.require_any(", ".join(source.path for source in sources))
+    return TaskTable(rows, problems)
+
+
+def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]]) -> Assignment:
+    if not is_document_row(row):
+        return Assignment(*read_row(row))
+    task, files = read_document_row(row, vaults)
+    if task.kind == "update":
+        raise InputError("an update of this form has no truth that a program can compare with; leave it out")
+    return Assignment(task, files)
