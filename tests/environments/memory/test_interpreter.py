@@ -52,7 +52,7 @@ def test_values_become_json(interpreter, functions):
 
 
 def test_functions_classes_and_modules_are_no_values(interpreter, functions):
-    code = "import json\nclass A: pass\ndef f(): return 7\ng = read_file\nh = lambda: 1\nx = f()"
+    code = "import json\nclass A: pass\ndef f(): return 7\nh = lambda: 1\nx = f()\nf"
     assert interpreter.run(code, functions).values == {"x": 7}
 
 

@@ -155,31 +155,40 @@ def confine(settings: dict[str, Any]) -> None:
 
 def turn(pool: Any, job: dict[str, Any], settings: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Run the code of a job and say what came of it: values, printed, error (type, message, line)."""
-    from pydantic_monty import MontyCrashedError, MontyError
-
     printed = Printed(settings["output_chars"])
-    values: dict[str, object] = {}
-    error = None
-    try:
-        with pool.checkout(limits=settings["limits"], os_policy=settings["policy"]) as session:
-            try:
-                last = _driven(session.feed_start(job["code"], print_callback=printed), job["functions"], channel)
-            except MontyCrashedError:
-                raise
-            except MontyError as raised:
-                error, last = _described(raised), None
-            if error is None or error["type"] not in ("TimeoutError", "MemoryError", "RecursionError"):
-                values = _values(session, job["functions"], last, settings)
-    except Unsupported:
-        error = {"type": "NotImplementedError", "message": "waiting", "line": None}
-    except Unshown:
-        error = {"type": "ValueError", "message": "a value of the code cannot be shown", "line": None}
-    except (MemoryError, RecursionError):
-        error = {"type": "MemoryError", "message": "", "line": None}
-    except MontyError as raised:
-        error = error or {"type": "Crash", "message": type(raised).__name__, "line": None}
+    # That no process of the interpreter can be had is a fault of ours; all that follows is a matter of the code.
+    with pool.checkout(limits=settings["limits"], os_policy=settings["policy"]) as session:
+        values, error = _played(session, job, settings, printed, channel)
     text = printed.text + (f"… ({printed.left_out} more characters)" if printed.left_out else "")
     return {"values": values, "printed": text, "error": error}
+
+
+def _played(
+    session: Any, job: dict[str, Any], settings: dict[str, Any], printed: Printed, channel: Channel
+) -> tuple[dict[str, object], dict[str, Any] | None]:
+    """Values and error of a job."""
+    from pydantic_monty import MontyCrashedError, MontyError
+
+    error = None
+    try:
+        try:
+            last = _driven(session.feed_start(job["code"], print_callback=printed), job["functions"], channel)
+        except MontyCrashedError:
+            raise
+        except MontyError as raised:
+            error, last = _described(raised), None
+        # A limit stops the interpreter in the middle of something; what it holds then is not to be trusted.
+        if error and error["type"] in ("TimeoutError", "MemoryError", "RecursionError"):
+            return {}, error
+        return _values(session, job["functions"], last, settings), error
+    except Unsupported:
+        return {}, {"type": "NotImplementedError", "message": "waiting", "line": None}
+    except Unshown:
+        return {}, {"type": "ValueError", "message": "a value of the code cannot be shown", "line": None}
+    except (MemoryError, RecursionError):
+        return {}, {"type": "MemoryError", "message": "", "line": None}
+    except MontyError as raised:
+        return {}, error or {"type": "Crash", "message": type(raised).__name__, "line": None}
 
 
 def _driven(at: Any, names: list[str], channel: Channel) -> object:
@@ -250,15 +259,10 @@ def _values(session: Any, names: list[str], last: object, settings: dict[str, An
         found = {}
     if not isinstance(found, dict):
         found = {}
-    kept = {
-        str(name): value
-        for name, value in found.items()
-        if str(name) not in names
-        and not str(name).startswith("_")
-        and not (isinstance(value, str) and (value in names or _NO_VALUE.fullmatch(value[:200])))
-    }
+    found = {str(name): value for name, value in found.items() if name not in names and not str(name).startswith("_")}
     if last is not None:
-        kept[_LAST] = last
+        found[_LAST] = last
+    kept = {name: v for name, v in found.items() if not (isinstance(v, str) and _NO_VALUE.fullmatch(v[:200]))}
     return Bounded(settings["output_chars"]).values(kept)
 
 
