@@ -7,6 +7,7 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -252,6 +253,7 @@ def _make_folder(name: str, parent: int) -> None:
         os.mkdir(name, 0o755, dir_fd=parent)
 
 
+@lru_cache(maxsize=16_384)
 def _is_note(path: str) -> bool:
     try:
         return note_path(path, _ANY) == path
