@@ -59,7 +59,7 @@ def read_memories(folder: Path) -> dict[str, dict[str, str]]:
     for file in sorted(folder.rglob("base_memory.json")):
         try:
             memory = json.loads(file.read_text(encoding="utf-8"))
-            name = memory.get("mem_id") or memory["memory_id"]
+            name = memory["mem_id" if "mem_id" in memory else "memory_id"]
             entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
             found[str(name)] = {USER: memory["user_md"], **entities}
         except (OSError, ValueError, KeyError, TypeError) as error:
