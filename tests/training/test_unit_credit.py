@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from posttrain.credit.units.rendering import rendered
 from posttrain.credit.units.spans import spans
-from posttrain.errors import InputError
+from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import Recipe
@@ -161,11 +161,13 @@ def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
         assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
 
 
-@pytest.mark.parametrize("kind", ["prefix", "loo", "seed_compat"])
-def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, tmp_path):
+@pytest.mark.parametrize("kind", ["prefix", "loo", "shapley", "seed_compat", "unit_rewards"])
+def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, unit_reward_model, tmp_path):
     found = []
-    for name, credit in (("plain", None), ("units", {"type": kind, "segmenter": TOKENS, "beta": 0})):
-        directory, _ = run(recipe(tiny_model, tmp_path, reward_model, credit, name=name))
+    own = {} if kind == "unit_rewards" else {"segmenter": TOKENS}
+    judge = unit_reward_model if kind == "unit_rewards" else reward_model
+    for name, credit in (("plain", None), ("units", {"type": kind, "beta": 0} | own)):
+        directory, _ = run(recipe(tiny_model, tmp_path, judge, credit, name=name, steps=1))
         # The optimizer's file also holds the state of torch's generator, which goes on from run to run.
         found.append({name: bits for name, bits in weights(directory.path).items() if "optimizer" not in name})
     assert found[0] == found[1]
@@ -193,7 +195,11 @@ def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_mode
     ("changes", "words"),
     [
         ({"credit": {"type": "rloo"}}, "adds up the rewards of an episode"),
+        ({"credit": {"type": "mt_grpo"}}, "adds up the rewards of a turn"),
         ({"reward": None}, "set `reward.path`"),
+        ({"loss": {"type": "gspo"}}, "the mean advantage of its stream"),
+        ({"unit_credit": {"type": "loo", "statistics": "group"}, "rollout": {"episodes_per_group": 1}}, "to 2 or more"),
+        ({"reward": {"path": "rm", "tokens_per_batch": 64}}, "more than the reward model reads at a time"),
         ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
         ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "names a fit of `normaliser`"),
     ],
@@ -210,5 +216,31 @@ def test_a_reward_model_that_cannot_give_the_credit_is_named(tiny_model, reward_
     with pytest.raises(InputError, match="rewards units, so an answer without some"):
         run(recipe(tiny_model, tmp_path, unit_reward_model, {"type": "prefix"}, name="b"))
     given = {"type": "unit_rewards", "normaliser": str(tmp_path / "params.json")}
-    with pytest.raises(InputError, match=r"params\.json cannot be read"):
+    with pytest.raises(InputError, match=r"^unit_credit\.normaliser.* params\.json cannot be read|params\.json"):
         run(recipe(tiny_model, tmp_path, unit_reward_model, given, name="c"))
+    other = {"m": {"d": {"peak": {"avg": {"1.5": [0.1, 0.05, 0.2, 0.6]}}}}}
+    (tmp_path / "params.json").write_text(json.dumps(other))
+    with pytest.raises(InputError, match=r"has the fit m > d > peak > avg > 1\.5, but .* rewards units of token"):
+        run(recipe(tiny_model, tmp_path, unit_reward_model, given, name="d"))
+
+
+def test_values_that_are_no_numbers_name_the_episode(tiny_model, reward_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(UnitValuer, "_scaled", lambda self, values: np.full(len(values), np.nan))
+    with pytest.raises(RunError, match=r"step 1 group 0 episode 0: the reward model's values"):
+        run(recipe(tiny_model, tmp_path, reward_model, {"type": "loo", "segmenter": TOKENS}))
+
+
+def test_remax_compares_rewards_in_one_unit(tiny_model, reward_model, tmp_path):
+    given = recipe(tiny_model, tmp_path, reward_model, None, credit={"type": "remax"}, steps=1)
+    given["reward"] |= {"normalise": "running"}
+    directory, _ = run(given)
+    stored = read_episodes(episodes_file(directory.episodes, 1, "train"))
+    raw = [episode.turns[-1].info["reward_model"] for episode in stored.episodes]
+    mean, std = np.mean(raw), np.std(raw, ddof=1)
+    by_group: dict[int, set[float]] = {}
+    for episode, streams, value in zip(stored.episodes, stored.advantages.values, raw, strict=True):
+        own = float(streams[0][episode.streams[0].sampled][0])
+        by_group.setdefault(episode.group, set()).add(round(((value - mean) / std - own) * std + mean, 4))
+    # What is subtracted is one number in a group, and, back in the model's own units, as its rewards are.
+    assert all(len(found) == 1 for found in by_group.values())
+    assert all(min(raw) - 2 < next(iter(found)) < max(raw) + 2 for found in by_group.values())

@@ -5,6 +5,7 @@ from posttrain.recipe.critic import CriticRecipe
 from posttrain.recipe.loss import GspoLoss, PpoLoss
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.unit_credit import CausalCredit
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -138,6 +139,11 @@ def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
 
 def _rl_doubtful(recipe: RlRecipe) -> list[str]:
     loss, lora, optimizer, found = recipe.loss, recipe.model.lora, recipe.optimizer, []
+    if isinstance(recipe.unit_credit, CausalCredit) and getattr(recipe.credit, "discount", 1.0) < 1:
+        found.append(
+            f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes what is learned, for "
+            "rewards that arrive earlier count more"
+        )
     if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
         found.append(
             f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.credit import BatchCredit, CreditRecipe, CriticCredit, GroupCredit
-from posttrain.recipe.credit_turns import TurnReturnsCredit
+from posttrain.recipe.credit import CreditRecipe, CriticCredit, GroupCredit, TokenCredit
+from posttrain.recipe.credit_turns import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
 from posttrain.recipe.critic import CriticRecipe
 from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
@@ -14,7 +14,7 @@ from posttrain.recipe.reward import RewardSource
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe
 from posttrain.recipe.stage import PlayedRecipe, refuse_overlap
-from posttrain.recipe.unit_credit import CausalCredit, UnitCreditRecipe
+from posttrain.recipe.unit_credit import CausalCredit, HindsightCredit, UnitCreditRecipe
 from posttrain.recipe.units import EntropyUnits
 
 
@@ -61,6 +61,38 @@ class RlRecipe(PlayedRecipe):
         return self.kl.coefficient > 0 or isinstance(segmenter, EntropyUnits)
 
     @model_validator(mode="after")
+    def _units_fit(self):
+        if self.unit_credit is None:
+            return self
+        if self.reward is None:
+            raise ValueError("`unit_credit` asks a reward model what units are worth; set `reward.path`, or remove it")
+        if isinstance(self.unit_credit, CausalCredit) and not isinstance(self.credit, CriticCredit | TokenCredit):
+            what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
+            raise ValueError(
+                f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so `unit_credit.type: "
+                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce or "
+                "reinforce_pp, or give units advantages with loo, trunc or shapley"
+            )
+        if self.loss.type == "gspo":
+            raise ValueError(
+                "`loss.type: gspo` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
+                "use gspo_token or ppo"
+            )
+        by_group = isinstance(self.unit_credit, HindsightCredit) and self.unit_credit.statistics == "group"
+        if by_group and self.rollout.episodes_per_group < 2:
+            raise ValueError(
+                "`unit_credit.statistics: group` compares the units of a group's answers; set "
+                "`rollout.episodes_per_group` to 2 or more, or use batch"
+            )
+        longest = self.rollout.tokens_per_episode
+        if self.reward.tokens_per_batch < longest:
+            raise ValueError(
+                f"one episode may have `rollout.tokens_per_episode` = {longest} tokens, more than the reward model reads "
+                f"at a time, `reward.tokens_per_batch` = {self.reward.tokens_per_batch}; raise the latter or lower the former"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self):
         refuse_overlap("seeds", self.seeds, self.evaluation)
         if self.rollout.groups_per_step > self.seeds.count:
@@ -90,14 +122,6 @@ class RlRecipe(PlayedRecipe):
         if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.passes > 1):
             raise ValueError(
                 "`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more"
-            )
-        if self.unit_credit is not None and self.reward is None:
-            raise ValueError("`unit_credit` asks a reward model what units are worth; set `reward.path`, or remove it")
-        if isinstance(self.unit_credit, CausalCredit) and isinstance(self.credit, GroupCredit | BatchCredit):
-            raise ValueError(
-                f"`credit.type: {self.credit.type}` adds up the rewards of an episode, so `unit_credit.type: "
-                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce or "
-                "reinforce_pp, or give units advantages with loo, trunc or shapley"
             )
         updates = self.steps * self.learner.updates_per_step * self.learner.passes
         if self.has_critic and self.critic.updates_before_policy >= updates:

@@ -51,8 +51,8 @@ class Collected:
     """Those that go on to the update, in the order of groups."""
     sampled: list[Episode]
     """All that were played, also those that a filter or a failure removed."""
-    greedy_returns: dict[int, float] = field(default_factory=dict)
-    """Return of the greedy episode of each group, for `remax`."""
+    greedy: dict[int, Episode] = field(default_factory=dict)
+    """The greedy episode of each group, for `remax`."""
     messages: list[str] = field(default_factory=list)
 
 
@@ -93,8 +93,8 @@ def _play_groups(
         greedy = replace(player, sampling=SamplingRecipe(temperature=0.0))
         probes = [Place(s, g, size, (recipe.seed, "greedy", step, g)) for g, s in zip(ids, seeds, strict=True)]
         baselines = play_all(greedy, probes)
-        collected.greedy_returns |= {e.group: e.total_reward for e in baselines if e.outcome is not Outcome.FAILED}
-        without = sorted(set(ids) - set(collected.greedy_returns))
+        collected.greedy |= {e.group: e for e in baselines if e.outcome is not Outcome.FAILED}
+        without = sorted(set(ids) - set(collected.greedy))
         if without:
             collected.messages.append(
                 f"groups {without} are left out: the greedy episode that remax compares with failed"

@@ -22,7 +22,7 @@ from posttrain.training.guards import Guards
 from posttrain.training.learner import means
 from posttrain.training.playing import Playing
 from posttrain.training.reward_scorer import RunningStatistics, open_scorer
-from posttrain.training.scoring import samples_of, score
+from posttrain.training.scoring import greedy_returns, samples_of, score
 from posttrain.training.statistics import StepCounters, rollout_metrics
 from posttrain.training.table import finish, measure_start
 from posttrain.training.tasks import check_tasks, too_long
@@ -77,7 +77,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
                 rewards = score(collected.episodes, samples, recipe, kl.coefficient, running)
                 rewards = units.in_rewards(collected.episodes, rewards)
                 values = critic.judge(collected.episodes, samples, rewards) if critic is not None else None
-                credit = assign(collected.episodes, recipe.credit, rewards, collected.greedy_returns, values)
+                credit = assign(collected.episodes, recipe.credit, rewards, greedy_returns(collected, running), values)
                 credit = units.in_advantages(collected.episodes, credit)
                 give_credit(samples, credit)
             write_episodes(run.episodes, step, "train", collected.episodes, credit, units.units)

@@ -11,6 +11,7 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.filters import overlong_penalty
 from posttrain.rollout.streams import CUT_OFF, Episode
 from posttrain.training.batches import Sample
+from posttrain.training.collect import Collected
 from posttrain.training.reward_scorer import RunningStatistics
 
 
@@ -48,6 +49,14 @@ def score(
     if kl_coefficient > 0 and recipe.kl.place == "reward":
         rewards = penalise(rewards, _kl_per_token(episodes, samples, recipe), kl_coefficient)
     return rewards
+
+
+def greedy_returns(collected: Collected, running: RunningStatistics) -> dict[int, float]:
+    """Group -> return of its greedy episode, in the units of the other episodes' rewards."""
+    return {
+        group: episode.total_reward + running.correction(episode.turns[-1].info)
+        for group, episode in collected.greedy.items()
+    }
 
 
 def _kl_per_token(episodes: Sequence[Episode], samples: Sequence[Sample], recipe: RlRecipe) -> PerToken:

@@ -13,7 +13,7 @@ from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitR
 from posttrain.credit.units.estimators import coalitions, prefix, shares
 from posttrain.credit.units.mixing import with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.normaliser import Normaliser
-from posttrain.credit.units.params import key_in, read_normaliser
+from posttrain.credit.units.params import key_in, key_of, read_normaliser, same
 from posttrain.credit.units.segment import answers_of, segment
 from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
@@ -88,7 +88,7 @@ class UnitCreditor:
                 f"unit_credit.type: {path} rewards units, so an answer without some of them has other units; use "
                 "`unit_rewards`, or a reward model of whole answers"
             )
-        self.normaliser = _normaliser(unit_credit)
+        self.normaliser = _normaliser(unit_credit, scorer)
         self.decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def credit(
@@ -100,7 +100,7 @@ class UnitCreditor:
         """
         begun = time.perf_counter()
         scale = running.scaled if running.active else self._stored
-        valuer = UnitValuer(self.scorer.model, self.scorer.source.tokens_per_batch, scale)
+        valuer = UnitValuer(self.scorer.model, self.scorer.source.tokens_per_batch, scale, self.scorer.source.clip)
         scored = [number for number, e in enumerate(episodes) if e.turns and RAW in e.turns[-1].info]
         for number in scored:
             if len(episodes[number].streams) > 1:
@@ -121,10 +121,16 @@ class UnitCreditor:
         kind = UnitAdvantages if isinstance(self.recipe, HindsightCredit) else UnitRewards
         units: list[CreditedUnits | None] = [None] * len(episodes)
         for number, answer, own, nothing in zip(scored, answers, credits, empty, strict=True):
+            if not np.isfinite([*own, nothing]).all():
+                raise RunError(
+                    f"{answer.label}: the reward model's values of an answer without some of its units are not all "
+                    "finite, though that of the whole is; use another reward model or reward.dtype"
+                )
             units[number] = kind(answer.units, own, answer.outcome, nothing)
         metrics = unit_metrics(units) | {
             "units/forwards": float(valuer.forwards),
             "units/tokens": float(valuer.tokens),
+            "units/clipped": float(valuer.clipped),
             "time/units": time.perf_counter() - begun,
         }
         missing = [f"no units were found in any of the {len(scored)} episodes; look at unit_credit.segmenter"]
@@ -251,11 +257,24 @@ def _kept_units(episode: Episode) -> Spans:
     return Spans(cuts, np.ones(len(ends), dtype=bool))
 
 
-def _normaliser(recipe: UnitCreditRecipe) -> Normaliser | None:
+def _normaliser(recipe: UnitCreditRecipe, scorer: RewardScorer) -> Normaliser | None:
+    """The fit of the recipe; `InputError` where it is not to be had, or is of other units than the reward model's."""
     if not isinstance(recipe, LearnedCredit) or recipe.normaliser is None:
         return None
+    units = scorer.model.units
+    assert units is not None
     path = Path(recipe.normaliser)
     if path.is_dir():
         run = path if (path / "normaliser").is_dir() else path.parent  # a run, or the model that it exported
         path = run / "normaliser" / "params.json"
-    return read_normaliser(path, key_in(recipe.fit) if recipe.fit is not None else None)
+    try:
+        key, found = read_normaliser(path, key_in(recipe.fit) if recipe.fit is not None else None)
+    except InputError as error:
+        raise InputError(f"unit_credit.normaliser, unit_credit.fit: {error}") from error
+    own = key_of(key.model, key.dataset, units.segmenter)
+    if not same(key, own):
+        raise InputError(
+            f"unit_credit.normaliser: {path} has the fit {key}, but {scorer.source.path} rewards units of {own.method}, "
+            f"threshold {own.threshold}; fit it anew with `posttrain fit-normalizer`"
+        )
+    return found

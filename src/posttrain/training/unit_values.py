@@ -1,6 +1,6 @@
 """What a reward model says of answers of which parts are missing, and what asking it cost."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,15 +33,20 @@ class JudgedAnswer:
 class UnitValuer:
     """Asks a reward model for the values that estimators of unit credit are made of; counts what it computes."""
 
-    def __init__(self, model: RewardModel, tokens_per_batch: int, scale: Callable[[float], float]) -> None:
-        """`scale`: from what the model says to the normalised reward."""
+    def __init__(
+        self, model: RewardModel, tokens_per_batch: int, scale: Callable[[float], float], clip: float | None = None
+    ) -> None:
+        """`scale`: from what the model says to the normalised reward, which it clips to [-clip, clip]."""
         self.model = model
         self.budget = tokens_per_batch
         self.scale = scale
+        self.clip = clip
         self.forwards = 0
         """Texts read."""
         self.tokens = 0
         """Tokens computed, a prompt that several texts of a pass share once."""
+        self.clipped = 0
+        """Values that the clip changed, or that lie on it."""
         tokenizer = model.tokenizer
 
         def ids(text: str) -> list[int]:
@@ -56,7 +61,7 @@ class UnitValuer:
         if one_pass:
             values = self._probed(answers, seen)
         else:
-            cut = [[self._ended(a.stream.ids[:n]) for n in own.tolist()] for a, own in zip(answers, seen, strict=True)]
+            cut = ((self._ended(a.stream.ids[:n]) for n in own.tolist()) for a, own in zip(answers, seen, strict=True))
             values = self._read(answers, cut)
         return [np.append(own, answer.outcome) for own, answer in zip(values, answers, strict=True)]
 
@@ -64,10 +69,10 @@ class UnitValuer:
         self, answers: Sequence[JudgedAnswer], members: Sequence[Sequence[int]], how: Rendering
     ) -> list[dict[int, float]]:
         """Per answer: the values of its coalitions of units, and of the whole one, R."""
-        texts = [
-            [rendered(answer.stream, answer.units, one, how, self.ids) for one in own]
+        texts = (
+            (rendered(answer.stream, answer.units, one, how, self.ids) for one in own)
             for answer, own in zip(answers, members, strict=True)
-        ]
+        )
         values = self._read(answers, texts)
         return [
             dict(zip(own, found.tolist(), strict=True)) | {(1 << len(answer.units)) - 1: answer.outcome}
@@ -76,7 +81,7 @@ class UnitValuer:
 
     def blanked(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
         """Per answer [K] float64: the values of the published counterfactuals of its units."""
-        texts = [[blanked_beginning(a.stream, *unit, self.ids) for unit in a.units] for a in answers]
+        texts = ((blanked_beginning(a.stream, *unit, self.ids) for unit in a.units) for a in answers)
         return self._read(answers, texts)
 
     def attention(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
@@ -91,9 +96,9 @@ class UnitValuer:
     def _probed(self, answers: Sequence[JudgedAnswer], seen: Sequence[np.ndarray]) -> list[np.ndarray]:
         found: list[np.ndarray] = []
         left = iter(seen)
-        for group in self._groups(answers, [len(a.stream) + len(own) for a, own in zip(answers, seen, strict=True)]):
+        # What stands behind the last beginning is read by none of them.
+        for group in self._groups(answers, [int(own[-1]) + len(own) for own in seen]):
             parts = [next(left) for _ in group]
-            # What stands behind the last beginning is read by none of them.
             streams = [a.stream.ids[: own[-1]] for a, own in zip(group, parts, strict=True)]
             found += [self._scaled(values) for values in self.model.prefix_rewards(streams, parts)]
         return found
@@ -117,14 +122,18 @@ class UnitValuer:
         if group:
             yield group
 
-    def _read(self, answers: Sequence[JudgedAnswer], texts: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """Per answer the values [K] of whole texts [T] of it, each read on its own; the answer's prompt is shared."""
-        samples = []
-        for answer, own in zip(answers, texts, strict=True):
-            prompt = int(np.argmax(answer.stream.sampled))
-            for ids in own:
-                label = f"{answer.label}, without some of its units,"
-                samples.append(Sample(stream_of(ids, np.arange(len(ids)) >= prompt), label, np.zeros(0, np.float32)))
+    def _read(self, answers: Sequence[JudgedAnswer], texts: Iterable[Iterable[np.ndarray]]) -> list[np.ndarray]:
+        """Per answer the values [K] of whole texts [T] of it, each read on its own; the answer's prompt is shared.
+
+        The texts of one answer exist at a time: there may be hundreds.
+        """
+        return [self._read_one(answer, own) for answer, own in zip(answers, texts, strict=True)]
+
+    def _read_one(self, answer: JudgedAnswer, texts: Iterable[np.ndarray]) -> np.ndarray:
+        prompt, label = int(np.argmax(answer.stream.sampled)), f"{answer.label}, without some of its units,"
+        samples = [
+            Sample(stream_of(ids, np.arange(len(ids)) >= prompt), label, np.zeros(0, np.float32)) for ids in texts
+        ]
         values = np.zeros(len(samples), dtype=np.float64)
         for group in pack(samples, self.budget, _KEY):
             chosen = [samples[i].stream for i in group]
@@ -133,10 +142,12 @@ class UnitValuer:
             self.forwards += len(group)
             prompts = {s.ids[~s.sampled].tobytes(): int((~s.sampled).sum()) for s in chosen}
             self.tokens += sum(prompts.values()) + sum(int(s.sampled.sum()) for s in chosen)
-        return np.split(self._scaled(values), np.cumsum([len(own) for own in texts])[:-1])
+        return self._scaled(values)
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         return ids if int(ids[-1]) in self.ids.ends else np.append(ids, self.ids.end)
 
     def _scaled(self, values: np.ndarray) -> np.ndarray:
-        return np.array([self.scale(float(value)) for value in values], dtype=np.float64)
+        found = np.array([self.scale(float(value)) for value in values], dtype=np.float64)
+        self.clipped += 0 if self.clip is None else int((np.abs(found) >= self.clip).sum())
+        return found

@@ -174,10 +174,10 @@ def test_a_published_file_is_read(tmp_path):
     file.write_text(json.dumps(PUBLISHED))
     assert len(read_normalisers(file)) == 3
     segmenter = EntropyUnits(type="entropy", threshold=1.75)
-    assert read_normaliser(file, key_of("phi3-instruct", "preference700K", segmenter)) == PHI
+    assert read_normaliser(file, key_of("phi3-instruct", "preference700K", segmenter))[1] == PHI
     # Thresholds are compared as numbers.
     llama = FitKey("llama3-sft", "preference700K", "peak", "avg", "2")
-    assert read_normaliser(file, llama).numbers == [0.8967, 0.5680, 0.8572, 4.1667]
+    assert read_normaliser(file, llama)[1].numbers == [0.8967, 0.5680, 0.8572, 4.1667]
 
 
 numbers = st.floats(-50, 50)
@@ -189,7 +189,7 @@ def test_a_file_round_trips_and_keeps_its_other_fits(tmp_path_factory, values):
     file = tmp_path_factory.mktemp("fits") / "params.json"
     made, key = Normaliser(*values), key_of("run", "val", StepUnits(type="steps"))
     file.write_text(with_normaliser(file, key, made))
-    assert read_normaliser(file) == made
+    assert read_normaliser(file)[1] == made
     assert json.loads(file.read_text()) == {"run": {"val": {"steps": {"avg": {"0": list(values)}}}}}
     entropy = key_of("run", "val", EntropyUnits(type="entropy", threshold=1.5, peak="local_max"))
     assert entropy.path[2:] == ("local_max", "avg", "1.5")

@@ -59,13 +59,13 @@ def read_normalisers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalise
     return {key: _normaliser(path, key, numbers, floor) for key, numbers in _walk(path, content, ())}
 
 
-def read_normaliser(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> Normaliser:
-    """The fit `wanted`, or the only one. `InputError` naming those there are where that is not to be had; the published
+def read_normaliser(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> tuple[FitKey, Normaliser]:
+    """The fit `wanted`, or the only one, and its key. `InputError` naming those there are where that is not to be had; the published
     code takes mean 0 and standard deviation 1 for a key that is missing, and goes on."""
     found = read_normalisers(path, floor)
     if wanted is None and len(found) == 1:
-        return next(iter(found.values()))
-    matching = [made for key, made in found.items() if wanted is not None and _same(key, wanted)]
+        return next(iter(found.items()))
+    matching = [(key, made) for key, made in found.items() if wanted is not None and same(key, wanted)]
     if not matching:
         there = "; ".join(map(str, found)) or "none"
         asked = f"no fit {wanted}" if wanted is not None else f"{len(found)} fits, and one has to be named"
@@ -76,7 +76,7 @@ def read_normaliser(path: Path, wanted: FitKey | None = None, floor: float = FLO
 def with_normaliser(path: Path, key: FitKey, made: Normaliser) -> str:
     """The text of the file at `path`, if there is one, with `made` at `key`; other fits stay."""
     fits = read_normalisers(path) if path.is_file() else {}
-    fits = {old: other for old, other in fits.items() if not _same(old, key)} | {key: made}
+    fits = {old: other for old, other in fits.items() if not same(old, key)} | {key: made}
     content: dict[str, Any] = {}
     for place, normaliser in fits.items():
         inner = content
@@ -106,7 +106,8 @@ def _normaliser(path: Path, key: FitKey, numbers: Any, floor: float) -> Normalis
         raise InputError(f"{path}: {key} is not four numbers of a normaliser ({error}); fit it again") from error
 
 
-def _same(one: FitKey, other: FitKey) -> bool:
+def same(one: FitKey, other: FitKey) -> bool:
+    """Whether two keys are one, thresholds compared as numbers."""
     return one.path[:-1] == other.path[:-1] and _number(one.threshold) == _number(other.threshold)
 
 
