@@ -88,6 +88,12 @@ class UnitCreditor:
                 f"unit_credit.type: {path} rewards units, so an answer without some of them has other units; use "
                 "`unit_rewards`, or a reward model of whole answers"
             )
+        turns = recipe.environment.max_turns
+        if turns > 1 and (scorer.renderer.rewrites_answers or scorer.renderer.rewrites_thoughts):
+            raise InputError(
+                f"unit_credit: the chat template of {recipe.model.path} rewrites earlier turns, so an episode of "
+                "`environment.max_turns` above 1 is no one text with units; use another template, or one turn"
+            )
         self.normaliser = _normaliser(unit_credit, scorer)
         self.decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
 
