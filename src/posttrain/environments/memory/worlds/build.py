@@ -81,11 +81,12 @@ def build(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> Gra
 def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) -> None:
     """Add one note next to a note that is there; a relation with one target per note is used once by each."""
     places: list[tuple[Entity, Relation, bool]] = []
+    taken = {(edge.source, edge.relation) for edge in graph.edges}
     for entity in graph.entities.values():
         if from_user and entity.path != USER:
             continue
         for relation in graph.theme.relations:
-            if relation.source == entity.kind and (relation.many or not graph.targets(entity.path, relation.key)):
+            if relation.source == entity.kind and (relation.many or (entity.path, relation.key) not in taken):
                 places.append((entity, relation, True))
             elif relation.target == entity.kind and relation.source != "user":
                 places.append((entity, relation, False))

@@ -36,6 +36,8 @@ _KEPT = frozenset(
     )
 )
 """Words of a question that decide what is asked: none may come or go."""
+_SIGNS = "[]<>|#`"
+"""Signs that markdown or the format of the agent gives a meaning."""
 
 
 class ParaphraseRecipe(Part):
@@ -95,10 +97,11 @@ class Rewording:
     def _note(self, path: str, files: dict[str, str], theme: str) -> dict[str, str]:
         """The vault with other words for each line of a note that states nothing."""
         for line in idle_lines(path, files, theme):
-            changed = files | {path: files[path].replace(line, self._write(line).strip(), 1)}
+            other = self._write(line).strip()
+            changed = files | {path: files[path].replace(line, other, 1)}
             new = changed[path]
             ok = same_facts(parse(files, theme), parse(changed, theme)) and _kept_values(files[path], new)
-            if ok and 0 < len(new) - len(files[path]) + len(line) < 3 * len(line) and _plain_line(files[path], new):
+            if ok and other != line and 0 < len(other) < 3 * len(line) and _plain_line(files[path], new):
                 self.counts["reworded"] += 1
                 files = changed
             else:
@@ -113,7 +116,7 @@ class Rewording:
             return task
         new = self._write(question).strip()
         changed = replace(task, question=f"{new}{mark}{rule}")
-        if survives(question, new, parse(world.files, task.theme)) and _still_right(changed, world):
+        if new != question and survives(question, new, parse(world.files, task.theme)) and _still_right(changed, world):
             self.counts["reworded"] += 1
             return changed
         self.counts["stayed"] += 1
@@ -155,7 +158,7 @@ def survives(old: str, new: str, vault: Parsed) -> bool:
     return (
         bool(after)
         and "\n" not in new
-        and "<" not in new
+        and all(old.count(sign) == new.count(sign) for sign in _SIGNS)
         and len(new) < 3 * len(old) + 40
         and all(mentions(after, word) for word in words | values)
         and {word for word in names if mentions(after, word)} <= words
@@ -180,7 +183,7 @@ def _kept_values(old: str, new: str) -> bool:
 
 def _plain_line(old: str, new: str) -> bool:
     """Whether no line came or went, and no sign that markdown or the format of the agent gives a meaning."""
-    return old.count("\n") == new.count("\n") and all(old.count(sign) == new.count(sign) for sign in "[]<>|#`")
+    return old.count("\n") == new.count("\n") and all(old.count(sign) == new.count(sign) for sign in _SIGNS)
 
 
 def _still_right(task: MemoryTask, world: World) -> bool:
