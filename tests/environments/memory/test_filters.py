@@ -110,7 +110,10 @@ HIDES = {
     "Do not share the salary of Mara Lindt.": (["4,200", "4200"], ["80 EUR", "Porto", "31 kg"]),
     "Never mention dates.": (["3 May", "1990"], ["Porto", "555"]),
     "Keep the birthday of Mara Lindt secret.": (["3 May", "1990"], ["Porto", "4,200"]),
-    "Hide the city of Mara Lindt.": (["Porto"], ["Tarvale", "555", "hums"]),
+    "Hide the city of Mara Lindt.": (
+        ["Porto"],
+        ["Tarvale", "555", "hums", "sister: [[entities/mara", "keeper: [[entities"],
+    ),
     "Hide the allergies of Mara Lindt.": (["dust", "grass", "eggs"], ["Porto", "Mara"]),
     "Hide everything about Mara Lindt.": (["Mara", "mara_lindt", "Porto", "4200", "555"], ["Tarvale", "31 kg"]),
     "Only share the city of Mara Lindt.": (
@@ -189,4 +192,12 @@ def test_words_of_their_own_are_hidden_where_no_labelled_fact_is():
     }
     view = Filter(["Hide the birthday of Bo."], files).view
     assert "May" not in view["bo.md"]
+    # Nobody knows what the note calls a birthday.
+    assert "70 kg" not in view["bo.md"]
+
+
+def test_other_names_of_a_label_are_known_without_a_theme():
+    files = {"user.md": "# Me\n\nI met [[bo.md]].\n", "bo.md": "# Bo\n\n- born: 3 May 1990\n- weight: 70 kg\n"}
+    view = Filter(["Hide the birthday of Bo."], files).view
+    assert "1990" not in view["bo.md"]
     assert "70 kg" in view["bo.md"]

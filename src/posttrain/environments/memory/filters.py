@@ -8,30 +8,30 @@ conversation earlier. A rule that is not understood closes the vault: the view i
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from posttrain.environments.memory.facts import Fact, facts_of, names_of
-from posttrain.environments.memory.privacy import CATEGORIES, NotUnderstood, Rule, read_rules
+from posttrain.environments.memory.privacy import CATEGORIES, NotUnderstood, Rule, read_rules, synonyms
+from posttrain.environments.memory.redaction import (
+    HIDDEN,
+    Span,
+    Value,
+    blanked,
+    occurrences,
+    of_category,
+    prose,
+    sentence_at,
+    spelled,
+    telling,
+    within,
+)
 from posttrain.environments.memory.worlds.themes import THEMES
 from posttrain.environments.memory.worlds.truth import resolve
-from posttrain.environments.memory.worlds.values import FINDABLE, find, links, number_words
+from posttrain.environments.memory.worlds.values import FINDABLE, find, links
 
-HIDDEN = "[hidden]"
-"""What stands where something is hidden."""
 _BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)
 _COMMON = frozenset(
     re.findall(r"\w+", "a an the of and or in on at to by for with is are was be this that it as no not from")
 )
-
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Value:
-    """A value that must not be said. `text` is canonical for the types that can be found, else as it was written."""
-
-    kind: str
-    text: str
 
 
 def split_question(message: str) -> tuple[str, list[str]]:
@@ -74,11 +74,11 @@ class Filter:
         """`text`, a reply, with what must not be said replaced; withheld as a whole where a rule was not understood."""
         if self.problem is not None:
             return HIDDEN
-        spans = [span for value in self._values for span in _occurrences(value, text)]
+        spans = [span for value in self._values for span in occurrences(value, text)]
         for rule in self.rules:
             if not rule.allow and rule.category and rule.about is None:
-                spans += _of_category(rule.category, text)
-        return _blanked(text, spans)
+                spans += of_category(rule.category, text)
+        return blanked(text, spans)
 
     def hides(self, fact: Fact) -> bool:
         """Whether the rules forbid to say this fact."""
@@ -99,8 +99,37 @@ class Filter:
             return _in_category(rule.category, fact, rule.allow)
         if rule.label is None:
             return True
-        turned = rule.about is not None and fact.kind == "link" and rule.about == fact.value and not rule.allow
-        return turned or rule.label in fact.labels or (not rule.allow and self._resembles(rule.label, fact))
+        if rule.about != fact.about and rule.about is not None:
+            return not rule.allow and self._turns(rule, fact)
+        if rule.label in fact.labels:
+            return True
+        return not rule.allow and (self._resembles(rule.label, fact) or self._may_be_called(rule, fact))
+
+    def _turns(self, rule: Rule, link: Fact) -> bool:
+        """Whether a link back says the same as a forbidden relation."""
+        return any(
+            fact.kind == "link"
+            and (fact.about, fact.value) == (link.value, link.about)
+            and rule.label in fact.labels
+            and fact.about == rule.about
+            for fact in self._facts
+        )
+
+    def _may_be_called(self, rule: Rule, fact: Fact) -> bool:
+        """Without a theme: whether the fact has another name of the forbidden label, or, where its note has no fact of
+        any of these names, whether it is one of that note, for its name may be one that nobody knows.
+        """
+        if self._theme is not None or rule.label is None:
+            return False
+        return bool(_names(rule.label) & fact.labels) or (rule.about is not None and not self._found(rule))
+
+    def _found(self, rule: Rule) -> bool:
+        """Whether the note that a rule is about has a fact that the rule means, by one of its names."""
+        own = [fact for fact in self._facts if fact.about == rule.about]
+        if rule.category is not None:
+            return any(_in_category(rule.category, fact, exactly=False) for fact in own)
+        names = _names(rule.label or "")
+        return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in own)
 
     def _resembles(self, label: str, fact: Fact) -> bool:
         """Whether a forbidden label that no fact of the vault has shares a word with those of this fact."""
@@ -122,7 +151,7 @@ class Filter:
         shown = {}
         for path, text in self._files.items():
             if path not in gone:
-                shown[path] = _blanked(text, [*self._hidden_facts(path), *self._hidden_elsewhere(path, text, gone)])
+                shown[path] = blanked(text, [*self._hidden_facts(path), *self._hidden_elsewhere(path, text, gone)])
         return shown
 
     def _hidden_facts(self, path: str) -> Iterable[Span]:
@@ -134,22 +163,22 @@ class Filter:
         """What is hidden outside of the facts that say it: the same values again, names, categories, unread sentences."""
         visible = [(f.value_start, f.value_end) for f in self._facts if f.note == path and not self.hides(f)]
         for value, about in self._hidden_values():
-            for span in _occurrences(value, text):
-                if not _within(span, visible) and (_telling(value) or self._concerns(path, text, span, about)):
+            for span in occurrences(value, text):
+                if not within(span, visible) and (telling(value) or self._concerns(path, text, span, about)):
                     yield span
         for rule in self.rules:
             if not rule.allow and rule.category:
-                for span in _of_category(rule.category, text):
+                for span in of_category(rule.category, text):
                     if rule.about is None or self._concerns(path, text, span, rule.about):
                         yield span
         for name, other in self._names.items():
             if other in gone:
-                yield from (_sentence_at(text, span) for span in _words(name, text))
+                yield from (sentence_at(text, span) for span in spelled(name, text))
         for start, end, target, _ in links(text):
             if resolve(target, self._files) in gone:
                 yield start, end
         if any(rule.allow for rule in self.rules):
-            yield from _prose(text, [fact for fact in self._facts if fact.note == path])
+            yield from prose(text, [fact for fact in self._facts if fact.note == path])
         elif self._theme is None:
             for rule in self.rules:
                 if rule.label or rule.category:
@@ -160,8 +189,8 @@ class Filter:
         sentences about its note where no labelled fact of it was found.
         """
         words = set((rule.label or CATEGORIES[rule.category or "phone"][0]).split()) - _COMMON
-        known = any(fact.about == rule.about and self._names_fact(rule, fact) for fact in self._facts)
-        for span in _prose(text, [fact for fact in self._facts if fact.note == path]):
+        known = self._found(rule)
+        for span in prose(text, [fact for fact in self._facts if fact.note == path]):
             said = set(re.findall(r"\w+", text[span[0] : span[1]].casefold()))
             about = rule.about is None or self._concerns(path, text, span, rule.about)
             if about and (words & said or (rule.about is not None and not known)):
@@ -173,7 +202,7 @@ class Filter:
         line = text[start : end if end >= 0 else len(text)]
         if path == about or any(resolve(target, self._files) == about for _, _, target, _ in links(line)):
             return True
-        return any(list(_words(name, line)) for name, other in self._names.items() if other == about)
+        return any(list(spelled(name, line)) for name, other in self._names.items() if other == about)
 
     def _hidden_values(self) -> list[tuple[Value, str]]:
         """The values of hidden facts, and the note that each is about; names of notes are no values."""
@@ -190,7 +219,7 @@ class Filter:
         everything = "\n".join(self.view.values())
         values = dict.fromkeys(value for value, _ in self._hidden_values())
         names = [Value("text", name) for name in self._hidden_names()]
-        return [value for value in [*values, *names] if not any(True for _ in _occurrences(value, everything))]
+        return [value for value in [*values, *names] if not any(True for _ in occurrences(value, everything))]
 
     def _hidden_names(self) -> list[str]:
         """Names of notes about which nothing may be said, and of those that a forbidden relation leads to."""
@@ -200,6 +229,11 @@ class Filter:
         }
         asked = {rule.about for rule in self.rules if rule.label or rule.category}
         return [name for name, path in self._names.items() if path in gone - asked]
+
+
+def _names(label: str) -> frozenset[str]:
+    """A label and its other names."""
+    return synonyms().get(label, frozenset()) | {label}
 
 
 def _values(fact: Fact, text: str) -> list[Value]:
@@ -214,46 +248,6 @@ def _values(fact: Fact, text: str) -> list[Value]:
     return [value for value in found if value.text.casefold() not in _COMMON]
 
 
-def _telling(value: Value) -> bool:
-    """Whether a value is so particular that it means the same wherever it stands."""
-    return value.kind in ("phone", "email", "date", "money") or (
-        value.kind == "text" and (len(value.text) >= 12 or bool(re.search(r"\d", value.text)))
-    )
-
-
-def _occurrences(value: Value, text: str) -> Iterable[Span]:
-    """Where `text` holds the value, in any spelling that is known."""
-    if value.kind in FINDABLE:
-        for found in find(value.kind, text):
-            if found.value == value.text:
-                yield found.start, found.end
-        if value.kind == "number":
-            for match in re.finditer(r"[a-z]+", text, re.IGNORECASE):
-                if value.text in number_words(match.group()):
-                    yield match.span()
-        elif value.kind in ("phone", "money"):
-            yield from _digits(value, text)
-        return
-    yield from _words(value.text, text)
-
-
-def _digits(value: Value, text: str) -> Iterable[Span]:
-    """The digits of a phone number or of an amount of at least three digits, however they are set apart."""
-    amount = re.sub(r"\.00$", "", value.text.split(" ")[-1])
-    digits = re.sub(r"\D", "", amount)
-    if len(digits) >= 3:
-        pattern = r"[\s,.()/+-]{0,3}".join(digits)
-        yield from (match.span() for match in re.finditer(rf"(?<!\d){pattern}(?!\d)", text))
-
-
-def _words(words: str, text: str) -> Iterable[Span]:
-    """Where `text` holds the words, in any case, with any signs and spaces between them, or none."""
-    parts = re.findall(r"[^\W_]+", words)
-    if parts and parts[-1].casefold() in text.casefold():
-        pattern = r"[\W_]{0,4}".join(re.escape(part) for part in parts)
-        yield from (match.span() for match in re.finditer(rf"(?<![^\W_]){pattern}(?![^\W_])", text, re.IGNORECASE))
-
-
 def _in_category(category: str, fact: Fact, exactly: bool) -> bool:
     """Whether the value of a fact is of a category: by its type, or where it is forbidden by its label, too."""
     if fact.kind == "link":
@@ -265,55 +259,3 @@ def _in_category(category: str, fact: Fact, exactly: bool) -> bool:
     words = {word for names in (CATEGORIES[category],) for name in names for word in name.split()} - _COMMON
     by_label = any(set(label.split()) & (words - {"number", "address", "value"}) for label in fact.labels)
     return fact.kind == category or by_label
-
-
-def _of_category(category: str, text: str) -> list[Span]:
-    """Where `text` holds values of a category that can be told by their looks."""
-    if category == "address":
-        street = r"\b\d{1,4}[a-z]? (?:[A-Z][\w'-]+ ){1,3}(?:Street|Road|Lane|Avenue|Square|Way|Drive|Court|Place|Row|Quay|Hill|Terrace|Close|Walk|Alley)\b"
-        return [match.span() for match in re.finditer(street, text)]
-    return [(found.start, found.end) for found in find(category, text)]
-
-
-def _prose(text: str, facts: Sequence[Fact]) -> Iterable[Span]:
-    """Sentences of a note outside headings, links and the facts that were read in it."""
-    taken = sorted([(fact.start, fact.end) for fact in facts] + [(start, end) for start, end, _, _ in links(text)])
-    for line in re.finditer(r"[^\n]+", text):
-        stripped = line.group().lstrip()
-        if stripped.startswith("#") or re.fullmatch(r"[\s|:-]+", line.group()):
-            continue
-        for match in re.finditer(r"\S.*?(?:[.!?](?=\s|$)|$)", line.group()):
-            start, end = line.start() + match.start(), line.start() + match.end()
-            for first, last in taken:
-                if first < end and last > start:
-                    if first > start:
-                        yield start, first
-                    start = max(start, last)
-            if end > start and re.search(r"\w", text[start:end]):
-                yield start, end
-
-
-def _sentence_at(text: str, span: Span) -> Span:
-    """The sentence or line around `span`."""
-    before = max(text.rfind("\n", 0, span[0]), *(text.rfind(f"{sign} ", 0, span[0]) + 1 for sign in ".!?"))
-    ends = [
-        place for place in (text.find("\n", span[1]), *(text.find(f"{sign} ", span[1]) for sign in ".!?")) if place >= 0
-    ]
-    return max(before + 1, 0), min(ends, default=len(text))
-
-
-def _within(span: Span, spans: Sequence[Span]) -> bool:
-    return any(start < span[1] and span[0] < end for start, end in spans)
-
-
-def _blanked(text: str, spans: Iterable[Span]) -> str:
-    """`text` with each run of overlapping spans replaced by `[hidden]`."""
-    merged: list[list[int]] = []
-    for start, end in sorted(span for span in spans if span[1] > span[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    for start, end in reversed(merged):
-        text = f"{text[:start]}{HIDDEN}{text[end:]}"
-    return text

@@ -147,6 +147,20 @@ def _vocabulary() -> frozenset[str]:
     return frozenset(label for theme in THEMES.values() for label in theme.labels)
 
 
+@lru_cache(maxsize=1)
+def synonyms() -> dict[str, frozenset[str]]:
+    """Label -> what made-up worlds also call the same fact, itself included."""
+    found: dict[str, set[str]] = {}
+    for theme in THEMES.values():
+        groups: dict[str, set[str]] = {}
+        for label, key in theme.labels.items():
+            groups.setdefault(key, set()).add(label)
+        for group in groups.values():
+            for label in group:
+                found.setdefault(label, set()).update(group)
+    return {label: frozenset(group) for label, group in found.items()}
+
+
 def _sentence(sentence: str, labels: frozenset[str], names: Mapping[str, str]) -> list[Rule] | str:
     # Links and names first: they may hold any word, also `and` and `of`.
     text = re.sub(
