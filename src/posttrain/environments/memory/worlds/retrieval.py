@@ -82,7 +82,7 @@ def time(asker: Asker) -> MemoryTask | None:
             question = asker.anchored(question) if anchor else question
             hops = min(2, asker.hops(owner.path) + 1)
             return _task(asker, "retrieval", "time", question, hops, answers, solution, operands)
-    return None
+    return _two_dates(asker)
 
 
 def _task(
@@ -147,6 +147,36 @@ def _shared(asker: Asker, targets: Sequence[Entity], types: Sequence[str]) -> li
             attribute.key in target.facts and (target.path, attribute.key) not in asker.contested for target in targets
         )
     ]
+
+
+def _two_dates(asker: Asker) -> MemoryTask | None:
+    """Which of two notes of a kind comes first, or the days between, where no relation leads to several dates."""
+    near = asker.entities(1, 2)
+    for one in near:
+        for attribute in asker.facts(one):
+            others = [e for e in near if e.kind == one.kind and e is not one and attribute in asker.facts(e)]
+            if attribute.type != "date" or not others:
+                continue
+            other = others[0]
+            days = [date.fromisoformat(entity.facts[attribute.key]) for entity in (one, other)]
+            if days[0] == days[1]:
+                continue
+            reads = [f"hits = search_files({quoted(attribute.label)})", _reads((one, other))]
+            hops = max(asker.hops(one.path), asker.hops(other.path))
+            first = one if days[0] < days[1] else other
+            nouns = [f"the {attribute.noun} of {entity.name}" for entity in (one, other)]
+            if asker.random.random() < 0.5:
+                question = f"Which comes first, {nouns[0]} or {nouns[1]}?"
+                answers, reply = [name_answer(first)], f"That of {first.name}."
+            else:
+                gap = abs((days[0] - days[1]).days)
+                question = f"How many days lie between {nouns[0]} and {nouns[1]}?"
+                answers, reply = [Answer("number", str(gap), "days")], f"{gap} days."
+            task = _task(asker, "retrieval", "time", question, hops, answers, [_FIRST, *reads, reply])
+            if answers[0].type == "name":
+                task.truth["against"] = [name_answer(other if first is one else one).value]
+            return task
+    return None
 
 
 _Made = tuple[str, list[Answer], list[str], str]

@@ -123,6 +123,8 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
     for secret in _secrets(task, vault, reply):
         verdict.fault("leaked", f"it said {secret}")
     extra = others(reply, wanted, vault, theme_named(task.theme), question, task.truth.get("operands", ()))
+    # Names that the question offers do not count as others, but for those that it offers as the wrong answer.
+    extra += [name for name in task.truth.get("against", ()) if mentions(plain(reply), name)]
     if extra:
         verdict.fault("guessed", f"it also said {', '.join(extra[:3])}")
     if _recites(task, vault, reply, ()):

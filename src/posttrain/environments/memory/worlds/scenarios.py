@@ -92,7 +92,7 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     ]
     wanted = [answer(record) for record in task.truth["answers"]]
     if wanted:
-        names = _names(vault, wanted, task.question)
+        names = [*task.truth.get("against", ()), *_names(vault, wanted, task.question)]
         wrong = [_made_up(one, task, names) for one in wanted]
         found += [
             Scenario("wrong value", False, before, f"It is {wrong[0] or 'unknown'}.", False, 1, True),

@@ -18,7 +18,8 @@ VARIANTS = {
 class MemoryTask:
     """A question to a memory agent and what it takes to score its episode.
 
-    `truth` holds JSON values: `answers` that the reply must hold (retrieval, filter, answerable clarification),
+    `truth` holds JSON values: `answers` that the reply must hold (retrieval, filter, answerable clarification), with
+    `operands` that it may hold too and names `against` that it may not,
     `change` (update, see `change.expected`), `point` with `type`, `key` and `values` (clarification: what the question
     must name, and the values it may not take sides on), `rule` and `hidden` (filter). `hops` are links from `user.md`
     to what is asked for. `solution` are code blocks and, last, the reply.
