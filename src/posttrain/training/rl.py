@@ -50,7 +50,8 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     rows = TaughtRows(recipe.ptx, playing.renderer, recipe.seed) if recipe.ptx is not None else None
     about_rows = rows.data.problems.summary() if rows is not None else []
     trainer.measures = [playing]
-    trainer.messages = [*about_tasks, *about_prompts, *about_rows, *playing.about_the_template()]
+    about_units = creditor.messages if creditor is not None else []
+    trainer.messages = [*about_tasks, *about_prompts, *about_rows, *about_units, *playing.about_the_template()]
     trainer.choice = playing.choice(recipe.evaluation.metric)
     tasks = TaskOrder(recipe.seeds, recipe.seed, left_out=playing.left_out)
     kl, guards = KlController(recipe.kl), Guards(recipe.guards)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from posttrain.credit.types import Advantages, RewardStreams
 from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.estimators import coalitions, prefix, shares
 from posttrain.credit.units.mixing import with_unit_advantages, with_unit_rewards
-from posttrain.credit.units.normaliser import Normaliser
-from posttrain.credit.units.params import key_in, key_of, read_normaliser, same
 from posttrain.credit.units.segment import answers_of, segment
 from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
@@ -36,6 +33,7 @@ from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
 from posttrain.training.entropies import entropies_under
 from posttrain.training.reward_scorer import OF_UNITS, RAW, RewardScorer, RunningStatistics, scaled
+from posttrain.training.unit_fit import open_normaliser
 from posttrain.training.unit_values import JudgedAnswer, UnitValuer
 
 
@@ -94,7 +92,7 @@ class UnitCreditor:
                 f"unit_credit: the chat template of {recipe.model.path} rewrites earlier turns, so an episode of "
                 "`environment.max_turns` above 1 is no one text with units; use another template, or one turn"
             )
-        self.normaliser = _normaliser(unit_credit, scorer)
+        self.normaliser, self.messages = open_normaliser(unit_credit, scorer)
         self.decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def credit(
@@ -261,26 +259,3 @@ def _kept_units(episode: Episode) -> Spans:
     ends = [place for place, _ in episode.turns[-1].info[OF_UNITS]]
     cuts = np.concatenate([[0], np.searchsorted(sampled, ends) + 1]).astype(np.int64)
     return Spans(cuts, np.ones(len(ends), dtype=bool))
-
-
-def _normaliser(recipe: UnitCreditRecipe, scorer: RewardScorer) -> Normaliser | None:
-    """The fit of the recipe; `InputError` where it is not to be had, or is of other units than the reward model's."""
-    if not isinstance(recipe, LearnedCredit) or recipe.normaliser is None:
-        return None
-    units = scorer.model.units
-    assert units is not None
-    path = Path(recipe.normaliser)
-    if path.is_dir():
-        run = path if (path / "normaliser").is_dir() else path.parent  # a run, or the model that it exported
-        path = run / "normaliser" / "params.json"
-    try:
-        key, found = read_normaliser(path, key_in(recipe.fit) if recipe.fit is not None else None)
-    except InputError as error:
-        raise InputError(f"unit_credit.normaliser, unit_credit.fit: {error}") from error
-    own = key_of(key.model, key.dataset, units.segmenter)
-    if not same(key, own):
-        raise InputError(
-            f"unit_credit.normaliser: {path} has the fit {key}, but {scorer.source.path} rewards units of {own.method}, "
-            f"threshold {own.threshold}; fit it anew with `posttrain fit-normalizer`"
-        )
-    return found

@@ -20,11 +20,9 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.runs.profile_plot import draw_profile
 from posttrain.training.rows import load_data, samples_of_row
+from posttrain.training.unit_fit import WEAK
 from posttrain.training.unit_reader import UnitReader
 from posttrain.training.unit_rewards import unit_rewards
-
-_WEAK = 0.05
-"""R² below which the position says next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,10 @@ class Fitted:
             f"never below {made.floor * made.intercept_std:.4f}",
         ]
         for what, r2 in (("mean", self.fit.r2_mean), ("spread", self.fit.r2_std)):
-            if not r2 >= _WEAK:
+            if not r2 >= WEAK:
                 found.append(
                     f"warning: the line explains next to nothing of the {what} of rewards by place (R² below "
-                    f"{_WEAK:g}); look at the plot before rewards are normalised by it"
+                    f"{WEAK:g}); look at the plot before rewards are normalised by it"
                 )
         return [*found, f"params: {self.params}", f"plot: {self.plot}"]
 
