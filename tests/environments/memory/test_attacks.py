@@ -466,7 +466,9 @@ def test_a_folder_that_is_exchanged_for_a_link_meanwhile_leads_nowhere(interpret
     thread = threading.Thread(target=exchange)
     thread.start()
     try:
-        for turn in range(30):
+        for turn in range(600):
+            if turn >= 30 and rounds > 30:  # on a busy machine the folder turns slowly
+                break
             code = "found = []\n"
             for call in (
                 f"create_file('swap/n{turn}.md', 'x')",
