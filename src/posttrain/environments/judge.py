@@ -6,14 +6,12 @@ text itself, which the text cannot hold, and a reply that is not exactly what wa
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from posttrain.environments.protocol import Message
-from posttrain.errors import InputError
+from posttrain.environments.remote import chat_client
 from posttrain.recipe.text_task import JudgeRecipe
 
 _TASK = """You grade one answer. The conversation and the answer to it stand in frames: a frame begins with a line \
@@ -56,22 +54,10 @@ def judge_score(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -
     return _points(_text(completion, recipe), recipe) / recipe.scale
 
 
-@lru_cache(maxsize=8)
 def judge_client(recipe: JudgeRecipe) -> Any:
-    """The client of the judge's server, one for all threads; InputError where its key is named and not set."""
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise InputError("environment.judge needs the package openai; `pip install openai`") from error
-
-    key = "none"
-    if recipe.api_key_variable is not None:
-        key = os.environ.get(recipe.api_key_variable, "")
-        if not key:
-            raise InputError(
-                f"environment.judge.api_key_variable names {recipe.api_key_variable}, which is not set; export it"
-            )
-    return openai.OpenAI(base_url=recipe.url, api_key=key, timeout=recipe.seconds, max_retries=recipe.retries)
+    """The client of the judge's server, as `chat_client` makes it."""
+    how = (recipe.url, recipe.seconds, recipe.retries, recipe.api_key_variable)
+    return chat_client("environment.judge", *how)
 
 
 def judge_prompt(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -> Any:

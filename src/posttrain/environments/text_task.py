@@ -21,6 +21,7 @@ from posttrain.data.rows import Prompt
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import judge_client, judge_score
 from posttrain.environments.protocol import Environment, Message, Observation, Step
+from posttrain.environments.rows import require_rows
 from posttrain.environments.rules import SCORE, load_rule
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
@@ -121,16 +122,7 @@ class TextTask(Environment):
             return []
         table = prompt_table(recipe)
         table.problems.raise_if(recipe.strict)
-        for key, seeds in (
-            ("seeds", training),
-            ("evaluation.seeds", held_out[0]),
-            ("evaluation.final_seeds", held_out[-1]),
-        ):
-            if seeds.stop > len(table.rows):
-                raise InputError(
-                    f"{key} go to {seeds.stop - 1}, but environment.prompts has {len(table.rows)} usable rows (0 to "
-                    f"{len(table.rows) - 1}), and a seed is a row; set `{key}.start` and `{key}.count`"
-                )
+        require_rows("environment.prompts", len(table.rows), training, held_out)
         trained = {_text_of(table.rows[seed]) for seed in training}
         known = sum(_text_of(table.rows[seed]) in trained for seeds in held_out for seed in seeds)
         messages = table.problems.summary()

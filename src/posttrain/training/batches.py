@@ -49,6 +49,13 @@ class Sample:
         return int(self.stream.sampled.sum())
 
 
+def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """[T] float32: `values` [n] at the sampled tokens of a stream with mask `sampled` [T] bool, 0 elsewhere."""
+    full = np.zeros(len(sampled), dtype=np.float32)
+    full[sampled] = values
+    return full
+
+
 def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
     """Indices of samples, in groups that each take at most `budget` tokens in a row.
 

@@ -17,7 +17,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.streams import Episode
-from posttrain.training.batches import Sample
+from posttrain.training.batches import Sample, on_stream
 from posttrain.training.learner import Learner, Totals
 from posttrain.training.objectives import ValueObjective, known
 from posttrain.training.optimizer import Optimizer
@@ -67,7 +67,7 @@ class CriticLearner:
         values: PerToken = []
         left = iter(samples)
         for episode in episodes:
-            values.append([_spread(known(next(left).values), stream.sampled) for stream in episode.streams])
+            values.append([on_stream(known(next(left).values), stream.sampled) for stream in episode.streams])
         paid, judged = rewards_of_sampled_tokens(episodes, rewards), of_sampled_tokens(episodes, values)
         advantages = advantages_over_values(self.credit, episodes, paid, judged)
         targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, judged, strict=True))])
@@ -141,9 +141,3 @@ def _own_critic(recipe: RlRecipe, policy: Policy) -> Critic:
     # A critic that starts from the reward model then begins at what the rewards are.
     critic.in_units_of_reward = recipe.reward is not None and recipe.reward.normalise == "stored"
     return critic
-
-
-def _spread(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    full = np.zeros(len(mask), dtype=np.float32)
-    full[mask] = values
-    return full

@@ -30,7 +30,7 @@ from posttrain.recipe.unit_credit import (
 from posttrain.recipe.units import EntropyUnits
 from posttrain.rollout.streams import Episode
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample
+from posttrain.training.batches import Sample, on_stream
 from posttrain.training.entropies import entropies_under
 from posttrain.training.reward_scorer import OF_UNITS, RAW, RewardScorer, RunningStatistics, scaled
 from posttrain.training.unit_fit import open_normaliser
@@ -156,9 +156,8 @@ class UnitCreditor:
         entropies: Sequence[np.ndarray | None] = [None] * len(episodes)
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
-                entropies = _on_streams(
-                    samples, entropies_under(self.policy.model, samples, self.run.learner.tokens_per_batch)
-                )
+                found = entropies_under(self.policy.model, samples, self.run.learner.tokens_per_batch)
+            entropies = [on_stream(own, s.stream.sampled) for own, s in zip(found, samples, strict=True)]
         return [
             segment(segmenter, answers_of(e, self.decode, None if own is None else [own]), self.decode)
             for e, own in zip(episodes, entropies, strict=True)
@@ -241,16 +240,6 @@ def open_creditor(recipe: RlRecipe, scorer: RewardScorer | None, policy: Policy)
     if recipe.unit_credit is None or scorer is None:
         return None
     return UnitCreditor(recipe, recipe.unit_credit, scorer, policy)
-
-
-def _on_streams(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Per sample [T] float64: `values` [n] at its sampled tokens, 0 elsewhere."""
-    found = []
-    for sample, own in zip(samples, values, strict=True):
-        full = np.zeros(len(sample.stream))
-        full[sample.stream.sampled] = own
-        found.append(full)
-    return found
 
 
 def _kept_units(episode: Episode) -> Spans:

@@ -21,6 +21,7 @@ from posttrain.environments.memory.vault import Vault
 from posttrain.environments.memory.worlds.replies import asks
 from posttrain.environments.memory.worlds.rewards import score
 from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
+from posttrain.environments.rows import require_rows
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 
@@ -134,16 +135,7 @@ class Memory(Environment):
         if not recipe.tasks:
             return []
         table = task_table(recipe.tasks, recipe.memories)
-        for key, seeds in (
-            ("seeds", training),
-            ("evaluation.seeds", held_out[0]),
-            ("evaluation.final_seeds", held_out[-1]),
-        ):
-            if seeds.stop > len(table.rows):
-                raise InputError(
-                    f"{key} go to {seeds.stop - 1}, but environment.tasks has {len(table.rows)} tasks, and a seed is a "
-                    f"row; set `{key}.start` and `{key}.count`"
-                )
+        require_rows("environment.tasks", len(table.rows), training, held_out)
         trained = {str(table.rows[seed].files) for seed in training}
         known = sum(str(table.rows[seed].files) in trained for seeds in held_out for seed in seeds)
         shared = f"{known} of the held-out tasks are asked in worlds that are also trained on; move them apart"

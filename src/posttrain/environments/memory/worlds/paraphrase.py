@@ -1,12 +1,9 @@
 """Other words for the texts of a world, written by a language model and kept only where every fact survives."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 from pydantic import Field
 
@@ -17,7 +14,8 @@ from posttrain.environments.memory.worlds.task import MemoryTask
 from posttrain.environments.memory.worlds.tasks import tasks_of
 from posttrain.environments.memory.worlds.truth import Parsed, parse
 from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, plain
-from posttrain.errors import InputError, RunError
+from posttrain.environments.remote import chat_client
+from posttrain.errors import RunError
 from posttrain.recipe.base import Part
 
 Writer = Callable[[str], str]
@@ -58,13 +56,15 @@ class ParaphraseRecipe(Part):
 
 
 def writer(recipe: ParaphraseRecipe) -> Writer:
-    """The model of a recipe as a writer; it raises RunError where the server does not answer."""
+    """The model of a recipe as a writer; it raises RunError where the server does not answer, and this InputError where
+    there is no client or key."""
+    client = chat_client("paraphrase", recipe.url, recipe.seconds, recipe.retries, recipe.api_key_variable)
 
     def write(text: str) -> str:
         import openai
 
         try:
-            completion = _client(recipe).chat.completions.create(
+            completion = client.chat.completions.create(
                 model=recipe.model,
                 messages=[{"role": "user", "content": _TASK.format(text=text)}],
                 temperature=recipe.temperature,
@@ -190,17 +190,3 @@ def _still_right(task: MemoryTask, world: World) -> bool:
     if task.kind == "update":
         return True
     return score(task, world.files, world.files, task.reply, task.asks, 1, RewardWeights()).success
-
-
-@lru_cache(maxsize=4)
-def _client(recipe: ParaphraseRecipe) -> Any:
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise InputError("paraphrases need the package openai; `pip install openai`") from error
-    key = "none"
-    if recipe.api_key_variable is not None:
-        key = os.environ.get(recipe.api_key_variable, "")
-        if not key:
-            raise InputError(f"the environment variable {recipe.api_key_variable} is not set; export it")
-    return openai.OpenAI(base_url=recipe.url, api_key=key, timeout=recipe.seconds, max_retries=recipe.retries)
