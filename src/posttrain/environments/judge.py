@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.environments.protocol import Message
-from posttrain.environments.remote import chat_client
+from posttrain.environments.remote import RemoteFailure, chat_client, complete, shortened
 from posttrain.recipe.text_task import JudgeRecipe
 
 _TASK = """You grade one answer. The conversation and the answer to it stand in frames: a frame begins with a line \
@@ -36,22 +36,15 @@ def judge_score(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -
     The judge is asked at temperature 0. Raises JudgeFailure where it gives no score, after the retries of the recipe;
     InputError where the environment variable of the key is not set.
     """
-    import openai
-
-    client = judge_client(recipe)
+    asked = judge_prompt(recipe, messages, answer)
     try:
-        completion = client.chat.completions.create(
-            model=recipe.model, messages=judge_prompt(recipe, messages, answer), temperature=0.0
-        )
-    except openai.APIStatusError as error:
-        raise JudgeFailure(
-            f"{_where(recipe)} answered with status {error.status_code}: {_short(str(error))}"
-        ) from error
-    except openai.APITimeoutError as error:
-        raise JudgeFailure(f"{_where(recipe)} did not answer within {recipe.seconds:g} s") from error
-    except (openai.OpenAIError, ValueError) as error:
-        raise JudgeFailure(f"{_where(recipe)} cannot be understood or reached: {_short(str(error))}") from error
-    return _points(_text(completion, recipe), recipe) / recipe.scale
+        written = complete("judge", judge_client(recipe), recipe.model, asked, temperature=0.0)
+    except RemoteFailure as error:
+        raise JudgeFailure(str(error)) from error
+    if not written.ended or not written.text:
+        how = "sent an empty reply" if written.ended else "broke off its reply"
+        raise JudgeFailure(f"{_where(recipe)} {how}: {shortened(written.text)}")
+    return _points(written.text, recipe) / recipe.scale
 
 
 def judge_client(recipe: JudgeRecipe) -> Any:
@@ -82,18 +75,6 @@ def _mark(texts: Sequence[tuple[str, str]]) -> str:
         count += 1
 
 
-def _text(completion: Any, recipe: JudgeRecipe) -> str:
-    """The text of the reply; JudgeFailure where the server's JSON has another shape or the reply was cut off."""
-    try:
-        choice = completion.choices[0]
-        text, reason = choice.message.content, choice.finish_reason
-    except (AttributeError, IndexError, TypeError) as error:
-        raise JudgeFailure(f"{_where(recipe)} sent no chat completion: {_short(str(completion))}") from error
-    if reason == "length" or not isinstance(text, str):
-        raise JudgeFailure(f"{_where(recipe)} broke off its reply ({reason}): {_short(str(text))}")
-    return text
-
-
 def _points(text: str, recipe: JudgeRecipe) -> float:
     fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", text, re.DOTALL)
     try:
@@ -101,7 +82,7 @@ def _points(text: str, recipe: JudgeRecipe) -> float:
         points = reply["score"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise JudgeFailure(
-            f'{_where(recipe)} did not reply with one JSON object that has a "score": {_short(text)}'
+            f'{_where(recipe)} did not reply with one JSON object that has a "score": {shortened(text)}'
         ) from error
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 <= points <= recipe.scale:
         raise JudgeFailure(f"{_where(recipe)} gave the score {points!r}, which is no number from 0 to {recipe.scale}")
@@ -117,7 +98,3 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _where(recipe: JudgeRecipe) -> str:
     return f"judge {recipe.model} at {recipe.url}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:200] + " …"

@@ -14,7 +14,7 @@ from posttrain.environments.memory.worlds.task import MemoryTask
 from posttrain.environments.memory.worlds.tasks import tasks_of
 from posttrain.environments.memory.worlds.truth import Parsed, parse
 from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, plain
-from posttrain.environments.remote import chat_client
+from posttrain.environments.remote import RemoteFailure, chat_client, complete
 from posttrain.errors import RunError
 from posttrain.recipe.base import Part
 
@@ -61,17 +61,13 @@ def writer(recipe: ParaphraseRecipe) -> Writer:
     client = chat_client("paraphrase", recipe.url, recipe.seconds, recipe.retries, recipe.api_key_variable)
 
     def write(text: str) -> str:
-        import openai
-
+        asked = [{"role": "user", "content": _TASK.format(text=text)}]
         try:
-            completion = client.chat.completions.create(
-                model=recipe.model,
-                messages=[{"role": "user", "content": _TASK.format(text=text)}],
-                temperature=recipe.temperature,
-            )
-            return str(completion.choices[0].message.content or "").strip()
-        except (openai.OpenAIError, AttributeError, IndexError, TypeError) as error:
-            raise RunError(f"{recipe.model} at {recipe.url} gave no text: {str(error)[:200]}") from error
+            written = complete("paraphrase", client, recipe.model, asked, temperature=recipe.temperature)
+        except RemoteFailure as error:
+            raise RunError(str(error)) from error
+        # Half a text is no text in other words; an empty one is never kept.
+        return written.text.strip() if written.ended else ""
 
     return write
 
