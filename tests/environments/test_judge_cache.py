@@ -1,0 +1,160 @@
+"""The cache of judges: nothing is asked twice, and no death of a process loses or spoils a reply."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.environments.judge_cache import JudgeCache, judge_cache, question_key
+from posttrain.errors import InputError
+
+_WRITER = """
+import sys
+from pathlib import Path
+from posttrain.environments.judge_cache import JudgeCache
+cache, name, count = JudgeCache(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+for number in range(count):
+    print(number, cache.reply(f"key {number}", lambda: f"{name} {number} " + "é" * 500), flush=True)
+"""
+
+
+def _never():
+    raise AssertionError("asked again")
+
+
+def _writer(path, name, count):
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(path), name, str(count)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_what_was_asked_once_is_not_asked_again(tmp_path):
+    path = tmp_path / "deep" / "cache.jsonl"
+    first = JudgeCache(path)
+    assert [first.reply("a", lambda: "1\n{}"), first.reply("a", _never), first.reply("b", lambda: "2")] == [
+        "1\n{}",
+        "1\n{}",
+        "2",
+    ]
+    assert (first.hits, first.misses, len(first)) == (1, 2, 2)
+    again = JudgeCache(path)
+    assert [again.reply(key, _never) for key in "ab"] == ["1\n{}", "2"]
+    assert (again.hits, again.misses) == (2, 0)
+
+
+def test_a_failure_is_raised_and_not_kept(tmp_path):
+    cache = JudgeCache(tmp_path / "cache")
+
+    def fail():
+        raise OSError("down")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="down"):
+            cache.reply("a", fail)
+    assert cache.reply("a", lambda: "1") == "1"
+    assert (cache.hits, cache.misses, len(cache)) == (0, 3, 1)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, 40])
+def test_a_torn_line_costs_that_line_only(tmp_path, cut):
+    path = tmp_path / "cache"
+    cache = JudgeCache(path)
+    for key in "abc":
+        cache.reply(key, lambda key=key: f"reply to {key} é")
+    path.write_bytes(path.read_bytes()[:-cut])
+    mended = JudgeCache(path)
+    assert len(mended) == 2
+    assert mended.reply("d", lambda: "4") == "4"
+    asked = []
+    assert JudgeCache(path).reply("c", lambda: asked.append(1) or "3") == ("reply to c é" if cut == 1 else "3")
+    assert len(asked) == (cut != 1)
+    assert [JudgeCache(path).reply(key, _never) for key in "abd"] == ["reply to a é", "reply to b é", "4"]
+
+
+def test_lines_that_are_no_replies_are_passed_over(tmp_path):
+    path = tmp_path / "cache"
+    path.write_bytes(b'[]\n1\n{"key": 1, "reply": "x"}\n\xff\n\n{"key": "a"}\n{"key": "a", "reply": "1"}\n')
+    assert JudgeCache(path).reply("a", _never) == "1"
+
+
+def test_a_cache_sees_what_another_wrote_and_the_first_reply_stays(tmp_path):
+    path = tmp_path / "cache"
+    one, other = JudgeCache(path), JudgeCache(path)
+    assert one.reply("a", lambda: other.reply("a", lambda: "first")) == "first"
+    assert other.reply("b", lambda: "2") == "2"
+    assert one.reply("b", _never) == "2"
+    path.unlink()
+    assert one.reply("b", _never) == "2"
+    assert one.reply("c", lambda: "3") == "3"
+    assert JudgeCache(path).reply("c", _never) == "3"
+
+
+def test_threads_that_want_the_same_ask_once(tmp_path):
+    cache, asked = JudgeCache(tmp_path / "cache"), []
+    begun = threading.Barrier(8)
+
+    def ask():
+        asked.append(1)
+        time.sleep(0.05)
+        return "1"
+
+    def want(number):
+        begun.wait()
+        return cache.reply("same", ask), cache.reply(f"own {number}", lambda: str(number))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(want, range(8))) == [("1", str(number)) for number in range(8)]
+    assert (len(asked), cache.hits, cache.misses) == (1, 7, 9)
+
+
+def test_two_processes_at_once_agree_and_spoil_nothing(tmp_path):
+    path = tmp_path / "cache"
+    writers = [_writer(path, name, 200) for name in ("one", "two")]
+    said = [writer.communicate()[0].splitlines() for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert len(said[0]) == 200
+    assert said[0] == said[1]
+    lines = path.read_bytes().splitlines()
+    assert len({json.loads(line)["key"] for line in lines}) == len(lines) == 200
+
+
+def test_a_process_that_is_killed_loses_nothing_that_it_had(tmp_path):
+    path = tmp_path / "cache"
+    writer = _writer(path, "killed", 1_000_000)
+    had = [writer.stdout.readline() for _ in range(50)]
+    os.kill(writer.pid, signal.SIGKILL)
+    had += [line for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+    writer.wait()
+    assert writer.returncode == -signal.SIGKILL
+    cache = JudgeCache(path)
+    assert len(had) >= 50
+    for line in had:
+        number, text = line.rstrip("\n").split(" ", 1)
+        assert cache.reply(f"key {number}", _never) == text
+
+
+def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"judge\.cache: .*file/cache cannot be written"):
+        judge_cache(str(tmp_path / "file" / "cache"))
+    with pytest.raises(InputError, match="cannot be written"):
+        JudgeCache(tmp_path)
+
+
+def test_one_cache_for_a_file_however_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert judge_cache("cache") is judge_cache(str(tmp_path / "cache"))
+
+
+@settings(deadline=None)
+@given(st.lists(st.text()), st.lists(st.text()))
+def test_keys_tell_all_parts_apart(one, other):
+    assert (question_key(*one) == question_key(*other)) == (one == other)
