@@ -19,7 +19,7 @@ from posttrain.data.examples import read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.rows import Prompt
 from posttrain.environments.game import play, require
-from posttrain.environments.judge import judge_client, judge_score
+from posttrain.environments.judge import judge_score, prepare_judge
 from posttrain.environments.protocol import Environment, Message, Observation, Step
 from posttrain.environments.rows import require_rows
 from posttrain.environments.rules import SCORE, load_rule
@@ -100,7 +100,7 @@ class TextTask(Environment):
         super().__init__(recipe)
         self._rule = load_rule(self.recipe.rule) if self.recipe.rule is not None else None
         if self.recipe.judge is not None:
-            judge_client(self.recipe.judge)
+            prepare_judge(self.recipe.judge)
         self.task_count(recipe)
         self._task: _Task | None = None
 

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from posttrain.recipe.base import Part
+from posttrain.recipe.judge import JudgeServerRecipe
 
 
 class ReasoningGymRecipe(Part):
@@ -24,20 +25,10 @@ class ReasoningGymRecipe(Part):
         return value
 
 
-class JudgeRecipe(Part):
+class JudgeRecipe(JudgeServerRecipe):
     """A language model that scores answers, behind an OpenAI-compatible server."""
 
-    url: str = Field(pattern=r"^https?://\S+$")
-    """Base URL of the server, for example `http://localhost:8000/v1`."""
-    model: str = Field(min_length=1)
-    """Name of the model, as the server knows it."""
     rubric: str = Field(min_length=1)
     """What a good answer is, in words for the judge."""
     scale: int = Field(10, ge=1)
     """The judge gives points from 0 to this; the reward is points / scale, in [0, 1]."""
-    api_key_variable: str | None = None
-    """Name of the environment variable that holds the server's key; null sends none that means anything."""
-    seconds: float = Field(60, gt=0)
-    """Time-out of one request, in seconds."""
-    retries: int = Field(3, ge=0)
-    """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx; each waits longer."""
