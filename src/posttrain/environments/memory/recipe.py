@@ -7,27 +7,16 @@ from pydantic import Field, model_validator
 from posttrain.environments.memory.interpreter import InterpreterLimits
 from posttrain.environments.memory.limits import VaultLimits
 from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldRecipe
+from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import Sources
 
 
-class MemoryRecipe(EnvironmentRecipe):
-    """Keys of `memory`."""
+class AgentRecipe(Part):
+    """How a memory agent is asked and what its code may take, in training and in use."""
 
-    type: Literal["memory"] = "memory"
-    """A vault of Markdown notes, read and changed by writing Python."""
     max_turns: int = Field(8, ge=2)
     """Messages of the policy until the episode is cut off. A scripted solution takes at most 5."""
-    worlds: WorldRecipe = WorldRecipe()
-    """Worlds and tasks, made up: each seed is one task in a world of its own, of each kind as often as its number of tasks says. Not used with `tasks`."""
-    tasks: Sources = []
-    """Rows to play instead, which `posttrain data worlds` wrote: a path, or a list of paths and sections. The environment seed is the row, counted from 0 over all sources."""
-    memories: str | None = None
-    """Folder with the `base_memory.json` files of rows of the published form, which only name their vault."""
-    weights: RewardWeights = RewardWeights()
-    """What each outcome of an episode is worth."""
-    rejected: float = Field(-0.02, le=0)
-    """Added to the reward of a turn whose message was not understood."""
     thinking: bool = True
     """Every message begins with a `<think>` block; otherwise it is `<python>` or `<reply>` alone."""
     opened_by: Literal["policy", "environment", "template"] = "policy"
@@ -38,17 +27,38 @@ class MemoryRecipe(EnvironmentRecipe):
     """About how many characters of a result are shown; what is longer is cut and says so."""
     tool_calls: int = Field(60, ge=1)
     """Most calls of tools in an episode."""
-    vault: VaultLimits = VaultLimits()
-    """Limits of the notes."""
     interpreter: InterpreterLimits = InterpreterLimits()
     """Limits of a block of code."""
+
+    @model_validator(mode="after")
+    def _opened(self):
+        if not self.thinking and self.opened_by != "policy":
+            raise ValueError("`opened_by` means nothing without `thinking`; leave one out")
+        return self
+
+
+class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
+    """Keys of `memory`."""
+
+    type: Literal["memory"] = "memory"
+    """A vault of Markdown notes, read and changed by writing Python."""
+    worlds: WorldRecipe = WorldRecipe()
+    """Worlds and tasks, made up: each seed is one task in a world of its own, of each kind as often as its number of tasks says. Not used with `tasks`."""
+    tasks: Sources = []
+    """Rows to play instead, which `posttrain data worlds` wrote: a path, or a list of paths and sections. The environment seed is the row, counted from 0 over all sources."""
+    memories: str | None = None
+    """Folder with the `base_memory.json` files of rows of the published form, which only name their vault."""
+    weights: RewardWeights = RewardWeights()
+    """What each outcome of an episode is worth."""
+    rejected: float = Field(-0.02, le=0)
+    """Added to the reward of a turn whose message was not understood."""
+    vault: VaultLimits = VaultLimits()
+    """Limits of the notes."""
     workers: int = Field(1, ge=1)
     """Processes that run code, shared by all episodes of a run."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "MemoryRecipe":
-        if not self.thinking and self.opened_by != "policy":
-            raise ValueError("`opened_by` means nothing without `thinking`; leave one out")
         if self.memories is not None and not self.tasks:
             raise ValueError("`memories` belongs to rows that name them; give `tasks`, too")
         weights = self.weights
