@@ -108,9 +108,14 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
             "the nearest is environment.format.thinking",
         ),
         (
+            ["credit.type=rloo", "credit.trace_decay=0.9"],
+            "override credit.trace_decay=0.9: there is no key credit.trace_decay; "
+            "it belongs to credit.type gae, bilevel_gae, not rloo, so remove it or change the type",
+        ),
+        (
             ["credit.type=rloo", "credit.discount=0.9"],
-            "override credit.discount=0.9: there is no key credit.discount; "
-            "it belongs to credit.type reinforce, reinforce_pp, turn_returns, gigpo, gae, bilevel_gae, not rloo, so remove it or change the type",
+            "override credit.discount=0.9: credit: `discount` would have no effect: credit.type rloo compares the returns of "
+            "whole episodes; remove it, or use reinforce or gae",
         ),
         (
             ["loss.type=gsop"],

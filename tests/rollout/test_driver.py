@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -145,3 +146,24 @@ def test_a_full_context_truncates_the_episode():
 def test_a_prompt_without_room_for_an_answer_is_an_error():
     with pytest.raises(InputError, match=r"environment seed 10+ .* rollout.tokens_per_episode"):
         play([10**40], tokens_per_episode=16)
+
+
+class Forgetting(Counting):
+    """Begins a new conversation after its first turn."""
+
+    def step(self, action):
+        step = super().step(action)
+        return replace(step, fresh=self.turn == 1)
+
+
+def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before(monkeypatch):
+    monkeypatch.setattr(driver, "environment_class", lambda name: Forgetting)
+    engine = EchoEngine()
+    (episode,) = play([1], engine)
+    one, other = episode.streams
+    assert [turn.stream for turn in episode.turns] == [0, 1, 1]
+    assert other.ids.tolist()[: len(engine.requests[1].prompt_ids)] == list(engine.requests[1].prompt_ids)
+    assert list(engine.requests[1].prompt_ids) == RENDERER.prompt([{"role": "user", "content": "turn 1"}], "")
+    assert list(engine.requests[2].prompt_ids) == other.ids.tolist()[: len(engine.requests[2].prompt_ids)]
+    assert (one.rewards.sum(), other.rewards.sum()) == (1, 2)
+    assert episode.total_reward == 3

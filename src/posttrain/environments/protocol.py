@@ -36,6 +36,8 @@ class Step:
     truncated: bool
     info: dict[str, Any] = field(default_factory=dict)
     state: str | None = None
+    fresh: bool = False
+    """`messages` begin a new conversation: the policy sees nothing of what came before."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from posttrain.credit.types import PerToken, RewardStreams
 from posttrain.losses.batch import Metrics, TokenBatch
 from posttrain.losses.ratios import LOG_RATIO_LIMIT, total
-from posttrain.recipe.loss import KlRecipe
+from posttrain.recipe.loss import KL_STEP, KlRecipe
 
 Estimator = Literal["k1", "k2", "k3"]
 Values = TypeVar("Values", np.ndarray, torch.Tensor)
@@ -72,8 +72,8 @@ def penalise(rewards: RewardStreams, kl: PerToken, coefficient: float) -> Reward
 class KlController:
     """The KL coefficient: fixed, or steered to a target.
 
-    Adaptive: e = clip(KL / target - 1, -0.2, 0.2), coefficient x (1 + e n / horizon) after n episodes; n counts for at
-    most one horizon at a time, so one update moves it by at most a fifth. Source: Ziegler et al. 2019.
+    Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes;
+    n counts for at most one horizon at a time, so one update moves it by at most s. Source: Ziegler et al. 2019.
     """
 
     def __init__(self, recipe: KlRecipe) -> None:
@@ -84,7 +84,7 @@ class KlController:
         """`kl`: measured KL per token, in nats; None or not finite (nothing measured) leaves the coefficient."""
         if self.recipe.target is None or kl is None or not math.isfinite(kl):
             return
-        error = min(max(kl / self.recipe.target - 1, -0.2), 0.2)
+        error = min(max(kl / self.recipe.target - 1, -KL_STEP), KL_STEP)
         self.coefficient *= 1 + error * min(episodes / self.recipe.horizon, 1.0)
 
     def state_dict(self) -> dict[str, Any]:

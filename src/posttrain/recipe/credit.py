@@ -1,8 +1,8 @@
 """Credit: what turns rewards into one advantage per sampled token."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from posttrain.recipe.base import Part
 from posttrain.recipe.credit_turns import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
@@ -13,6 +13,16 @@ class GroupCredit(Part):
 
     type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax"]
     """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _returns_are_whole(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "discount" in values:
+            raise ValueError(
+                f"`discount` would have no effect: credit.type {values.get('type')} compares the returns of whole "
+                "episodes; remove it, or use reinforce or gae"
+            )
+        return values
 
 
 class BatchCredit(Part):

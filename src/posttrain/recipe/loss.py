@@ -80,6 +80,10 @@ class ReinforceLoss(_PolicyLoss):
 LossRecipe = Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="type")]
 
 
+KL_STEP = 0.2
+"""The adaptive coefficient of the KL changes by at most this share per horizon (Ziegler et al. 2019)."""
+
+
 class KlRecipe(Part):
     """Kullback-Leibler penalty towards the reference model."""
 

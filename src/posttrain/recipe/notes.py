@@ -2,10 +2,14 @@
 
 from posttrain.recipe.base import Part
 from posttrain.recipe.critic import CriticRecipe
-from posttrain.recipe.loss import GspoLoss, PpoLoss
+from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.unit_credit import CausalCredit
+
+_UPDATES = 32
+"""Most optimizer steps on the same episodes that published runs of many steps have borne."""
+_STEEP = 0.95
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -137,6 +141,30 @@ def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
     return found
 
 
+def _many_updates(recipe: RlRecipe) -> list[str]:
+    learner = recipe.learner
+    count = learner.updates_per_step * learner.passes
+    if count <= _UPDATES:
+        return []
+    return [
+        f"{count} updates are made on the same episodes (learner.updates_per_step {learner.updates_per_step} x "
+        f"learner.passes {learner.passes}); the last ones train a policy that did not play them, which has made runs "
+        f"collapse; {_UPDATES} or fewer are usual"
+    ]
+
+
+def _steep_kl(recipe: RlRecipe) -> list[str]:
+    """The adaptive coefficient moves by at most `KL_STEP` x episodes / horizon in a step (Ziegler et al. 2019)."""
+    kl, episodes = recipe.kl, recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
+    factor = 1 - KL_STEP * min(1, episodes / kl.horizon)
+    if kl.target is None or factor > _STEEP:
+        return []
+    return [
+        f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, the "
+        f"coefficient is multiplied by {factor:.2g} each step and soon practically 0; raise kl.horizon"
+    ]
+
+
 def _rl_doubtful(recipe: RlRecipe) -> list[str]:
     loss, lora, optimizer, found = recipe.loss, recipe.model.lora, recipe.optimizer, []
     if isinstance(recipe.unit_credit, CausalCredit) and getattr(recipe.credit, "discount", 1.0) < 1:
@@ -149,6 +177,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
         )
+    found += _many_updates(recipe) + _steep_kl(recipe)
     if lora is not None and lora.dropout > 0:
         found.append("model.lora.dropout above 0 makes the engine and the learner different policies")
     if lora is None and optimizer.learning_rate > 1e-4:

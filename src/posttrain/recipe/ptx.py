@@ -1,6 +1,6 @@
 """Supervised rows mixed into the updates of reinforcement learning."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,16 @@ class PtxRecipe(Part):
     """Rows that join each optimizer step."""
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens of a row are trained: all answers, the last one, or every token. They are scored at `rollout.sampling.temperature`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _there_are_rows(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values and not values.get("data"):
+            raise ValueError(
+                f"`{next(iter(values))}` would have no effect: there are no rows to train on beside the episodes; name "
+                "some in `data.train`, or remove ptx"
+            )
+        return values
 
     @model_validator(mode="after")
     def _rows_are_for_training(self):

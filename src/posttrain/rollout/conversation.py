@@ -23,6 +23,8 @@ class Conversation:
         self.messages: list[Message] = list(messages)
         self.turns: list[Turn] = []
         self._state = state
+        self._first = 0
+        """Where in `messages` the conversation that the policy sees begins."""
         self._streams = [_Growing()]
         self._streams[0].append(renderer.prompt(self.messages, primer))
 
@@ -50,14 +52,19 @@ class Conversation:
         turn.info = info
         self._streams[turn.stream].rewards[turn.stop - 1] += reward
 
-    def observe(self, messages: Sequence[Message], state: str | None = None) -> None:
-        """Append what the environment says next and the start of the policy's next answer, given in `state`."""
+    def observe(self, messages: Sequence[Message], state: str | None = None, fresh: bool = False) -> None:
+        """Append what the environment says next and the start of the policy's next answer, given in `state`.
+
+        `fresh`: what it says begins a conversation of its own, and a stream.
+        """
         self._state = state
         answer = self.messages[-1]["content"]
+        if fresh:
+            self._first = len(self.messages)
         self.messages.extend(messages)
-        if self.renderer.must_split(answer):
+        if fresh or self.renderer.must_split(answer):
             self._streams.append(_Growing())
-            self._streams[-1].append(self.renderer.prompt(self.messages, self.primer))
+            self._streams[-1].append(self.renderer.prompt(self.messages[self._first :], self.primer))
         else:
             ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
             self._streams[-1].append(self.renderer.continuation(messages, ended, self.primer))

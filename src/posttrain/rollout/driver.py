@@ -2,20 +2,22 @@
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.protocol import Environment
+from posttrain.environments.protocol import Environment, Message
+from posttrain.environments.remote import RemoteFailure
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.conversation import Conversation
-from posttrain.rollout.streams import Episode, Outcome
+from posttrain.rollout.streams import Episode, Outcome, Stream, Turn
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
@@ -41,81 +43,103 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Player:
-    """Everything an episode needs besides its place."""
+class Dialogue(Protocol):
+    """What is kept of one episode while it is played."""
 
-    engine: Engine
-    renderer: Renderer
+    turns: list[Turn]
+    messages: list[dict[str, Any]]
+    """The conversation as text, answers included."""
+
+    def reward(self, reward: float, info: dict[str, Any]) -> None:
+        """Pay the last turn."""
+        ...
+
+    def observe(self, messages: Sequence[dict[str, Any]], state: str | None = None, fresh: bool = False) -> None:
+        """What the environment says next; the other arguments are those of its `Step`."""
+        ...
+
+    def streams(self) -> list[Stream]:
+        """The tokens, where they are known."""
+        ...
+
+
+D = TypeVar("D", bound=Dialogue)
+
+
+class EpisodePlayer(ABC, Generic[D]):
+    """Everything an episode needs besides its place. A subclass says who answers, and how."""
+
     environment: EnvironmentRecipe
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int
-    scorer: Scorer | None = None
+    """Of the policy's weights."""
+    scorer: Scorer | None
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Episodes to keep in flight at a time."""
+
+    @abstractmethod
+    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> D:
+        """An episode's dialogue, which opens with `messages`; each answer begins with `primer`."""
+
+    @abstractmethod
+    async def answer(self, dialogue: D, place: Place, attempt: int) -> str | None:
+        """The policy's next answer as text, kept as a turn of `dialogue`; None where it has no room left.
+
+        Raises RemoteFailure where whoever answers could not be asked.
+        """
 
     async def play(self, place: Place) -> Episode:
         """One episode. A failing environment fails this episode alone, after the retries the recipe allows."""
         failures = self.rollout.failures
         attempts = failures.retries + 1 if failures.policy == "retry" else 1
-        with self.engine.episode():
-            for attempt in range(attempts):
-                episode = await self._attempt(place, attempt)
-                if episode.outcome is not Outcome.FAILED:
-                    break
+        for attempt in range(attempts):
+            episode = await self._attempt(place, attempt)
+            if episode.outcome is not Outcome.FAILED:
+                break
         return episode
 
     async def _attempt(self, place: Place, attempt: int) -> Episode:
         environment: Environment = environment_class(self.environment.type)(self.environment)
-        conversation: Conversation | None = None
+        dialogue: D | None = None
         failure: str | None = None
         outcome = Outcome.FAILED
         try:
             observation = await self._call(partial(environment.reset, place.seed))
-            conversation = Conversation(self.renderer, observation.messages, environment.primer, observation.state)
-            outcome = await self._turns(environment, conversation, place, attempt)
-        except EnvironmentFailure as error:
+            dialogue = self.begin(observation.messages, environment.primer, observation.state)
+            outcome = await self._turns(environment, dialogue, place, attempt)
+        except (EnvironmentFailure, RemoteFailure) as error:
             failure = str(error)
         return Episode(
             seed=place.seed,
             group=place.group,
             index=place.index,
             version=self.version,
-            streams=conversation.streams() if conversation else [],
-            turns=conversation.turns if conversation else [],
+            streams=dialogue.streams() if dialogue else [],
+            turns=dialogue.turns if dialogue else [],
             outcome=outcome,
             failure=failure,
-            messages=conversation.messages if conversation else [],
+            messages=dialogue.messages if dialogue else [],
         )
 
-    async def _turns(self, environment: Environment, conversation: Conversation, place: Place, attempt: int) -> Outcome:
+    async def _turns(self, environment: Environment, dialogue: D, place: Place, attempt: int) -> Outcome:
         """Turns until the end; returns how the episode ended."""
         while True:
-            room = self.rollout.tokens_per_episode - len(conversation.context)
-            if room <= 0 and not conversation.turns:
-                raise InputError(
-                    f"the prompt of environment seed {place.seed} has {len(conversation.context)} tokens and leaves no room "
-                    f"for an answer; raise rollout.tokens_per_episode = {self.rollout.tokens_per_episode}"
-                )
-            if room <= 0:
+            answer = await self.answer(dialogue, place, attempt)
+            if answer is None:
                 return Outcome.TRUNCATED
-            request = Request(
-                prompt_ids=tuple(conversation.context),
-                sampling=self.sampling,
-                seed=derive_seed(*place.stream, attempt, len(conversation.turns)),
-                max_tokens=min(self.rollout.tokens_per_turn, room),
-                stop_strings=tuple(self.rollout.stop_strings),
-            )
-            completion = await self.engine.generate(request)
-            answer = conversation.answer(completion.ids, completion.logprobs, completion.stop_reason)
             step = await self._call(partial(environment.step, answer))
             if not math.isfinite(step.reward):
                 raise EnvironmentFailure(f"{self.environment.type} gave the reward {step.reward} for seed {place.seed}")
-            conversation.reward(step.reward, dict(step.info))
+            dialogue.reward(step.reward, dict(step.info))
             if step.terminated:
                 return Outcome.TERMINATED
             if step.truncated:
                 return Outcome.TRUNCATED
-            conversation.observe(step.messages, step.state)
+            dialogue.observe(step.messages, step.state, step.fresh)
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Call the environment, in a thread where the recipe sets a time-out; anything it raises is its failure."""
@@ -133,15 +157,61 @@ class Player:
             raise EnvironmentFailure(f"{self.environment.type} raised {type(error).__name__}: {error}") from error
 
 
+@dataclass(frozen=True)
+class Player(EpisodePlayer[Conversation]):
+    """The policy's own weights answer, through an engine in this process."""
+
+    engine: Engine
+    renderer: Renderer
+    environment: EnvironmentRecipe
+    rollout: RolloutRecipe
+    sampling: SamplingRecipe
+    version: int
+    scorer: Scorer | None = None
+
+    @property
+    def capacity(self) -> int:
+        """As many as the engine keeps in its cache."""
+        return self.engine.capacity
+
+    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> Conversation:
+        return Conversation(self.renderer, messages, primer, state)
+
+    async def play(self, place: Place) -> Episode:
+        """One episode, open in the engine until it ends."""
+        with self.engine.episode():
+            return await super().play(place)
+
+    async def answer(self, dialogue: Conversation, place: Place, attempt: int) -> str | None:
+        """The next answer, its tokens appended; None where the episode has no room for one."""
+        room = self.rollout.tokens_per_episode - len(dialogue.context)
+        if room <= 0 and not dialogue.turns:
+            raise InputError(
+                f"the prompt of environment seed {place.seed} has {len(dialogue.context)} tokens and leaves no room "
+                f"for an answer; raise rollout.tokens_per_episode = {self.rollout.tokens_per_episode}"
+            )
+        if room <= 0:
+            return None
+        request = Request(
+            prompt_ids=tuple(dialogue.context),
+            sampling=self.sampling,
+            seed=derive_seed(*place.stream, attempt, len(dialogue.turns)),
+            max_tokens=min(self.rollout.tokens_per_turn, room),
+            stop_strings=tuple(self.rollout.stop_strings),
+        )
+        completion = await self.engine.generate(request)
+        return dialogue.answer(completion.ids, completion.logprobs, completion.stop_reason)
+
+
 class EnvironmentFailure(Exception):
     """An environment raised, timed out or paid a reward that is not a number."""
 
 
-def play_all(player: Player, places: Sequence[Place]) -> list[Episode]:
-    """Play all episodes, as many at a time as the engine keeps in its cache; returns them in the order of `places`.
+def play_all(player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
+    """Play all episodes, `player.capacity` at a time; returns them in the order of `places`.
 
-    More at a time would push each other's earlier turns out of the cache, and every turn would compute its whole
-    context again. A player that ends an episode begins the next one in the same breath, so that what is in flight
+    An engine keeps as many in its cache: more at a time would push each other's earlier turns out of it, and every
+    turn would compute its whole context again. A player that ends an episode begins the next one in the same breath, so that what is in flight
     does not depend on timing.
     """
     remaining = deque(enumerate(places))
@@ -153,7 +223,7 @@ def play_all(player: Player, places: Sequence[Place]) -> list[Episode]:
             episodes[number] = await player.play(place)
 
     async def run() -> None:
-        await asyncio.gather(*(play_on() for _ in range(min(len(places), player.engine.capacity))))
+        await asyncio.gather(*(play_on() for _ in range(min(len(places), player.capacity))))
 
     asyncio.run(run())
     played = [episodes[number] for number in range(len(places))]

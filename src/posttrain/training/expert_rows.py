@@ -15,7 +15,7 @@ History = Literal["episode", "turn"]
 def expert_rows(
     recipe: EnvironmentRecipe, seeds: SeedRange, expert: Literal["optimal", "random"], history: History, run_seed: int
 ) -> list[dict[str, Any]]:
-    """One row per episode (`messages`), or one per turn (`prompt`, `completion`), with the environment, its seed and its settings.
+    """One row per conversation of an episode (`messages`), or one per turn (`prompt`, `completion`), with the environment, its seed and its settings.
 
     `InputError` where the environment has no such player, or where the seeds are those that RL evaluates on.
     """
@@ -26,22 +26,23 @@ def expert_rows(
     rows = []
     settings = settings_text(recipe)
     for seed in range(seeds.start, seeds.stop):
-        messages = _played(recipe, seed, expert, run_seed)
         about = {"domain": recipe.type, "seed": seed, COLUMN: settings}
-        if history == "episode":
-            rows.append({"messages": messages, **about})
-            continue
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                rows.append({"prompt": messages[:place], "completion": [message], **about})
+        for messages in _played(recipe, seed, expert, run_seed):
+            if history == "episode":
+                rows.append({"messages": messages, **about})
+                continue
+            for place, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    rows.append({"prompt": messages[:place], "completion": [message], **about})
     return rows
 
 
-def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) -> list[dict[str, Any]]:
+def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) -> list[list[dict[str, Any]]]:
+    """The conversations of an episode; one, unless the environment begins another."""
     environment: Environment = environment_class(recipe.type)(recipe)
     draws = random_stream(run_seed, "expert", seed)
     try:
-        messages: list[dict[str, Any]] = list(environment.reset(seed).messages)
+        conversations: list[list[dict[str, Any]]] = [list(environment.reset(seed).messages)]
     except InputError as error:
         raise InputError(f"--start and --count: {error}") from error
     while True:
@@ -51,8 +52,10 @@ def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) ->
             raise InputError(f"{error}; choose another environment or --expert") from error
         # What is put in the policy's mouth is part of the context, not of what it learns to say.
         primer = {"primer": environment.primer} if environment.primer else {}
-        messages.append({"role": "assistant", "content": text, **primer})
+        conversations[-1].append({"role": "assistant", "content": text, **primer})
         step = environment.step(text)
         if step.terminated or step.truncated:
-            return messages
-        messages += step.messages
+            return conversations
+        if step.fresh:
+            conversations.append([])
+        conversations[-1] += step.messages

@@ -51,4 +51,4 @@ def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
                 None,
                 conversation.messages,
             )
-        conversation.observe(step.messages)
+        conversation.observe(step.messages, fresh=step.fresh)

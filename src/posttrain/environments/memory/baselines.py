@@ -21,7 +21,7 @@ from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.memory.rule_agent import rule_agent
 from posttrain.environments.memory.tasks import Assignment
 from posttrain.environments.memory.worlds.replies import asks
-from posttrain.environments.memory.worlds.rewards import score
+from posttrain.environments.memory.worlds.rewards import Scored, score
 from posttrain.environments.memory.worlds.truth import title
 from posttrain.environments.protocol import Baseline
 from posttrain.seeds import random_stream
@@ -61,15 +61,23 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
 
 
 def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome:
+    scored, changed = _replied(recipe, player, one)
+    if not (recipe.follow_up and one.task.follow_up):
+        return Outcome(one.task.kind, scored.success, scored.total)
+    after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed))
+    return Outcome(one.task.kind, scored.success and after.success, (scored.total + after.total) / 2)
+
+
+def _replied(recipe: MemoryRecipe, player: Player, one: Assignment) -> tuple[Scored, dict[str, str]]:
+    """What a player's reply came to, and the notes after it."""
     question, rules = split_question(one.task.question)
     hidden = Filter(rules, one.files, one.task.theme)
-    view = hidden.view
-    reply, after = player(question, dict(view))
+    reply, after = player(question, dict(hidden.view))
     # What a filter hides cannot be changed, and is not.
     changed = one.files if hidden.active else after
     reply = reply or "I do not know."
     scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, checked_first=True)
-    return Outcome(one.task.kind, scored.success, scored.total)
+    return scored, changed
 
 
 def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:

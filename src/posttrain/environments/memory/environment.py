@@ -19,12 +19,14 @@ from posttrain.environments.memory.storage import MemoryStorage
 from posttrain.environments.memory.tasks import Assignment, made_up, task_table
 from posttrain.environments.memory.vault import Vault
 from posttrain.environments.memory.worlds.replies import asks
-from posttrain.environments.memory.worlds.rewards import score
+from posttrain.environments.memory.worlds.rewards import Scored, score
 from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
 from posttrain.environments.rows import require_rows
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 
+NOTES, ASKED_AFTER = "update, notes", "update, asked after"
+"""Scores with `follow_up`: the notes are as the update wanted them; the question after it was answered rightly."""
 _NOTHING = "Nothing comes to mind."
 """What `validate` gives as a wrong reply."""
 
@@ -33,8 +35,9 @@ class Memory(Environment):
     """A user's question is answered from notes, or the notes are changed, by writing Python. Success is all of the task.
 
     Every episode has its own copy of its vault. `info` of each step has `kind`; of the last one `success`, `scores`
-    (success by the kind of task), `parts` of the reward, and `faults` in words. A fault of the interpreter itself is
-    raised, for it says nothing about the policy.
+    (success by the kind of task), `parts` of the reward, and `faults` in words. With `follow_up`, an update is followed
+    by a new conversation over the notes as they are then; each half pays half of the reward. A fault of the interpreter
+    itself is raised, for it says nothing about the policy.
     """
 
     Recipe = MemoryRecipe
@@ -47,11 +50,19 @@ class Memory(Environment):
 
     def reset(self, seed: int) -> Observation:
         """Put the vault of `seed` in place and ask its question."""
-        self._assignment = assignment(self.recipe, seed)
+        given = assignment(self.recipe, seed)
+        self._kind = given.task.kind
+        self._updated: Scored | None = None
+        """What the update of an episode came to, while it is followed up."""
+        self._vault = Vault(MemoryStorage(given.files), self.recipe.vault)
+        return Observation(self._begin(given))
+
+    def _begin(self, given: Assignment) -> list[Message]:
+        """A conversation about the vault as it is; its first messages."""
+        self._assignment = given
         self._turns = 0
-        task, files = self._assignment.task, self._assignment.files
+        task = given.task
         question, rules = split_question(task.question)
-        self._vault = Vault(MemoryStorage(files), self.recipe.vault)
         self._desk = Desk(
             self._vault,
             _interpreter(self.recipe.interpreter.model_dump_json(), self.recipe.workers),
@@ -61,15 +72,15 @@ class Memory(Environment):
             self.recipe.result_chars,
         )
         system = system_prompt(self.recipe.max_turns, self.recipe.thinking, self.recipe.prompt)
-        return Observation(first_messages(system, question, rules))
+        return first_messages(system, question, rules)
 
     def step(self, action: str) -> Step:
         """Run the code of a message, or score its reply. A message that is not understood does nothing."""
-        current = self._current()
+        self._current()
         self._turns += 1
         left = self.recipe.max_turns - self._turns
         found = parse(action, self.recipe.thinking)
-        info: dict[str, Any] = {"kind": current.task.kind}
+        info: dict[str, Any] = {"kind": self._kind}
         if isinstance(found, Reply):
             return self._end(found.text, info, 0.0)
         reward, messages = 0.0, []
@@ -85,7 +96,9 @@ class Memory(Environment):
         return Step(messages, reward, terminated=False, truncated=False, info=info)
 
     def _end(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
-        """The last step. What the policy said itself is scored, so that a guess at what is hidden has its price."""
+        """The last step of a conversation. What the policy said itself is scored, so that a guess at what is hidden has
+        its price.
+        """
         task, before = self._current().task, self._current().files
         scored = score(
             task,
@@ -97,19 +110,20 @@ class Memory(Environment):
             self.recipe.weights,
             self._desk.checked_first,
         )
-        info |= {
-            "success": scored.success,
-            "scores": {task.kind: float(scored.success)},
-            "parts": dict(scored.parts),
-            "faults": list(scored.faults),
-            "variant": task.variant,
-            "hops": task.hops,
-        }
-        messages: list[Message] = []
+        info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
         if reply is not None and self._desk.let_out(reply) != reply:
             info["withheld"] = True
+        if self.recipe.follow_up and task.follow_up is not None:
+            self._updated = scored
+            messages = self._begin(Assignment(task.follow_up, self._vault.files()))
+            return Step(messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, fresh=True)
         self._assignment = None
-        return Step(messages, reward + scored.total, reply is not None, reply is None, info)
+        success, halves, paid = scored.success, {}, scored.total
+        if self._updated is not None:
+            success, paid = self._updated.success and scored.success, scored.total / 2
+            halves = {NOTES: float(self._updated.success), ASKED_AFTER: float(scored.success)}
+        info |= {"success": success, "scores": {self._kind: float(success), **halves}}
+        return Step([], reward + paid, reply is not None, reply is None, info)
 
     def expert(self) -> str:
         """The next message of the scripted solution: code, or at last the reply."""
@@ -182,9 +196,9 @@ class Memory(Environment):
             code = environment._written("", "<python>\na = 1\n</python>")
             wrong = environment._written("", f"<reply>{_NOTHING}</reply>")
             for name, messages in (
-                ("a wrong reply", [wrong]),
-                ("no reply", [code] * recipe.max_turns),
-                ("messages that are not understood", ["nonsense"] * recipe.max_turns),
+                ("a wrong reply", [wrong] * 2),
+                ("no reply", [code] * 2 * recipe.max_turns),
+                ("messages that are not understood", ["nonsense"] * 2 * recipe.max_turns),
             ):
                 steps = play(environment, seed, messages)
                 last = steps[-1]

@@ -48,6 +48,8 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     """Rows to play instead, which `posttrain data worlds` wrote: a path, or a list of paths and sections. The environment seed is the row, counted from 0 over all sources."""
     memories: str | None = None
     """Folder with the `base_memory.json` files of rows of the published form, which only name their vault."""
+    follow_up: bool = False
+    """After an update, a new conversation asks about it, and both have to be right: the two-rollout protocol. The reward is the mean of the two."""
     weights: RewardWeights = RewardWeights()
     """What each outcome of an episode is worth."""
     rejected: float = Field(-0.02, le=0)
@@ -62,7 +64,8 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
         if self.memories is not None and not self.tasks:
             raise ValueError("`memories` belongs to rows that name them; give `tasks`, too")
         weights = self.weights
-        least = weights.success - weights.turns_at_most + self.rejected * (self.max_turns - 1)
+        rejected = (self.max_turns - 1) * (2 if self.follow_up else 1)
+        least = weights.success - weights.turns_at_most + self.rejected * rejected
         if least <= weights.partial + weights.check_first:
             raise ValueError(
                 f"an episode that succeeds after messages that were rejected could earn as little as {least:g}, no more "

@@ -22,7 +22,8 @@ class MemoryTask:
     `operands` that it may hold too and names `against` that it may not,
     `change` (update, see `change.expected`), `point` with `type`, `key` and `values` (clarification: what the question
     must name, and the values it may not take sides on), `rule` and `hidden` (filter). `hops` are links from `user.md`
-    to what is asked for. `solution` are code blocks and, last, the reply.
+    to what is asked for. `solution` are code blocks and, last, the reply. `follow_up` of an update is what is asked after
+    it, see `following`.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class MemoryTask:
     hops: int
     truth: dict[str, Any] = field(hash=False)
     solution: list[str] = field(hash=False)
+    follow_up: "MemoryTask | None" = None
 
     @property
     def reply(self) -> str:
@@ -50,13 +52,15 @@ class MemoryTask:
 
     def to_record(self) -> dict[str, Any]:
         """The task as JSON values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        record = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**record, "follow_up": self.follow_up.to_record()} if self.follow_up else record
 
 
 def task_of(record: dict[str, Any]) -> MemoryTask:
     """The task of a record; InputError where it is none."""
-    names = set(MemoryTask.__dataclass_fields__)
+    names = set(MemoryTask.__dataclass_fields__) - {"follow_up"}
     missing = names - set(record)
     if missing:
         raise InputError(f"the record of a memory task has no {', '.join(sorted(missing))}; write it anew")
-    return MemoryTask(**{name: record[name] for name in names})
+    after = record.get("follow_up")
+    return MemoryTask(**{name: record[name] for name in names}, follow_up=task_of(after) if after else None)

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from posttrain.environments.memory.worlds import doubts, privacy, retrieval, updates
 from posttrain.environments.memory.worlds.asking import Asker
+from posttrain.environments.memory.worlds.following import follow_up
 from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain.environments.memory.worlds.render import World
 from posttrain.environments.memory.worlds.rewards import score
@@ -58,6 +60,9 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
                 order = order[1:]
                 continue
             asked |= {identity(task), _subject(task)}
+            if kind == "update":
+                after = Asker(world, random_stream("memory follow-up", world.seed, number))
+                task = replace(task, follow_up=follow_up(task, after))
             tasks.append(task)
             made += 1
             order = [*order[1:], variant]

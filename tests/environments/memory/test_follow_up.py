@@ -1,0 +1,112 @@
+"""The two-rollout protocol: an update, then a question of somebody who knows nothing but the notes."""
+
+from dataclasses import replace
+
+import pytest
+
+from posttrain.environments.game import play
+from posttrain.environments.memory.environment import ASKED_AFTER, NOTES, Memory, assignment
+from posttrain.environments.memory.recipe import MemoryRecipe
+from posttrain.environments.memory.worlds.dataset import read_row, row_of, samples
+from posttrain.environments.memory.worlds.recipe import WorldRecipe
+from posttrain.environments.memory.worlds.render import make_world
+from posttrain.environments.memory.worlds.task import VARIANTS
+from posttrain.environments.memory.worlds.tasks import tasks_of
+
+UPDATES = {"retrieval": 0, "update": 1, "clarification": 0, "filter": 0}
+
+
+def recipe(**keys):
+    return MemoryRecipe.model_validate({"worlds": UPDATES, "follow_up": True, **keys})
+
+
+def message(block, text):
+    return f"<think>t</think><{block}>{text}</{block}>"
+
+
+def test_the_scripted_solution_of_every_variant_is_followed_up_and_right():
+    played = set()
+    for seed in range(60):
+        steps = play(Memory(recipe()), seed)
+        (second,) = [place for place, step in enumerate(steps) if step.fresh]
+        assert steps[-1].info["scores"] == {"update": 1.0, NOTES: 1.0, ASKED_AFTER: 1.0}
+        assert steps[-1].info["kind"] == "update"
+        assert not any("success" in step.info for step in steps[:-1])
+        assert [m["role"] for m in steps[second].messages] == ["system", "user"]
+        played.add(steps[second].info["variant"])
+        assert sum(step.reward for step in steps) == pytest.approx(1, abs=0.05)
+    assert played == set(VARIANTS["update"])
+
+
+def test_other_kinds_have_no_second_half():
+    for seed in range(20):
+        one = recipe(worlds={**UPDATES, "retrieval": 1, "update": 0, "filter": 1})
+        assert not any(step.fresh for step in play(Memory(one), seed))
+
+
+def first(variant):
+    for seed in range(200):
+        if assignment(recipe(), seed).task.variant == variant:
+            return seed, assignment(recipe(), seed).task
+    raise AssertionError(f"no {variant} in 200 seeds")
+
+
+def test_what_was_only_said_and_not_noted_is_not_known_afterwards():
+    seed, task = first("change")
+    environment = Memory(recipe())
+    environment.reset(seed)
+    step = environment.step(message("reply", task.reply))
+    assert step.fresh
+    assert step.info["faults"] == []
+    told = message("reply", task.follow_up.reply)
+    last = environment.step(told)
+    # The answer is right by a guess; the notes are not, so the episode is no success and earns half at most.
+    assert last.info["scores"] == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 1.0}
+    assert last.info["success"] is False
+    assert step.reward + last.reward <= 0.5
+
+
+def test_a_right_update_and_a_wrong_answer_afterwards_is_no_success():
+    seed, task = first("add")
+    answers = [*(message("python", code) for code in task.code), message("reply", task.reply)]
+    steps = play(Memory(recipe()), seed, [*answers, message("reply", "I do not know.")])
+    assert steps[-1].info["scores"] == {"update": 0.0, NOTES: 1.0, ASKED_AFTER: 0.0}
+    assert sum(step.reward for step in steps) < 0.6
+
+
+def test_the_old_value_is_a_wrong_answer_afterwards():
+    seed, task = first("change")
+    environment = Memory(recipe())
+    solved = [*(message("python", code) for code in task.code), message("reply", task.reply)]
+    before = assignment(recipe(), seed).files
+    change = task.truth["change"]
+    notes = before[change["about"]]
+    steps = play(environment, seed, [*solved, message("reply", notes)])
+    assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
+
+
+def test_an_update_without_a_reply_is_still_asked_about():
+    seed, task = first("change")
+    one = recipe(max_turns=2)
+    solved = "\n".join(task.code)
+    steps = play(Memory(one), seed, [message("python", solved), message("python", "a = 1")] * 2)
+    assert [step.fresh for step in steps] == [False, True, False, False]
+    assert steps[-1].truncated
+
+
+def test_the_same_seed_has_the_same_tasks_with_and_without_it():
+    plain = recipe(follow_up=False)
+    for seed in range(20):
+        assert assignment(plain, seed) == assignment(recipe(), seed)
+        assert not any(step.fresh for step in play(Memory(plain), seed))
+
+
+def test_records_keep_the_follow_up_and_older_records_have_none():
+    world = make_world(3, WorldRecipe())
+    tasks = [task for task in tasks_of(world, WorldRecipe()) if task.kind == "update"]
+    assert all(task.follow_up is not None and task.follow_up.follow_up is None for task in tasks)
+    sample = next(s for s in samples(0, WorldRecipe(**UPDATES), {"train": 1}) if s.task.kind == "update")
+    task, files = read_row(row_of(sample))
+    assert (task, files) == (sample.task, dict(sample.world.files))
+    bare = row_of(replace(sample, task=replace(sample.task, follow_up=None)))
+    assert read_row({**bare, "files": None})[0].follow_up is None

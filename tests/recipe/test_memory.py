@@ -1,0 +1,61 @@
+"""The recipes of the memory agent: they resolve, and the check names what made the published run collapse."""
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import InputError
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.notes import notes
+from posttrain.recipe.pipeline import load_pipeline
+
+ROOT = Path(__file__).parents[2] / "recipes" / "memory"
+
+
+def published(*overrides):
+    return load_recipe([str(ROOT / "gspo_published.yaml")], list(overrides), "rl")
+
+
+def test_the_published_run_is_there_number_for_number():
+    recipe = published()
+    rollout, learner = recipe.rollout, recipe.learner
+    assert rollout.groups_per_step * rollout.episodes_per_group == 128
+    assert learner.updates_per_step * learner.passes == 40
+    assert (recipe.credit.type, recipe.loss.type, recipe.loss.clip_low, recipe.loss.clip_high) == (
+        "grpo",
+        "gspo",
+        0.1,
+        0.1,
+    )
+    kl = recipe.kl
+    assert (kl.coefficient, kl.target, kl.horizon, kl.estimator, kl.place) == (0.1, 0.02, 256, "k3", "loss")
+    assert recipe.optimizer.learning_rate == 1e-6
+    assert (rollout.tokens_per_episode, recipe.environment.max_turns) == (5120, 8)
+
+
+def test_the_check_warns_of_its_traps():
+    found = notes(published())
+    assert any("loss.type gspo clips the ratio of whole streams" in note for note in found)
+    assert any(note.startswith("40 updates are made on the same episodes") for note in found)
+    assert any("multiplied by 0.9 each step" in note for note in found)
+
+
+@pytest.mark.parametrize("key", ["credit.discount=0.99", "ptx.coefficient=0.13"])
+def test_what_had_no_effect_there_is_refused(key):
+    with pytest.raises(InputError, match="would have no effect"):
+        published(key)
+
+
+def test_the_mended_recipe_has_none_of_them():
+    found = notes(load_recipe([str(ROOT / "gspo.yaml")], [], "rl"))
+    assert not any("clips" in note or "updates are made" in note or "kl.horizon" in note for note in found)
+
+
+def test_fewer_updates_and_a_longer_horizon_are_not_warned_of():
+    found = notes(published("learner.passes=2", "kl.horizon=10000", "loss.clip_low=3e-4", "loss.clip_high=4e-4"))
+    assert not any("clips" in note or "updates are made" in note or "kl.horizon" in note for note in found)
+
+
+def test_the_pipeline_for_a_cpu_resolves():
+    stages = load_pipeline(str(ROOT / "pipeline.yaml"), []).stages
+    assert [stage.recipe.stage for stage in stages] == ["sft", "rl"]
