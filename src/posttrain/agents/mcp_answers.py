@@ -1,0 +1,110 @@
+"""How the MCP server has a question answered: the memory agent, a conversation of its own for each question."""
+
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+
+from posttrain.agents.mcp_notes import SharedNotes
+from posttrain.agents.session import GaveUp, MemoryAgent, Refused, Result, Said
+from posttrain.agents.speakers import Speaker
+from posttrain.environments.memory.filters import split_question
+from posttrain.environments.memory.interpreter import Interpreter
+from posttrain.environments.memory.recipe import AgentRecipe
+from posttrain.environments.memory.storage import DiskStorage, MemoryStorage
+from posttrain.environments.memory.vault import Vault
+from posttrain.errors import InputError
+
+_PATIENCE = 10.0
+"""Seconds to wait for another program that holds the lock of the vault."""
+
+
+class Refusal(Exception):
+    """Why a call did nothing or failed: one sentence that the client may read."""
+
+
+class Work:
+    """An answer in the making, for the thread that works on it and those who wait for it."""
+
+    def __init__(self) -> None:
+        self.doing = "waiting for earlier questions"
+        """What is being done, in words that tell nothing of the notes."""
+        self.stopped = threading.Event()
+        """Set where nobody waits for the answer any more: work ends after the current turn."""
+
+
+class Answers:
+    """Answers questions about the vault of `notes`, whose standing privacy rules hold for each. One at a time.
+
+    The vault is open, and locked where notes may be changed, only while a question is answered: between two questions
+    others may change it.
+    """
+
+    def __init__(
+        self,
+        notes: SharedNotes,
+        speaker: Speaker,
+        interpreter: Interpreter,
+        settings: AgentRecipe,
+        read_only: bool = False,
+        patience: float = _PATIENCE,
+    ) -> None:
+        self._notes, self._speaker, self._interpreter = notes, speaker, interpreter
+        self._settings, self._read_only, self._patience = settings, read_only, patience
+
+    def __call__(self, question: str, work: Work) -> str:
+        """The reply. Raises Refusal where there is none, and PosttrainError for faults that are not the question's."""
+        words, own = split_question(question)
+        if not words:
+            raise Refusal("the question has no words; ask something")
+        agent = self._agent(own, work)
+        work.doing, turn = "turn 1", 1
+        events = agent.ask(question)
+        assert isinstance(events, Generator)
+        try:
+            # Closed before the vault is: what the question changed is then written down.
+            with closing(events):
+                for event in events:
+                    if isinstance(event, Said):
+                        return self._notes.safe(event.text)
+                    if isinstance(event, GaveUp):
+                        raise Refusal(self._notes.safe(event.reason))
+                    if work.stopped.is_set():
+                        break
+                    turn += isinstance(event, Result | Refused)
+                    work.doing = f"turn {turn} of at most {self._settings.max_turns}"
+        finally:
+            agent.close()
+        raise Refusal("the question was withdrawn")
+
+    def _agent(self, own: Sequence[str], work: Work) -> MemoryAgent:
+        """The agent for a question with rules of its `own`."""
+        standing = self._notes.rules
+        if own and standing:
+            # On a copy in which the standing rules have done their work: rules that name what may be told would add up
+            # to more, and a rule that names someone whom the standing ones hide would tell that there is such a note.
+            vault, rules = Vault(MemoryStorage(self._notes.view())), ()
+        elif own or standing or self._read_only:
+            vault, rules = Vault(DiskStorage(self._notes.root, read_only=True)), standing
+        else:
+            vault, rules = self._locked(work), ()
+        try:
+            return MemoryAgent(vault, self._speaker, self._interpreter, self._settings, rules)
+        except BaseException:
+            vault.close()
+            raise
+
+    def _locked(self, work: Work) -> Vault:
+        """The vault, to be changed; Refusal where another program has it for longer than our patience."""
+        # First without the lock: what fails here will not be mended by waiting.
+        DiskStorage(self._notes.root, read_only=True).close()
+        until = time.monotonic() + self._patience
+        while True:
+            try:
+                return Vault(DiskStorage(self._notes.root))
+            except InputError:
+                work.doing = "waiting for another program that uses the memory"
+                if work.stopped.wait(0.2) or time.monotonic() > until:
+                    raise Refusal(
+                        "another program is changing the memory; ask again when it is done, or close it"
+                    ) from None

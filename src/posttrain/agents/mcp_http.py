@@ -1,0 +1,121 @@
+"""The MCP server over HTTP: on the loopback address alone, for who has the token, and never for a web page."""
+
+import hmac
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from mcp.server import Server
+
+ADDRESS = "127.0.0.1"
+"""There is no option to listen elsewhere: the memory of a person is nothing for a network."""
+PATH = "/mcp"
+_TOKEN_CHARS = 16
+"""Shortest token that a user may choose."""
+_BODY_BYTES = 262_144
+_CONNECTIONS = 64
+
+App = Callable[
+    [MutableMapping[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]
+]
+
+
+def token_of(variable: str | None) -> str:
+    """The token from the environment variable, or one made at random; InputError where the variable holds none."""
+    if variable is None:
+        return secrets.token_urlsafe(32)
+    token = os.environ.get(variable, "")
+    if len(token) < _TOKEN_CHARS or not all("!" <= sign <= "~" for sign in token):
+        raise InputError(
+            f"--token-variable names {variable}, which holds no token of at least {_TOKEN_CHARS} visible ASCII "
+            "characters; export one, or leave the option out and a token is made"
+        )
+    return token
+
+
+class Guard:
+    """An ASGI application that lets to `app` what a client on this machine with the token sends.
+
+    Each refusal has its status and one sentence: 403 for a Host that is not this address, as behind a name that a web
+    page turned to it, and for any Origin, which only web pages send; 401 without the token; 413 for a body that says it
+    is too large (`app` counts those that do not say).
+    """
+
+    def __init__(self, app: App, port: int, token: str, most: int = _BODY_BYTES) -> None:
+        self._app, self._most = app, most
+        self._hosts = (f"{ADDRESS}:{port}".encode(), f"localhost:{port}".encode())
+        self._expected = b"Bearer " + token.encode()
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[..., Awaitable[Any]],
+        send: Callable[..., Awaitable[None]],
+    ) -> None:
+        refused = self._refusal(scope) if scope["type"] != "lifespan" else None
+        if refused is None:
+            await self._app(scope, receive, send)
+            return
+        status, why = refused
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": f"{why}\n".encode()})
+
+    def _refusal(self, scope: MutableMapping[str, Any]) -> tuple[int, str] | None:
+        def of(name: bytes) -> list[bytes]:
+            return [value for key, value in scope["headers"] if key.lower() == name]
+
+        hosts, tokens, lengths = of(b"host"), of(b"authorization"), of(b"content-length")
+        if scope["type"] != "http":
+            return 403, "this is no HTTP request"
+        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
+            return 403, "the Host header is not the address of this server"
+        if of(b"origin"):
+            return 403, "web pages may not use this server"
+        if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._expected):
+            return 401, "send the token that the server printed at its start, as `Authorization: Bearer TOKEN`"
+        if lengths and (not lengths[0].isdigit() or int(lengths[0]) > self._most):
+            return 413, f"a request may have {self._most} bytes"
+        return None
+
+
+def listener(port: int) -> socket.socket:
+    """A socket that listens on `port` of the loopback address, 0 for any that is free; InputError where it is taken."""
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((ADDRESS, port))
+    except OSError as error:
+        found.close()
+        raise InputError(f"port {port} of {ADDRESS} cannot be used: {error.strerror}; give --http another") from None
+    return found
+
+
+def serve_http(server: "Server[Any]", on: socket.socket, token: str) -> None:
+    """Serve any number of clients until a signal ends the process. Says on stderr where, and with which token."""
+    import uvicorn
+
+    port = on.getsockname()[1]
+    app = server.streamable_http_app(streamable_http_path=PATH, max_request_body_size=_BODY_BYTES)
+    config = uvicorn.Config(
+        Guard(app, port, token),
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        ws="none",
+        http="h11",
+        loop="asyncio",
+        limit_concurrency=_CONNECTIONS,
+        timeout_graceful_shutdown=2,
+    )
+    print(f"posttrain: the memory is at http://{ADDRESS}:{port}{PATH}", file=sys.stderr, flush=True)
+    uvicorn.Server(config).run(sockets=[on])
