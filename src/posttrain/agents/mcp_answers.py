@@ -79,15 +79,15 @@ class Answers:
 
     def _agent(self, own: Sequence[str], work: Work) -> MemoryAgent:
         """The agent for a question with rules of its `own`."""
-        standing = self._notes.rules
+        standing = rules = self._notes.rules
         if own and standing:
             # On a copy in which the standing rules have done their work: rules that name what may be told would add up
             # to more, and a rule that names someone whom the standing ones hide would tell that there is such a note.
             vault, rules = Vault(MemoryStorage(self._notes.view())), ()
         elif own or standing or self._read_only:
-            vault, rules = Vault(DiskStorage(self._notes.root, read_only=True)), standing
+            vault = Vault(DiskStorage(self._notes.root, read_only=True))
         else:
-            vault, rules = self._locked(work), ()
+            vault = self._locked(work)
         try:
             return MemoryAgent(vault, self._speaker, self._interpreter, self._settings, rules)
         except BaseException:
