@@ -218,6 +218,7 @@ PANELS = {
 }
 TITLES = {
     "learning_curve": "Learning curve",
+    "scores": "Scores of the evaluations",
     "rows": "Training and validation rows",
     "preference": "Preferences",
     "domains": "Domains",

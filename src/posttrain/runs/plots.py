@@ -44,6 +44,7 @@ from posttrain.runs.panels import (
     panels_of,
     series_of,
 )
+from posttrain.runs.score_plot import draw_scores
 
 PHASES = {
     "rollout": BLUE,
@@ -85,6 +86,8 @@ def draw_figure(name: str, lines: list[Line]) -> Figure | None:
     """The figure of this name in `TITLES`, without its title; None where the run has no data for it."""
     if name == "learning_curve":
         return _learning_curve(lines)
+    if name == "scores":
+        return draw_scores(lines)
     return _time(lines) if name == "time" else _panels(lines, panels_of(name, lines))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.base import Part
+from posttrain.runs.checkpoint_scores import score_table
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
@@ -38,6 +39,7 @@ def write_report(
         _what_was_run(run, lines),
         "## Result",
         *(f"{table.markdown()}\n\n{table.note}" for table in tables),
+        _by_checkpoint(lines),
         _changed(run),
         _plots(run),
         _checkpoint(model_directory, run.load_recipe().stage),
@@ -132,6 +134,11 @@ def _reward_model(recipe: "Recipe") -> list[tuple[str, str]]:
 
 def _commit(git: dict[str, Any] | None) -> str:
     return "" if git is None else f", commit {git['commit'][:12]}" + (" with local changes" if git["modified"] else "")
+
+
+def _by_checkpoint(lines: list[dict[str, Any]]) -> str:
+    table = score_table(lines)
+    return "" if table is None else f"## Scores by checkpoint\n\n{table.markdown()}\n\n{table.note}"
 
 
 def _changed(run: RunDirectory) -> str:
