@@ -41,11 +41,17 @@ class Outcome:
 
 
 def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
-    """The players of this file on these tasks; each replies after one look at the notes, in its second message."""
-    return {
-        name: summary([_played(recipe, player, one) for one in assignments], sampled=name == "random")
-        for name, player in PLAYERS.items()
-    }
+    """The players of this file on these tasks; each replies after one look at the notes, in its second message.
+
+    No judge is asked. A player is left out where it did what only a judge can call right or wrong.
+    """
+    found = {}
+    for name, player in PLAYERS.items():
+        outcomes = [_played(recipe, player, one) for one in assignments]
+        known = [outcome for outcome in outcomes if outcome is not None]
+        if len(known) == len(outcomes):
+            found[name] = summary(known, sampled=name == "random")
+    return found
 
 
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
@@ -60,8 +66,11 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
     return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, by_kind)
 
 
-def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome:
+def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome | None:
+    """What came of an episode; None where only a judge can tell."""
     scored, changed = _replied(recipe, player, one)
+    if scored.success and "judge" in one.task.truth:
+        return None
     if not (recipe.follow_up and one.task.follow_up):
         return Outcome(one.task.kind, scored.success, scored.total)
     after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed))
@@ -76,7 +85,9 @@ def _replied(recipe: MemoryRecipe, player: Player, one: Assignment) -> tuple[Sco
     # What a filter hides cannot be changed, and is not.
     changed = one.files if hidden.active else after
     reply = reply or "I do not know."
-    scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, checked_first=True)
+    # With a judge's yes to everything, what fails has failed.
+    yes = 1.0 if "judge" in one.task.truth else None
+    scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, checked_first=True, judged=yes)
     return scored, changed
 
 

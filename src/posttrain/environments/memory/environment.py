@@ -7,11 +7,13 @@ from typing import Any
 
 from posttrain.environments.answers import Rejected
 from posttrain.environments.game import play, require
+from posttrain.environments.judge import prepare_judge
 from posttrain.environments.memory.baselines import PLAYERS, Outcome, reference_players, summary
 from posttrain.environments.memory.episode import Desk
 from posttrain.environments.memory.facts import facts_of
 from posttrain.environments.memory.filters import split_question
 from posttrain.environments.memory.interpreter import Interpreter, InterpreterLimits
+from posttrain.environments.memory.judging import judge_episode
 from posttrain.environments.memory.messages import first_messages, last_call, refusal, system_prompt
 from posttrain.environments.memory.parser import Reply, parse
 from posttrain.environments.memory.recipe import MemoryRecipe
@@ -27,6 +29,8 @@ from posttrain.recipe.components import EnvironmentRecipe
 
 NOTES, ASKED_AFTER = "update, notes", "update, asked after"
 """Scores with `follow_up`: the notes are as the update wanted them; the question after it was answered rightly."""
+JUDGE = "judge"
+"""What a judge gives, of an episode with a follow-up the mean of both halves."""
 _NOTHING = "Nothing comes to mind."
 """What `validate` gives as a wrong reply."""
 
@@ -36,8 +40,8 @@ class Memory(Environment):
 
     Every episode has its own copy of its vault. `info` of each step has `kind`; of the last one `success`, `scores`
     (success by the kind of task), `parts` of the reward, and `faults` in words. With `follow_up`, an update is followed
-    by a new conversation over the notes as they are then; each half pays half of the reward. A fault of the interpreter
-    itself is raised, for it says nothing about the policy.
+    by a new conversation over the notes as they are then; each half pays half of the reward. With a judge, `judge` is
+    its verdict on what ended. A fault of the interpreter or the judge is raised, for it says nothing about the policy.
     """
 
     Recipe = MemoryRecipe
@@ -47,6 +51,16 @@ class Memory(Environment):
         super().__init__(recipe)
         self.primer = "<think>" if self.recipe.opened_by == "environment" else ""
         self._assignment: Assignment | None = None
+        self._judge = self.recipe.judge
+        if self._judge is not None:
+            prepare_judge(self._judge)
+
+    @classmethod
+    def _unjudged(cls, recipe: MemoryRecipe) -> "Memory":
+        """An environment that asks no judge."""
+        environment = cls(recipe)
+        environment._judge = None
+        return environment
 
     def reset(self, seed: int) -> Observation:
         """Put the vault of `seed` in place and ask its question."""
@@ -54,6 +68,7 @@ class Memory(Environment):
         self._kind = given.task.kind
         self._updated: Scored | None = None
         """What the update of an episode came to, while it is followed up."""
+        self._judged: list[float] = []
         self._vault = Vault(MemoryStorage(given.files), self.recipe.vault)
         return Observation(self._begin(given))
 
@@ -99,35 +114,44 @@ class Memory(Environment):
         """The last step of a conversation. What the policy said itself is scored, so that a guess at what is hidden has
         its price.
         """
-        task, before = self._current().task, self._current().files
+        task, before, after = self._current().task, self._current().files, self._vault.files()
+        verdict = None
+        if self._judge is not None:
+            verdict = judge_episode(self._judge, task, before, after, reply)
+            info["judge"] = {"score": verdict.score, "reason": verdict.reason}
+            self._judged.append(verdict.score)
         scored = score(
             task,
             before,
-            self._vault.files(),
+            after,
             reply,
             asks(reply or ""),
             self._turns,
             self.recipe.weights,
             self._desk.checked_first,
+            verdict.score if verdict else None,
         )
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
         if reply is not None and self._desk.let_out(reply) != reply:
             info["withheld"] = True
         if self.recipe.follow_up and task.follow_up is not None:
             self._updated = scored
-            messages = self._begin(Assignment(task.follow_up, self._vault.files()))
+            messages = self._begin(Assignment(task.follow_up, after))
             return Step(messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, fresh=True)
         self._assignment = None
         success, halves, paid = scored.success, {}, scored.total
         if self._updated is not None:
             success, paid = self._updated.success and scored.success, scored.total / 2
             halves = {NOTES: float(self._updated.success), ASKED_AFTER: float(scored.success)}
-        info |= {"success": success, "scores": {self._kind: float(success), **halves}}
+        judged = {JUDGE: sum(self._judged) / len(self._judged)} if self._judged else {}
+        info |= {"success": success, "scores": {self._kind: float(success), **halves, **judged}}
         return Step([], reward + paid, reply is not None, reply is None, info)
 
     def expert(self) -> str:
         """The next message of the scripted solution: code, or at last the reply."""
         task = self._current().task
+        if "judge" in task.truth:
+            raise NotImplementedError(f"no program knows what {task.question[:60]!r} makes of the notes")
         place = min(self._turns, len(task.code))
         thought = _thought(task.kind, task.asks, place, len(task.code))
         if place < len(task.code):
@@ -148,7 +172,7 @@ class Memory(Environment):
         assert isinstance(recipe, MemoryRecipe)
         if not recipe.tasks:
             return []
-        table = task_table(recipe.tasks, recipe.memories)
+        table = task_table(recipe.tasks, recipe.memories, recipe.judge is not None)
         require_rows("environment.tasks", len(table.rows), training, held_out)
         trained = {str(table.rows[seed].files) for seed in training}
         known = sum(str(table.rows[seed].files) in trained for seeds in held_out for seed in seeds)
@@ -163,14 +187,20 @@ class Memory(Environment):
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """`random` tells a random fact and `optimal` is the scripted solution; the players of `baselines.py`."""
+        """`random` tells a random fact and `optimal` is the scripted solution; the players of `baselines.py`.
+
+        No judge is asked; where it alone knows the truth of a task, there is no `optimal`.
+        """
         assert isinstance(recipe, MemoryRecipe)
+        given = [assignment(recipe, seed) for seed in seeds]
+        players = reference_players(recipe, given)
+        if any("judge" in one.task.truth for one in given):
+            return players
         solved = []
         for seed in seeds:
-            steps = play(cls(recipe), seed)
+            steps = play(cls._unjudged(recipe), seed)
             last = steps[-1].info
             solved.append(Outcome(last["kind"], last["success"], sum(step.reward for step in steps)))
-        players = reference_players(recipe, [assignment(recipe, seed) for seed in seeds])
         return {**players, "optimal": summary(solved)}
 
     @classmethod
@@ -178,15 +208,18 @@ class Memory(Environment):
         """The scripted solution succeeds and earns what success is worth, also where the same instance has changed
         its vault before; a wrong reply, no reply and messages that are not understood do not, and earn less.
 
-        Seeds beyond the last row are left out; InputError where that leaves none.
+        Seeds beyond the last row are left out; InputError where that leaves none. No judge is asked, so of a task whose
+        truth it alone knows only the two resets are compared.
         """
         assert isinstance(recipe, MemoryRecipe)
-        environment, weights = cls(recipe), recipe.weights
+        environment, weights = cls._unjudged(recipe), recipe.weights
         if recipe.tasks:
-            count = len(task_table(recipe.tasks, recipe.memories).rows)
+            count = len(task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows)
             seeds = [seed for seed in seeds if seed < count] or seeds[:1]
         for seed in seeds:
             require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
+            if "judge" in environment._current().task.truth:
+                continue
             best = play(environment, seed)
             faults = ", ".join(best[-1].info["faults"])
             require(best[-1].info["success"] is True, seed, f"the scripted solution does not succeed: {faults}")
@@ -229,7 +262,7 @@ def assignment(recipe: MemoryRecipe, seed: int) -> Assignment:
     """The task and the vault of `seed`; InputError for a seed beyond the last row."""
     if not recipe.tasks:
         return made_up(recipe.worlds, seed)
-    rows = task_table(recipe.tasks, recipe.memories).rows
+    rows = task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows
     if not 0 <= seed < len(rows):
         raise InputError(
             f"environment seed {seed} is no row of environment.tasks, which has {len(rows)} tasks (0 to {len(rows) - 1}); "

@@ -10,6 +10,7 @@ from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldReci
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import Sources
+from posttrain.recipe.judge import JudgeServerRecipe
 
 
 class AgentRecipe(Part):
@@ -52,6 +53,8 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     """After an update, a new conversation asks about it, and both have to be right: the two-rollout protocol. The reward is the mean of the two."""
     weights: RewardWeights = RewardWeights()
     """What each outcome of an episode is worth."""
+    judge: JudgeServerRecipe | None = None
+    """A language model that judges episodes beside the program; its score is reported, and `weights.judge` lets it take away. It makes no wrong episode right. Updates of the published form, whose truth no program knows, need its yes (half of its points)."""
     rejected: float = Field(-0.02, le=0)
     """Added to the reward of a turn whose message was not understood."""
     vault: VaultLimits = VaultLimits()
@@ -64,11 +67,19 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
         if self.memories is not None and not self.tasks:
             raise ValueError("`memories` belongs to rows that name them; give `tasks`, too")
         weights = self.weights
+        if weights.judge and self.judge is None:
+            raise ValueError("`weights.judge` means nothing without a judge; name one in `judge`, or leave it out")
         rejected = (self.max_turns - 1) * (2 if self.follow_up else 1)
-        least = weights.success - weights.turns_at_most + self.rejected * rejected
-        if least <= weights.partial + weights.check_first:
+        least = weights.success - weights.turns_at_most - weights.judge + self.rejected * rejected
+        most = weights.partial + weights.check_first
+        if weights.judge and self.follow_up and least <= (weights.success + most + weights.check_first) / 2:
+            raise ValueError(
+                f"an episode that succeeds could earn as little as {least:g} where the judge sees nothing in it, no more "
+                "than one of which half is wrong; lower `weights.judge`"
+            )
+        if least <= most:
             raise ValueError(
                 f"an episode that succeeds after messages that were rejected could earn as little as {least:g}, no more "
-                "than a wrong one; bring `rejected` nearer to 0 or lower `max_turns`"
+                "than a wrong one; bring `rejected` nearer to 0, or lower `max_turns` or `weights.judge`"
             )
         return self

@@ -70,23 +70,23 @@ class TaskTable:
 _reading = Lock()
 
 
-def task_table(sources: list[SourceRecipe], memories: str | None) -> TaskTable:
+def task_table(sources: list[SourceRecipe], memories: str | None, judged: bool = False) -> TaskTable:
     """The tasks of `sources`, read once per process; `memories` is a folder with the vaults of records that only name
-    them. InputError where there is none.
+    them. Updates of the published form are tasks only where they are `judged`. InputError where there is none.
     """
     # Environments run in threads, and one of them should read while the others wait.
     with _reading:
-        return _task_table(json.dumps([source.model_dump() for source in sources]), memories)
+        return _task_table(json.dumps([source.model_dump() for source in sources]), memories, judged)
 
 
 @lru_cache(maxsize=16)
-def _task_table(key: str, memories: str | None) -> TaskTable:
+def _task_table(key: str, memories: str | None, judged: bool) -> TaskTable:
     sources = [SourceRecipe.model_validate(values) for values in json.loads(key)]
     vaults = read_memories(Path(memories)) if memories is not None else {}
     problems, rows = Problems(), []
     for prompt in read_examples("prompt", sources, ColumnsRecipe(), problems):
         try:
-            rows.append(_of_row(prompt.row, vaults))
+            rows.append(_of_row(prompt.row, vaults, judged))
         except InputError as error:
             problems.used -= 1
             problems.add("no memory task", prompt.origin, str(error))
@@ -95,10 +95,10 @@ def _task_table(key: str, memories: str | None) -> TaskTable:
     return TaskTable(rows, problems)
 
 
-def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]]) -> Assignment:
+def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]], judged: bool) -> Assignment:
     if not is_document_row(row):
         return Assignment(*read_row(row))
     task, files = read_document_row(row, vaults)
-    if task.kind == "update":
-        raise InputError("an update of this form has no truth that a program can compare with; leave it out")
+    if "judge" in task.truth and not judged:
+        raise InputError("an update of this form has a truth that only a judge can tell; name one in environment.judge")
     return Assignment(task, files)

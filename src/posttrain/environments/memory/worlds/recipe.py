@@ -96,8 +96,8 @@ class WorldRecipe(Part):
 class RewardWeights(Part):
     """What each outcome of an episode adds to its reward, or takes away.
 
-    Whatever is wrong earns at most `partial + check_first`, whatever is right at least `success - turns_at_most`; weights
-    under which the first is not the smaller number are refused.
+    Whatever is wrong earns at most `partial + check_first`, whatever is right at least `success - turns_at_most -
+    judge`; weights under which the first is not the smaller number are refused.
     """
 
     success: float = Field(1.0, gt=0, le=10)
@@ -124,13 +124,16 @@ class RewardWeights(Part):
     """Taken away where a link leads nowhere or a note is not reached from `user.md` any more."""
     silent: float = Field(0.1, ge=0, le=5)
     """Taken away where the episode ended without a reply."""
+    judge: float = Field(0.0, ge=0, le=5)
+    """Taken away from a success, times 1 minus the judge's score; 0 only reports that score. It needs `judge`."""
 
     @model_validator(mode="after")
     def _right_beats_wrong(self) -> "RewardWeights":
-        least, most = self.success - self.turns_at_most, self.partial + self.check_first
+        least = self.success - self.turns_at_most - self.judge
+        most = self.partial + self.check_first
         if least - most < 1e-6:
             raise ValueError(
                 f"a wrong answer could earn {most:g} and a right one as little as {least:g}; "
-                "lower partial, check_first or turns_at_most, or raise success"
+                "lower partial, check_first, turns_at_most or judge, or raise success"
             )
         return self

@@ -1,11 +1,15 @@
-"""What an episode is worth, from the vault before and after it and the reply alone; no judge."""
+"""What an episode is worth, from the vault before and after it and the reply.
+
+A judge is not needed. Where there is one, it can only take away, or say yes to what a program found no fault in.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.environments.memory.worlds.change import loose_ends, outcome
+from posttrain.environments.memory.worlds import untold
+from posttrain.environments.memory.worlds.change import Outcome, loose_ends, outcome
 from posttrain.environments.memory.worlds.recipe import RewardWeights
 from posttrain.environments.memory.worlds.replies import (
     Answer,
@@ -28,6 +32,8 @@ ASIDES = 2
 """So many facts that were not asked for may stand in a reply."""
 LONGEST = 150
 """Words of the longest reply that can be right, where the vault is not what is asked to be changed."""
+YES = 0.5
+"""The least score with which a judge says yes."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +66,29 @@ def score(
     turns: int,
     weights: RewardWeights,
     checked_first: bool = False,
+    judged: float | None = None,
 ) -> Scored:
     """Score one episode of a task.
 
     `before` and `after` are the vault (path -> text); `reply` the last answer to the user, None where there was none;
     `asked` whether that reply asks the user something (`replies.asks`); `turns` the answers that the model gave;
-    `checked_first` whether it read `user.md` before anything else. InputError for a task without a truth. An episode succeeds where the whole task is solved and
-    nothing is wrong.
+    `checked_first` whether it read `user.md` before anything else; `judged` a judge's score in [0, 1], None without one.
+    An episode succeeds where the whole task is solved and nothing is wrong; `judged` makes it worth less at most. A task
+    whose truth no program knows (`"judge" in truth`) is solved where `judged` is at least `YES`; InputError without.
     """
     verdict = _Verdict()
     text = (reply or "").strip()
     if not text:
         verdict.fault("silent", "there is no reply")
     if "judge" in task.truth:
-        raise InputError(f"the truth of {task.question[:60]!r} is known to a judge only; leave such tasks out")
-    if task.kind == "update":
-        _update(task, before, after, asked, verdict)
+        if judged is None:
+            raise InputError(
+                f"the truth of {task.question[:60]!r} is known to a judge only; name one in `judge` or leave such tasks out"
+            )
+        _compared(untold.outcome(task.question, before, after), asked, verdict)
+        verdict.share = verdict.share if judged >= YES else 0.0
+    elif task.kind == "update":
+        _compared(outcome(task.truth["change"], task.theme, before, after), asked, verdict)
     else:
         vault = parse(before, task.theme)
         if dict(before) != dict(after):
@@ -86,10 +99,10 @@ def score(
             _clarification(task, vault, text, asked, verdict)
         elif text:
             _answers(task, vault, text, asked, verdict)
-    return _total(verdict, turns, checked_first, weights)
+    return _total(verdict, turns, checked_first, weights, judged)
 
 
-def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWeights) -> Scored:
+def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWeights, judged: float | None) -> Scored:
     success = verdict.share == 1 and not verdict.wrong
     parts = {"success": weights.success if success else 0.0}
     # Part of a task counts only where it was not bought with a fault.
@@ -98,14 +111,14 @@ def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWe
     parts["turns"] = -min(weights.turns_at_most, weights.turn * max(0, turns - weights.free_turns))
     for name in ("asked", "guessed", "leaked", "damaged", "broken", "silent"):
         parts[name] = -getattr(weights, name) if name in verdict.wrong else 0.0
+    if judged is not None:
+        parts["judge"] = 0.0 - weights.judge * (1.0 - judged) if success else 0.0
     faults = tuple(text for texts in verdict.wrong.values() for text in texts)
     return Scored(sum(parts.values()), parts, success, faults)
 
 
-def _update(
-    task: MemoryTask, before: Mapping[str, str], after: Mapping[str, str], asked: bool, verdict: _Verdict
-) -> None:
-    result = outcome(task.truth["change"], task.theme, before, after)
+def _compared(result: Outcome, asked: bool, verdict: _Verdict) -> None:
+    """What an update came to."""
     verdict.share = result.done
     for text in result.harmed:
         verdict.fault("damaged", text)

@@ -112,11 +112,15 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
 def totals(
     tasks: Iterable[tuple[MemoryTask, Mapping[str, str]]], weights: RewardWeights
 ) -> dict[tuple[str, bool, str], list[Scored]]:
-    """(kind, whether it is right, scenario) -> scores, over tasks with their vaults; kinds and scenarios in order."""
+    """(kind, whether it is right, scenario) -> scores, over tasks with their vaults; kinds and scenarios in order.
+
+    Where a judge counts, it is the worst there can be: it finds nothing in what is right, and everything in what is wrong.
+    """
     found: dict[tuple[str, bool, str], list[Scored]] = {}
     for task, files in tasks:
         for one in scenarios(task, files):
-            scored = score(task, files, one.after, one.reply, one.asked, one.turns, weights, one.checked_first)
+            judged = float(not one.right) if weights.judge else None
+            scored = score(task, files, one.after, one.reply, one.asked, one.turns, weights, one.checked_first, judged)
             found.setdefault((task.kind, one.right, one.name), []).append(scored)
     return found
 

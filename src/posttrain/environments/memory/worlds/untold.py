@@ -1,0 +1,136 @@
+"""Updates whose truth no program knows: what holds of any right one, from the message and the notes alone.
+
+Whether the notes now say what the message told is for a judge to say. That nothing else was harmed is not left to it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from posttrain.environments.memory.worlds.change import SPARE_CHARACTERS, Outcome, loose_ends
+from posttrain.environments.memory.worlds.graph import USER
+from posttrain.environments.memory.worlds.themes import FOREIGN
+from posttrain.environments.memory.worlds.truth import Parsed, parse, resolve
+from posttrain.environments.memory.worlds.values import links, mentions, plain
+
+_MOST_ADDED = 10 * SPARE_CHARACTERS
+"""Characters that an update of this kind may add to the notes."""
+_FIRST_PERSON = frozenset(re.findall(r"\S+", "i i'm i've i'd i'll me my mine myself we we're we've us our ours"))
+_NO_NAMES = frozenset(("the", "and", "for", "with", "from", "our", "his", "her", "its"))
+_ALIASES = re.compile(r"^aliases?:[ \t]*(.*(?:\n[ \t]*-[ \t].*)*)", re.MULTILINE)
+_RELATION = re.compile(r"\s*(?:[-*+|]\s*)?[*_]*([^:*|\[\]]{1,60}?)[*_]*\s*[:|]")
+_OF_ANOTHER = re.compile(r"\b(?:of|for)\s+\[\[[^\[\]\n]+\]\][*_]*\s*:")
+
+
+def outcome(message: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
+    """Compare two vaults (path -> text) around an update that `message` told. `done` is 1 where anything changed.
+
+    Harmed is a note that the message does not name (see `named_notes`) and that has changed, but for links to notes
+    that came or went; a new or deleted note that it does not name; and, in notes that it names, what is said of others.
+    """
+    was, now = parse(before, FOREIGN.name), parse(after, FOREIGN.name)
+    named = named_notes(message, before)
+    gone, fresh = set(before) - set(after), set(after) - set(before)
+    harmed = [f"{path} is gone" for path in gone if path == USER or path not in named]
+    harmed += [f"{path} is new" for path in fresh if not _names(message, path, after[path])]
+    for path in sorted(set(before) & set(after)):
+        old, new = _lines(before[path]), _lines(after[path])
+        if old == new:
+            continue
+        if path in named:
+            lost = _lost_of_others(path, list((old - new).elements()), named, before)
+            harmed += [f"{path} lost: {line}" for line in lost]
+        elif _changed(path, old, new, gone, fresh, was, now):
+            harmed.append(f"{path} was changed")
+    added = sum(max(0, len(text) - len(before.get(path, ""))) for path, text in after.items())
+    if added > _MOST_ADDED:
+        harmed.append(f"the notes are {added} characters longer")
+    done = {path: _lines(text) for path, text in before.items()} != {path: _lines(text) for path, text in after.items()}
+    return Outcome(float(done), tuple(sorted(harmed)), tuple(loose_ends(was, now)))
+
+
+def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
+    """The notes that a message names: by path, title, alias, the text or label of a link to it, or a word of a name that
+    no other note has. `user.md` is named where the message is in the first person.
+    """
+    said = plain(message)
+    names = {path: _own_names(path, text) for path, text in files.items()}
+    for text in files.values():
+        for line in text.split("\n"):
+            label = _RELATION.match(line)
+            for start, _, target, shown in links(line):
+                path = resolve(target, files)
+                if path is not None:
+                    names[path].add(plain(shown))
+                    if label and label.end() <= start:
+                        names[path].add(plain(label[1]))
+    count = Counter(word for path in files for word in _words(_own_names(path, files[path])))
+    named = {USER} if _FIRST_PERSON & set(said.split()) and USER in files else set()
+    for path, known in names.items():
+        own = {word for word in _words(_own_names(path, files[path])) if count[word] == 1}
+        if path != USER and any(mentions(said, name) for name in known | own if name):
+            named.add(path)
+    return named
+
+
+def _own_names(path: str, text: str) -> set[str]:
+    """The plain names that a note has by itself: of its file, its title, its aliases."""
+    heading = re.search(r"^# +(.+?)\s*$", text, re.MULTILINE)
+    found = [path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")]
+    found += [heading[1]] if heading else []
+    aliases = _ALIASES.search(text.split("\n---", 1)[0]) if text.startswith("---") else None
+    found += re.split(r"[,\n]", aliases[1]) if aliases else []
+    return {plain(name) for name in found} - {""}
+
+
+def _words(names: set[str]) -> set[str]:
+    return {word for name in names for word in name.split() if len(word) > 2} - _NO_NAMES
+
+
+def _names(message: str, path: str, text: str) -> bool:
+    """Whether a message names a note that it made."""
+    said, names = plain(message), _own_names(path, text)
+    return any(mentions(said, name) for name in names | _words(names))
+
+
+def _changed(
+    path: str, old: Counter[str], new: Counter[str], gone: set[str], fresh: set[str], was: Parsed, now: Parsed
+) -> bool:
+    """Whether more has changed in a note than the lines that link to notes that are gone or new."""
+    lost, added = list((old - new).elements()), list((new - old).elements())
+    freed = [line for line in lost if gone & _linked(line, was.titles)]
+    others = [line for line in added if not fresh & _linked(line, now.titles)]
+    kept = was.out[path] - gone <= now.out[path]
+    return len(freed) < len(lost) or len(others) > len(freed) or not kept
+
+
+def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping[str, str]) -> list[str]:
+    """Lines that a named note lost and that tell something of notes that are not named alone.
+
+    `label: [[note]]` tells something of the note that it stands in, and so does whatever stands in `user.md`.
+    """
+    found = []
+    for line in lost:
+        about = (_linked(line, before) | _titled(line, before)) - {path, USER}
+        if not about or about & named:
+            continue
+        own = path == USER or _RELATION.match(line)
+        if _OF_ANOTHER.search(line) or not own:
+            found.append(line)
+    return found
+
+
+def _linked(line: str, paths: Mapping[str, object]) -> set[str]:
+    return {path for _, _, target, _ in links(line) if (path := resolve(target, paths)) is not None}
+
+
+def _titled(line: str, files: Mapping[str, str]) -> set[str]:
+    text = plain(line)
+    return {
+        path for path in files if any(len(name) > 2 and mentions(text, name) for name in _own_names(path, files[path]))
+    }
+
+
+def _lines(text: str) -> Counter[str]:
+    """The lines of a note that say something, without white space around."""
+    return Counter(line.strip() for line in text.split("\n") if line.strip())
