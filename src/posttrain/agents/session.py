@@ -133,7 +133,7 @@ class MemoryAgent:
     def undo(self) -> list[str]:
         """Take back all changes of the last question that changed something; the paths of the notes.
 
-        InputError where there are none, or where one of these notes was changed otherwise since; then nothing is done.
+        The next question begins a new conversation, for the model would go on as if nothing were undone. InputError where there are none, or where one of these notes was changed otherwise since; then nothing is done.
         """
         if not self._undoable:
             raise InputError("there is nothing to undo: no question of this session changed a note")
@@ -151,7 +151,7 @@ class MemoryAgent:
         except OSError as error:
             raise RunError(f"the changes could not be undone: {error.strerror or type(error).__name__}") from None
         self._undoable.pop()
-        self._diff = ""
+        self._diff, self._open = "", False
         return [change.path for change in changes]
 
     def seen(self) -> Vault:

@@ -16,6 +16,7 @@ from posttrain.cli.env import app as env
 from posttrain.cli.episodes import episodes
 from posttrain.cli.evaluate import evaluate
 from posttrain.cli.fit_normalizer import fit_normalizer
+from posttrain.cli.memory import app as memory
 from posttrain.cli.pipeline import pipeline
 from posttrain.cli.plot import plot
 from posttrain.cli.recipe import recipe
@@ -45,6 +46,7 @@ app.command("fit-normalizer")(fit_normalizer)
 app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
+app.add_typer(memory, name="memory")
 
 
 @app.callback()

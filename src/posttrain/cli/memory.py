@@ -1,0 +1,89 @@
+"""`posttrain memory`: the memory agent in use."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Ask a memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True)
+
+
+class PromptLength(StrEnum):
+    """Which system prompt."""
+
+    full = "full"
+    brief = "brief"
+
+
+class Opener(StrEnum):
+    """Who writes the opening `<think>`."""
+
+    policy = "policy"
+    environment = "environment"
+    template = "template"
+
+
+@app.command()
+def chat(
+    vault: Annotated[Path, typer.Argument(help="Folder of the memory.")],
+    model: Annotated[
+        str | None, typer.Option(help="Path or hub id of a model, or with --url its name at the server.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible server, such as http://localhost:8000/v1.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")] = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option("--filter", help="A privacy rule for every question; may be given several times."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy, the default; with --url, the server's own by default.", min=0)
+    ] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Most messages of the model to a question; 8.", min=2)] = None,
+    no_thinking: Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")] = False,
+    prompt: Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")] = (
+        PromptLength.full
+    ),
+    opened_by: Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")] = Opener.policy,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Change nothing; others may write meanwhile.")] = False,
+    new: Annotated[
+        bool, typer.Option("--new", help="Make the memory where there is none, with an empty user.md.")
+    ] = False,
+) -> None:
+    """Chat with a memory agent, in a terminal or with one question a line on standard input.
+
+    Examples:
+
+    posttrain memory chat notes --new --model runs/memory/model
+
+    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone numbers."
+
+    echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/model
+    """
+    import sys
+
+    from rich.console import Console
+
+    from posttrain.agents.chat import LineChat, TerminalChat
+    from posttrain.agents.opening import open_speaker, open_vault, settings_in_use
+    from posttrain.agents.session import MemoryAgent
+    from posttrain.environments.memory.interpreter import Interpreter
+
+    settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
+    opened = open_vault(vault, new, read_only)
+    try:
+        speaker = open_speaker(model, url, key, temperature, settings.thinking)
+        with Interpreter(settings.interpreter) as interpreter:
+            agent = MemoryAgent(opened, speaker, interpreter, settings, rules or [])
+            if not sys.stdin.isatty():
+                LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
+                return
+            about = [f"{len(agent.seen().paths())} notes in {vault}", f"model {model}{f' at {url}' if url else ''}"]
+            about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
+            about += ["read-only"] if read_only else []
+            TerminalChat(agent, Console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
+            speaker.close()
+    finally:
+        opened.close()
