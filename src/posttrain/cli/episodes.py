@@ -67,6 +67,10 @@ def episodes(
         raise InputError(
             f"step {step} has no such {split.value} episode; its groups are {groups}, see --group and --episode"
         )
+    if tokens and any(played[number].turns and not played[number].streams for number in chosen):
+        raise InputError(
+            "--tokens: these episodes were played by a remote model, whose tokens are not known; leave it out"
+        )
     in_units = any(units[number] is not None for number in chosen[:limit])
     decode = token_decoder(directory) if tokens or in_units else None
     credited = unit_credit(directory) if in_units else None

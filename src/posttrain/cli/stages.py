@@ -36,7 +36,8 @@ def run(stage: str, words: list[str], dry_run: bool, resume: Path | None, overwr
         from posttrain.models.sizes import model_sizes
         from posttrain.recipe.plan import show_plan
 
-        show_plan(recipe, model_sizes(recipe.model.path), Console())
+        sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
+        show_plan(recipe, sizes, Console())
         return
     from posttrain.training.stage import run_stage
 

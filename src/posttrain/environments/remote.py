@@ -10,6 +10,8 @@ from posttrain.errors import InputError
 
 _CUT_OFF = ("length", "content_filter")
 """Finish reasons of a text that its model had not ended."""
+_STOPPED_AT = ("stop_reason", "matched_stop")
+"""Where vLLM and SGLang say at which stop string a text ended; not part of the OpenAI protocol."""
 _REFUSES_FIELDS = (400, 422)
 """Statuses with which a server refuses a request for what is in it."""
 
@@ -46,6 +48,17 @@ class Written:
     """Whether the model came to an end by itself or at a stop string; False where a limit or a filter cut it off."""
     thoughts: str = ""
     """What the server gives as thinking apart from the text (`reasoning_content` or `reasoning`)."""
+    stopped_at: str | None = None
+    """The stop string that ended the text, which the text does not hold; empty where the server says that none did,
+    None where it does not say."""
+
+    def with_thoughts(self) -> str:
+        """The text with the thoughts in front of it as a block `<think>…</think>`, unless it begins with one of its
+        own; the block stays open where a limit cut the model off before it wrote any text."""
+        if not self.thoughts or self.text.lstrip().startswith("<think>"):
+            return self.text
+        closed = self.ended or self.text
+        return f"<think>{self.thoughts}</think>{self.text}" if closed else f"<think>{self.thoughts}"
 
 
 def complete(
@@ -107,12 +120,16 @@ def _written(answer: Any, where: str) -> Written:
     if text is not None and not isinstance(text, str):
         raise RemoteFailure(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    further = getattr(choice, "model_extra", None) or {}
+    told = [further[name] for name in _STOPPED_AT if name in further]
     tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None)
     return Written(
         text or "",
         tokens if isinstance(tokens, int) and tokens >= 0 else None,
         reason not in _CUT_OFF,
         thoughts if isinstance(thoughts, str) else "",
+        # A number is the id of an end token.
+        (told[0] if isinstance(told[0], str) else "") if told else None,
     )
 
 

@@ -1,13 +1,15 @@
 """Evaluation of a policy in an environment on held-out seeds."""
 
+from typing import Any
+
 from posttrain.evaluation.summary import Evaluation, summarise
 from posttrain.recipe.rollout import EvaluationRecipe
-from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.driver import EpisodePlayer, Place, play_all
 from posttrain.rollout.streams import Episode
 
 
 def evaluate(
-    player: Player, recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
+    player: EpisodePlayer[Any], recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
 ) -> tuple[Evaluation, list[Episode]]:
     """Play every held-out seed that is not `left_out`; returns the summary and the episodes.
 

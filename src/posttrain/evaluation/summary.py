@@ -29,7 +29,7 @@ class Evaluation:
     rejected_share: float
     """Share of all turns whose answer was not understood, in [0, 1]; NaN without turns."""
     tokens_per_answer: float
-    """Sampled tokens per turn; NaN without turns."""
+    """Sampled tokens per turn, over the turns whose tokens are known (a server may not tell); NaN without any."""
     turns: float
     """Turns per episode."""
     scores: Mapping[str, Estimate] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         episodes=len(episodes),
         failed=sum(episode.outcome is Outcome.FAILED for episode in episodes),
         rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
-        tokens_per_answer=_average([turn.stop - turn.start for turn in turns]),
+        tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
         turns=len(turns) / len(episodes),
         scores={name: mean([_average(own) for own in by_seed.values()]) for name, by_seed in scores.items()},
     )

@@ -6,6 +6,7 @@ Not covered: what torch and the operating system take besides (about 0.5 GiB), a
 from dataclasses import dataclass
 
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe
 from posttrain.recipe.units import EntropyUnits
 
@@ -52,6 +53,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes) -> dict[str, tuple[int, s
         rows |= _training(recipe, sizes, width)
     if isinstance(recipe, DpoRecipe | RewardRecipe) or getattr(recipe, "environment", None) is None:
         return rows
+    assert isinstance(recipe.engine, EngineRecipe), "a remote model takes no memory here"
     slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
     cache = 2 * sizes.layers * sizes.key_value_heads * sizes.head_size * width
     rows["key/value cache, at most"] = (

@@ -5,9 +5,12 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.recipe.components import environment_class
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.memory import ModelSizes, memory_estimate
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.notes import notes
+from posttrain.recipe.remote import no_primer, remote_notes
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.unit_credit import (
     CompatibleCredit,
@@ -28,12 +31,14 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> Non
     for line in batch_arithmetic(recipe):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]memory[/bold]")
-    if sizes is None:
+    if recipe.remote is not None:
+        console.print("  none for a model: the server has it")
+    elif sizes is None:
         unknown = f"  the files of {recipe.model.path} are not on this machine, so its sizes and memory are unknown"
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_memory_table(recipe, sizes))
-    for note in notes(recipe):
+    for note in [*notes(recipe), *_remote_notes(recipe)]:
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -147,13 +152,36 @@ def _evaluation(recipe: RlRecipe | SftRecipe | EvaluateRecipe, steps: int) -> li
     final = evaluation.final_seeds.count * evaluation.episodes_per_seed
     how = "greedy" if evaluation.sampling.temperature == 0 else f"at temperature {evaluation.sampling.temperature:g}"
     if isinstance(recipe, EvaluateRecipe):
-        return [f"evaluation, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}"]
+        played = f"evaluation, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}"
+        return [played, *_remote(recipe)]
     during = (steps - 1) // evaluation.every if evaluation.every else 0
     return [
         f"evaluation, {how}: {each} episodes on the held-out seeds {evaluation.seeds}, "
         f"before, {during} {_plural('time', during)} during and after training",
         f"final table, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}, before and after training",
     ]
+
+
+def _remote(recipe: EvaluateRecipe) -> list[str]:
+    """Whom the evaluation asks, and how much at most, where a remote model answers."""
+    if (engine := recipe.remote) is None:
+        return []
+    evaluation, most = recipe.evaluation, recipe.rollout.tokens_per_turn
+    episodes, turns = evaluation.final_seeds.count * evaluation.episodes_per_seed, recipe.environment.max_turns
+    return [
+        f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('episode', engine.workers)} in flight",
+        f"at most {episodes * turns:,} requests ({turns} {_plural('turn', turns)} an episode) of at most {most:,} tokens "
+        f"written: {episodes * turns * most:,} tokens",
+    ]
+
+
+def _remote_notes(recipe: Recipe) -> list[str]:
+    if not isinstance(recipe, EvaluateRecipe) or recipe.remote is None:
+        return []
+    greedy, stops = recipe.evaluation.sampling.temperature == 0, bool(recipe.rollout.stop_strings)
+    found = remote_notes(recipe.remote, recipe.model == ModelRecipe(), greedy, stops)
+    primer = environment_class(recipe.environment.type)(recipe.environment).primer
+    return [*found, *([no_primer(recipe.environment, primer)] if primer else [])]
 
 
 def _memory_table(recipe: Recipe, sizes: ModelSizes) -> Table:

@@ -24,6 +24,11 @@ class StageRecipe(Part):
     sinks: list[SinkName] = []
     """Where metrics also go; `metrics.jsonl` is always written."""
 
+    @property
+    def remote(self) -> Part | None:
+        """The engine, where a remote model answers, so that no model is loaded; None here."""
+        return None
+
 
 class PlayedRecipe(StageRecipe):
     """A stage that plays an environment."""

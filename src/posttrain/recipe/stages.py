@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from posttrain.recipe.remote import OpenAIEngineRecipe, refuse_unknown_sampling
 from posttrain.recipe.reward import RewardSource
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe
@@ -16,11 +17,28 @@ class EvaluateRecipe(PlayedRecipe):
 
     stage: Literal["evaluate"] = "evaluate"
     """Which stage the recipe is for; `posttrain evaluate` takes this one."""
-    engine: EngineRecipe = EngineRecipe()
+    engine: Annotated[EngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = EngineRecipe()
+    """Who answers: the model of `model.path` in this process, or one behind a server."""
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
     """A reward model that pays each episode besides what the environment pays; null is none."""
     evaluation: EvaluationRecipe = EvaluationRecipe()
+
+    @property
+    def remote(self) -> OpenAIEngineRecipe | None:
+        """The engine, where a remote model answers."""
+        return self.engine if isinstance(self.engine, OpenAIEngineRecipe) else None
+
+    @model_validator(mode="after")
+    def _what_a_server_can_do(self):
+        if self.remote is not None:
+            refuse_unknown_sampling(self.evaluation.sampling)
+            if self.reward is not None:
+                raise ValueError(
+                    "`reward.path` reads the tokens of an answer, which a server does not tell; remove `reward`, or name a "
+                    "judge in environment.judge"
+                )
+        return self
 
 
 Recipe = Annotated[RlRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe, Field(discriminator="stage")]

@@ -104,7 +104,8 @@ def unit_credit(run: RunDirectory) -> UnitCreditRecipe | None:
 def _title(episode: Episode) -> Text:
     ending = "success" if episode.success else episode.outcome.value
     style = "green" if episode.success else "red" if episode.outcome is Outcome.FAILED else "yellow"
-    many = f" · {episode.sampled_tokens} tokens" if len(episode.turns) > 1 else ""  # of one, its own line tells
+    tokens = sum(turn.stop - turn.start for turn in episode.turns)
+    many = f" · {tokens} tokens" if len(episode.turns) > 1 else ""  # of one, its own line tells
     return Text.assemble(
         f"group {episode.group} episode {episode.index} · seed {episode.seed} · ",
         (ending, style),

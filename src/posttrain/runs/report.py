@@ -78,7 +78,7 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
     seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
     rows = [
         ("stage", recipe.stage),
-        ("model", f"`{recipe.model.path}`, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")),
+        ("model", _model(recipe)),
         *_data(recipe),
         ("run seed", str(recipe.seed)),
         ("steps", _of(done, getattr(recipe, "steps", None))),
@@ -90,6 +90,12 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
         ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
     ]
     return markdown_table(("what", "value"), rows)
+
+
+def _model(recipe: "Recipe") -> str:
+    if recipe.stage == "evaluate" and recipe.remote is not None:
+        return f"`{recipe.remote.model}` at {recipe.remote.url}"
+    return f"`{recipe.model.path}`, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")
 
 
 def _of(done: int, steps: int | None) -> str:

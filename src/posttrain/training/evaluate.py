@@ -2,14 +2,12 @@
 
 from rich.console import Console
 
-from posttrain.models.policy import Policy
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
+from posttrain.training.held_out import HeldOut
 from posttrain.training.measure import EVALUATED
-from posttrain.training.playing import Playing
-from posttrain.training.reward_scorer import open_scorer
 from posttrain.training.table import write_tables
 from posttrain.training.tasks import check_tasks, too_long
 
@@ -17,9 +15,7 @@ from posttrain.training.tasks import check_tasks, too_long
 def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> None:
     """Play `evaluation.final_seeds`, write episodes, metrics and report, and print the table."""
     messages = check_tasks(recipe)
-    policy = Policy(recipe.model, recipe.seed)
-    playing = Playing(recipe, policy, directory, open_scorer(recipe.reward, policy))
-    playing.left_out, about_prompts = too_long(recipe, playing.renderer)
+    playing, about_prompts = _remote(recipe, directory) if recipe.remote is not None else _local(recipe, directory)
     for message in [*messages, *about_prompts]:
         console.print(message, highlight=False)
     with MetricsLog(directory, recipe.sinks) as log:
@@ -27,7 +23,28 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
             log.write(0, "baseline", {"player": name, **values})
         log.write(0, "final", {"player": EVALUATED, **playing.final(0)})
     tables = write_tables(directory, [playing])
-    write_report(directory, tables)
+    write_report(directory, tables, warnings=playing.remarks)
     for table in tables:
         console.print(table.rich())
+    for message in playing.remarks:
+        console.print(message, highlight=False, markup=False, soft_wrap=True)
     console.print(f"report: {directory.report}", highlight=False)
+
+
+def _local(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[HeldOut, list[str]]:
+    """The model of `model.path`, and what to know of the prompts that are too long for it."""
+    from posttrain.models.policy import Policy
+    from posttrain.training.playing import Playing
+    from posttrain.training.reward_scorer import open_scorer
+
+    policy = Policy(recipe.model, recipe.seed)
+    playing = Playing(recipe, policy, directory, open_scorer(recipe.reward, policy))
+    playing.left_out, about_prompts = too_long(recipe, playing.renderer)
+    return playing, about_prompts
+
+
+def _remote(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[HeldOut, list[str]]:
+    """The model behind the server. How many tokens its prompts have is the server's to know."""
+    from posttrain.training.remote_playing import RemotePlaying
+
+    return RemotePlaying(recipe, directory), []

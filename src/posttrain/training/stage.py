@@ -18,20 +18,28 @@ def run_stage(
     With `resume` the run exists and goes on from its newest checkpoint. The exported model is in `<run>/model`.
     Raises InputError for wrong input, RunError for a run that could not go on, KeyboardInterrupt when stopped.
     """
-    from posttrain.training import dpo, evaluate, reward, rl, sft
-
     console = console or Console()
     run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
     with run.lock():
         if isinstance(recipe, RlRecipe):
+            from posttrain.training import rl
+
             rl.train(recipe, run, resume, console)
         elif isinstance(recipe, SftRecipe):
+            from posttrain.training import sft
+
             sft.train(recipe, run, resume, console)
         elif isinstance(recipe, DpoRecipe):
+            from posttrain.training import dpo
+
             dpo.train(recipe, run, resume, console)
         elif isinstance(recipe, RewardRecipe):
+            from posttrain.training import reward
+
             reward.train(recipe, run, resume, console)
         else:
             assert isinstance(recipe, EvaluateRecipe)
+            from posttrain.training import evaluate
+
             evaluate.run(recipe, run, console)
     return run

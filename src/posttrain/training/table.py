@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,12 +14,14 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.runs.plots import draw_plots
 from posttrain.runs.report import write_report
 from posttrain.runs.tables import PlayRow, Table
+from posttrain.training.held_out import HeldOut
 from posttrain.training.measure import START, TRAINED, Measure
-from posttrain.training.playing import Playing
-from posttrain.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from posttrain.training.trainer import Trainer
 
 
-def measure_start(trainer: Trainer) -> None:
+def measure_start(trainer: "Trainer") -> None:
     """Log what the run is compared with: reference players, and the model as it starts, on the final data."""
     values: dict[str, Any] = {}
     for measure in trainer.measures:
@@ -31,7 +33,7 @@ def measure_start(trainer: Trainer) -> None:
         trainer.log.write(0, "baseline", {"player": START, **values})
 
 
-def finish(trainer: Trainer, console: Console) -> None:
+def finish(trainer: "Trainer", console: Console) -> None:
     """Measure the best checkpoint on the final data, export it, and write tables, plots and report."""
     step = trainer.restore_best()
     values: dict[str, Any] = {}
@@ -63,7 +65,7 @@ def write_tables(run: RunDirectory, measures: Sequence[Measure]) -> list[Table]:
         if line["kind"] in ("baseline", "final"):
             lines[line["player"]] = line
     tables = [measure.table(lines) for measure in measures]
-    players = [asdict(row) for measure in measures if isinstance(measure, Playing) for row in measure.rows(lines)]
+    players = [asdict(row) for measure in measures if isinstance(measure, HeldOut) for row in measure.rows(lines)]
     content = {"tables": [table.values() for table in tables], "players": players}
     write_atomically(run.path / "results.json", json.dumps(content, indent=1) + "\n")
     return tables
