@@ -93,6 +93,36 @@ def test_a_primer_is_not_sampled():
 
 
 def test_a_template_that_refuses_a_role_is_named():
-    refusing = renderer("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}")  # fmt: skip
-    with pytest.raises(InputError, match="roles system, user"):
-        refusing.prompt(FIRST)
+    refusing = renderer("{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}{% endfor %}")  # fmt: skip
+    with pytest.raises(InputError, match="roles system, user, tool"):
+        refusing.prompt([*FIRST, {"role": "tool", "content": "x"}])
+
+
+WITHOUT_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IGNORES_SYSTEM = WITHOUT_SYSTEM.replace("{{ raise_exception('no system role') }}", "").replace(
+    "{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}"
+)
+
+
+@pytest.mark.parametrize("template", [WITHOUT_SYSTEM, IGNORES_SYSTEM])
+def test_where_a_template_has_no_system_role_it_stands_before_the_users_words(template):
+    subject = renderer(template)
+    folded = [{"role": "user", "content": "Be brief.\n\nWhere to?"}]
+    assert subject.prompt(FIRST) == subject.prompt(folded)
+    assert subject.text(FIRST).count("Be brief.") == 1
+    assert len(subject.remarks()) == 1
+    assert CHATML_RENDERER.remarks() == []
+    assert CHATML_RENDERER.text(FIRST) != CHATML_RENDERER.text(folded)
+
+
+def test_turns_of_a_folded_conversation_are_appended():
+    subject = renderer(WITHOUT_SYSTEM)
+    conversation = Conversation(subject, FIRST)
+    ids = subject.answer("North.")
+    conversation.answer(ids, [-1.0] * len(ids), StopReason.END_TOKEN)
+    conversation.observe([{"role": "user", "content": "And now?"}])
+    assert subject.tokenizer.decode(conversation.context) == subject.text(conversation.messages)

@@ -5,6 +5,7 @@ so: the template is never asked to render an answer that was sampled, except whe
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from posttrain.errors import InputError
@@ -22,7 +23,7 @@ class Renderer:
         """`end_tokens`: the ids that end an answer; `InputError` if the template cannot render a conversation."""
         self.tokenizer = tokenizer
         self.end_tokens = end_tokens
-        if _ANSWER not in self.text([{"role": "user", "content": _ANSWER}]):
+        if _ANSWER not in self._templated([{"role": "user", "content": _ANSWER}], None, True):
             raise InputError(
                 f"the chat template of {tokenizer.name_or_path} leaves out messages that are plain text (it may be one for "
                 "images); name another template in model.chat_template"
@@ -54,6 +55,13 @@ class Renderer:
         kept = ids[:-1] if ids and ids[-1] in self.end_tokens else ids
         return self.tokenizer.decode(list(kept), skip_special_tokens=False)
 
+    def remarks(self) -> list[str]:
+        """What the template does to conversations that a user should know."""
+        folded = (
+            "the chat template has no system role, so a system message stands at the head of the first user message"
+        )
+        return [folded] if self.folds_system else []
+
     def must_split(self, answer: str) -> bool:
         """Whether the template would change `answer` once it is history, so that the next turn starts a new stream."""
         return self.rewrites_answers or (self.rewrites_thoughts and "</think>" in answer)
@@ -65,9 +73,24 @@ class Renderer:
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None = None, answering: bool = True) -> str:
         """What the chat template makes of `messages`; `answering`: up to where the policy's next answer begins."""
+        shown = _folded(messages) if self.folds_system else list(messages)
+        return self._templated(shown, tools, answering)
+
+    @cached_property
+    def folds_system(self) -> bool:
+        """The template has no place for a system message, which then stands at the head of the first user message."""
+        try:
+            text = self._templated(
+                [{"role": "system", "content": _ANSWER}, {"role": "user", "content": "x"}], None, True
+            )
+        except InputError:
+            return True
+        return _ANSWER not in text
+
+    def _templated(self, messages: list[Message], tools: list[Any] | None, answering: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=answering
+                messages, tools=tools, tokenize=False, add_generation_prompt=answering
             )
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -79,3 +102,13 @@ class Renderer:
     def encode(self, text: str) -> list[int]:
         """Token ids of text that already holds what the template puts around it."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _folded(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a leading system message at the head of the user's message after it."""
+    if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
+        return list(messages)
+    system, user = messages[0]["content"], messages[1]["content"]
+    if not (isinstance(system, str) and isinstance(user, str)):
+        return list(messages)
+    return [{**messages[1], "content": f"{system}\n\n{user}"}, *messages[2:]]

@@ -34,7 +34,7 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) 
     batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     trainer: Trainer[TokenScores] = Trainer(recipe, run, policy, token_forward(policy, recipe.learner), total, total)
-    trainer.messages = data.problems.summary()
+    trainer.messages = [*data.problems.summary(), *renderer.remarks()]
     references = References(recipe, policy, trainer.learner)
     rows = [*data.stored, *data.validation, *data.test]
     if recipe.loss.needs_reference:

@@ -33,7 +33,7 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     forward, objective = _computed(recipe, model, [*data.stored, *data.validation, *data.test])
     trainer: Trainer[Any] = Trainer(recipe, run, model, forward, total, total)
-    trainer.messages = data.problems.summary()
+    trainer.messages = [*data.problems.summary(), *renderer.remarks()]
     if data.validation or data.test:
         trainer.measures.append(
             PreferenceMeasure(trainer.learner, recipe, data, lambda samples: objective, model, renderer)

@@ -34,13 +34,13 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
     total = recipe.steps or recipe.epochs * batches.updates_per_epoch
     trainer: Trainer[TokenScores] = Trainer(recipe, run, policy, token_forward(policy, recipe.learner), total, total)
     if data is not None:
-        trainer.messages = data.problems.summary()
+        trainer.messages = [*data.problems.summary(), *renderer.remarks()]
         if data.validation or data.test:
             trainer.measures.append(LossMeasure(trainer.learner, recipe, data))
     if recipe.environment is not None:
         playing = Playing(recipe, policy, run)
         trainer.measures.append(playing)
-        trainer.messages += playing.about_the_template()
+        trainer.messages += [text for text in playing.about_the_template() if text not in trainer.messages]
         metric = recipe.evaluation.metric
         trainer.choice = playing.choice(metric if metric != "loss" else None)
     if recipe.chosen_by_loss:
