@@ -18,10 +18,12 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     playing, about_prompts = _remote(recipe, directory) if recipe.remote is not None else _local(recipe, directory)
     for message in [*messages, *about_prompts]:
         console.print(message, highlight=False)
+    # Before anything is recorded: a run that ends here, as without its server, leaves its name free.
+    final = playing.final(0)
     with MetricsLog(directory, recipe.sinks) as log:
         for name, values in playing.references().items():
             log.write(0, "baseline", {"player": name, **values})
-        log.write(0, "final", {"player": EVALUATED, **playing.final(0)})
+        log.write(0, "final", {"player": EVALUATED, **final})
     tables = write_tables(directory, [playing])
     write_report(directory, tables, warnings=playing.remarks)
     for table in tables:

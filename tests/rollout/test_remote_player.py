@@ -1,0 +1,255 @@
+"""Remote models as players: a real HTTP server, well-behaved and not."""
+
+import os
+import re
+from typing import ClassVar
+
+import pytest
+
+from posttrain.environments.memory.environment import Memory
+from posttrain.environments.memory.recipe import MemoryRecipe
+from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.environments.remote import chat_client
+from posttrain.errors import InputError, RunError
+from posttrain.evaluation.summary import summarise
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.remote import OpenAIEngineRecipe
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout import driver
+from posttrain.rollout.driver import Place, play_all
+from posttrain.rollout.remote_player import THOUGHTS, Faults, RemotePlayer
+from posttrain.rollout.store import read_episodes, write_episodes
+from posttrain.rollout.streams import Outcome, StopReason
+
+from .chat_server import Reply, scripted, serving
+
+GREEDY = SamplingRecipe(temperature=0.0)
+MEMORY = {"worlds": {"notes": 4, "filler": (0, 0), "retrieval": 1, "update": 1, "clarification": 1, "filter": 1}}
+
+
+class WordRecipe(EnvironmentRecipe):
+    """Keys of `Words`."""
+
+    thinking: bool = False
+
+
+class Words(Environment):
+    """Two turns; the answers are kept, and the last one succeeds if it is `right`."""
+
+    Recipe = WordRecipe
+    answers: ClassVar[list[str]] = []
+
+    def reset(self, seed):
+        self.turn = 0
+        return Observation([{"role": "user", "content": f"task {seed}"}], f"start {seed}")
+
+    def step(self, action):
+        Words.answers.append(action)
+        self.turn += 1
+        info = {"success": action.endswith("right")} if self.turn == 2 else {}
+        return Step([{"role": "user", "content": "go on"}], 1.0, self.turn == 2, False, info, "later")
+
+
+@pytest.fixture
+def words(monkeypatch):
+    monkeypatch.setattr(driver, "environment_class", lambda name: Words)
+    Words.answers = []
+
+
+def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **engine):
+    recipe = OpenAIEngineRecipe.model_validate({"url": server.url, "model": "m", "retries": 2, **engine})
+    limits = RolloutRecipe.model_validate(rollout or {})
+    return RemotePlayer(
+        client=chat_client("engine", recipe.url, recipe.seconds, recipe.retries, recipe.api_key_variable),
+        engine=recipe,
+        faults=Faults(limits.failures, count),
+        environment=environment or WordRecipe(type="words", max_turns=2),
+        rollout=limits,
+        sampling=sampling,
+    )
+
+
+def play(server, seeds=(1,), **keys):
+    places = [Place(seed, group, 0, (0, "evaluation", group, 0)) for group, seed in enumerate(seeds)]
+    return play_all(player(server, count=len(places), **keys), places)
+
+
+def always(*replies):
+    """Gives the replies in turn, the last one for ever."""
+    left = list(replies)
+    return lambda request: left.pop(0) if len(left) > 1 else left[0]
+
+
+@pytest.mark.parametrize("keys", [{}, {"follow_up": True}, {"thinking": False}])
+def test_the_scripted_solution_of_the_memory_succeeds_through_a_server(keys, tmp_path):
+    recipe, seeds = MemoryRecipe.model_validate(MEMORY | keys), range(8)
+    model = scripted(Memory, recipe, seeds)
+    with serving(lambda request: Reply(model(request), tokens=11)) as server:
+        episodes = play(server, seeds, environment=recipe, rollout={"tokens_per_turn": 99})
+    assert [episode.seed for episode in episodes] == list(seeds)
+    assert all(episode.success and episode.outcome is Outcome.TERMINATED for episode in episodes)
+    assert {episode.version for episode in episodes} == {0}
+    turns = [turn for episode in episodes for turn in episode.turns]
+    assert len(turns) == len(server.asked) > 2 * len(seeds)
+    assert {(turn.start, turn.stop, turn.stop_reason) for turn in turns} == {(0, 11, StopReason.END_TOKEN)}
+    assert all(request["max_tokens"] == 99 and request["temperature"] == 0 for request in server.asked)
+    assert not any({"seed", "stop", "top_p"} & set(request) for request in server.asked)
+    found = summarise(episodes)
+    assert (found.success.value, found.n, found.failed, found.tokens_per_answer) == (1.0, 8, 0, 11)
+    again = read_episodes(write_episodes(tmp_path, 0, "final", episodes)).episodes
+    assert again == episodes
+
+
+def test_nonsense_is_rejected_and_not_failed():
+    recipe = MemoryRecipe.model_validate(MEMORY | {"max_turns": 3})
+    with serving(lambda request: Reply("I would rather talk about the weather.")) as server:
+        episodes = play(server, range(4), environment=recipe)
+    found = summarise(episodes)
+    assert (found.success.value, found.failed, found.rejected_share, found.turns) == (0.0, 0, 1.0, 3.0)
+
+
+@pytest.mark.usefixtures("words")
+def test_what_a_request_holds(monkeypatch):
+    monkeypatch.setitem(os.environ, "SOME_KEY", "abc")
+    with serving(always(Reply("one"), Reply("right"))) as server:
+        sampled = SamplingRecipe(temperature=0.7, top_p=0.9)
+        keys = {"api_key_variable": "SOME_KEY", "extra_body": {"top_k": 5}, "token_limit": "max_completion_tokens"}
+        (episode,) = play(server, sampling=sampled, **keys)
+        again = play(server, sampling=sampled, **keys)
+    first, second, *more = server.asked
+    assert (first["path"], first["key"], first["model"]) == ("/v1/chat/completions", "Bearer abc", "m")
+    assert (first["temperature"], first["top_p"], first["top_k"], first["max_completion_tokens"]) == (0.7, 0.9, 5, 64)
+    assert "max_tokens" not in first
+    assert second["messages"] == [
+        {"role": "user", "content": "task 1"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "go on"},
+    ]
+    assert first["seed"] != second["seed"]
+    assert [request["seed"] for request in more] == [first["seed"], second["seed"]]
+    assert episode.success
+    assert [turn.state for turn in episode.turns] == ["start 1", "later"]
+    assert len(again) == 1
+
+
+@pytest.mark.usefixtures("words")
+def test_as_many_are_asked_at_a_time_as_the_recipe_says():
+    with serving(lambda request: Reply("right", delay=0.05)) as server:
+        episodes = play(server, range(6), workers=3)
+    assert server.most == 3
+    assert all(episode.success for episode in episodes)
+
+
+@pytest.mark.usefixtures("words")
+@pytest.mark.parametrize("trouble", [Reply(status=429, body="{}"), Reply(status=503, body="busy")])
+def test_passing_trouble_is_waited_out(trouble):
+    with serving(always(trouble, trouble, Reply("right"))) as server:
+        (episode,) = play(server)
+    assert episode.success
+    assert len(server.asked) == 4
+
+
+@pytest.mark.usefixtures("words")
+@pytest.mark.parametrize(
+    ("trouble", "said", "requests"),
+    [
+        (Reply(status=500, body='{"error": "down"}'), "status 500", 3),
+        (Reply(status=401, body='{"error": "who"}'), "status 401", 1),
+        (Reply(status=400, body='{"error": "no such field"}'), "it was sent temperature, max_tokens", 1),
+        (Reply(body="{"), "cannot be understood", 1),
+        (Reply(body="[]"), "sent no chat completion", 1),
+        (Reply(body='{"choices": []}'), "sent no chat completion", 1),
+        (Reply(body="<html>"), "m at http", 1),
+        (Reply(delay=1.0), r"did not answer within 0\.3 s", 3),
+    ],
+)
+def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said, requests):
+    with serving(
+        lambda request: trouble if request["messages"][0]["content"] == "task 2" else Reply("right")
+    ) as server:
+        good, bad, other = play(server, (1, 2, 3), seconds=0.3)
+    assert [good.success, other.success] == [True, True]
+    assert (bad.outcome, bad.turns, bad.success) == (Outcome.FAILED, [], False)
+    assert bad.failure is not None
+    assert f"model m at {server.url}" in bad.failure
+    assert re.search(said, bad.failure)
+    assert sum(request["messages"][0]["content"] == "task 2" for request in server.asked) == requests
+    assert summarise([good, bad, other]).failed == 1
+
+
+@pytest.mark.usefixtures("words")
+def test_the_turns_before_a_fault_are_kept_and_the_episode_is_retried_where_asked():
+    fault = Reply(status=400, body="{}")
+    with serving(always(Reply("one"), fault, Reply("two"), Reply("right"))) as server:
+        (episode,) = play(server, rollout={"failures": {"policy": "retry", "retries": 1}})
+    assert [turn.answer for turn in episode.turns] == ["two", "right"]
+    with serving(always(Reply("one"), fault, Reply("two"))) as server:
+        first, _, _ = play(server, (1, 2, 3), workers=1)
+    assert (first.outcome, [turn.answer for turn in first.turns]) == (Outcome.FAILED, ["one"])
+
+
+@pytest.mark.usefixtures("words")
+def test_too_many_failures_end_the_evaluation_early():
+    with serving(lambda request: Reply(status=401, body="{}")) as server:
+        with pytest.raises(RunError, match=r"3 of 4 episodes failed, the first on environment seed 5: .*status 401"):
+            play(server, (5, 6, 7, 8), workers=1)
+        assert len(server.asked) == 3
+        with pytest.raises(RunError, match=r"2 of 2 episodes failed.*nothing is left"):
+            play(server, (5, 6), rollout={"failures": {"max_share": 1.0}})
+
+
+@pytest.mark.usefixtures("words")
+def test_an_answer_that_is_cut_off_is_told_as_such():
+    with serving(always(Reply("half a", "length", tokens=64), Reply("right", tokens=None))) as server:
+        (episode,) = play(server)
+    assert [turn.stop_reason for turn in episode.turns] == [StopReason.TURN_BUDGET, StopReason.END_TOKEN]
+    assert [turn.stop for turn in episode.turns] == [64, 0]
+    assert summarise([episode]).tokens_per_answer == 64  # what the server does not count is not averaged
+
+
+@pytest.mark.usefixtures("words")
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_that_come_apart_are_put_back_where_the_format_has_them(name):
+    thought = {name: "hm"}
+    replies = [Reply("<answer>", message=thought), Reply(None, "length", message=thought)]
+    with serving(always(*replies)) as server:
+        (episode,) = play(server, environment=WordRecipe(type="words", max_turns=2, thinking=True))
+    assert Words.answers == ["<think>hm</think><answer>", "<think>hm"]
+    assert server.asked[1]["messages"][1]["content"] == "<think>hm</think><answer>"
+    assert not any(THOUGHTS in turn.info for turn in episode.turns)
+    with serving(always(Reply(" <think>own</think>", message=thought))) as server:
+        play(server, environment=WordRecipe(type="words", max_turns=2, thinking=True))
+    assert Words.answers[-1] == " <think>own</think>"
+    with serving(always(Reply("right", message=thought))) as server:
+        (episode,) = play(server)
+    assert Words.answers[-1] == "right"
+    assert [turn.info[THOUGHTS] for turn in episode.turns] == ["hm", "hm"]
+    assert episode.success
+
+
+@pytest.mark.usefixtures("words")
+def test_stop_strings_cut_here_or_at_a_server_that_says_which():
+    stops = {"stop_strings": ["</a>", "</b>"]}
+    replies = [Reply("x</b> y</a>", message={"reasoning_content": "</a>"}), Reply("no end, right")]
+    with serving(always(*replies)) as server:
+        (episode,) = play(server, rollout=stops, environment=WordRecipe(type="words", max_turns=2, thinking=True))
+    assert "stop" not in server.asked[0]
+    assert [turn.answer for turn in episode.turns] == ["<think></a></think>x</b>", "no end, right"]
+    assert [turn.stop_reason for turn in episode.turns] == [StopReason.STOP_STRING, StopReason.END_TOKEN]
+    told = [Reply("x", choice={"stop_reason": "</b>"}), Reply("right", choice={"matched_stop": 151645})]
+    with serving(always(*told)) as server:
+        (episode,) = play(server, rollout=stops, stop_at="server")
+    assert server.asked[0]["stop"] == ["</a>", "</b>"]
+    assert [turn.answer for turn in episode.turns] == ["x</b>", "right"]
+    assert [turn.stop_reason for turn in episode.turns] == [StopReason.STOP_STRING, StopReason.END_TOKEN]
+    with serving(always(Reply("x"))) as server, pytest.raises(InputError, match=r"engine\.stop_at=here"):
+        play(server, rollout=stops, stop_at="server")
+
+
+def test_an_environment_that_begins_the_answers_is_refused_before_anything_is_asked():
+    with (
+        serving(always(Reply("x"))) as server,
+        pytest.raises(InputError, match=r"<think>.*set environment\.opened_by=policy"),
+    ):
+        play(server, environment=MemoryRecipe.model_validate(MEMORY | {"opened_by": "environment"}))
+    assert not server.asked
