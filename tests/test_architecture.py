@@ -21,6 +21,7 @@ ALLOWED = {
     "engines": {"recipe", "models", "rollout.streams"},
     "rollout": {"recipe", "runs", "environments", "engines", "data", "credit.types", "credit.units", "models"},
     "evaluation": {"recipe", "rollout"},
+    "agents": {"recipe", "environments", "data", "models", "engines", "rollout"},
     "training": {
         "recipe",
         "runs",

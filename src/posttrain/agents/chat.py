@@ -64,7 +64,7 @@ class TerminalChat:
         """Answer until the user leaves. `about` is shown first."""
         with suppress(ImportError):
             import readline  # noqa: F401 - with it, `input` edits lines and remembers them
-        self._console.print(Text(visible(about), style="bright_black"))
+        self._console.print(Text(visible(about), style="dim"))
         while True:
             try:
                 line = input("\n> ").strip()

@@ -24,13 +24,13 @@ def panel(event: Event) -> RenderableType:
     """The panel of an event."""
     match event:
         case Thought(text):
-            return _framed(Text(visible(text), style="italic bright_black"), "thought", "bright_black")
+            return _framed(Text(visible(text), style="dim italic"), "thought", "dim")
         case Code(text):
             return _framed(_coloured(visible(text), "python"), "code", "cyan")
         case Result(text):
             return _framed(Text(_first(visible(_inside(text)))), "result", "blue")
         case Refused(reason, message):
-            said = Text(f"\n{_first(visible(message.strip()), 8)}", style="bright_black")
+            said = Text(f"\n{_first(visible(message.strip()), 8)}", style="dim")
             return _framed(Group(Text(visible(reason)), said), "not understood", "yellow")
         case Said(text, withheld):
             return _framed(Text(visible(text)), "reply", "green", _WITHHELD if withheld else None)
