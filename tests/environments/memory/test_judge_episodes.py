@@ -169,7 +169,7 @@ def test_a_judge_that_fails_fails_the_episode_which_is_not_scored(trouble):
         recipe = _recipe("retrieval", judge=server.keys())
         environment = Memory(recipe)
         environment.reset(0)
-        with pytest.raises(JudgeFailure, match="judge m at http://127.0.0.1"):
+        with pytest.raises(JudgeFailure, match=r"judge m at http://127\.0\.0\.1"):
             environment.step(_reply("I do not know."))
         (episode,) = play_all(_player(recipe, "<reply>I do not know.</reply>"), [Place(0, 0, 0, ("test",))])
     assert episode.outcome is Outcome.FAILED

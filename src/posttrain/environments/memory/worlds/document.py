@@ -31,8 +31,8 @@ def read_document_row(
 ) -> tuple[MemoryTask, dict[str, str]]:
     """The task of a record and its vault, which is looked up in `memories` by name.
 
-    A retrieval answer is compared as the type that it looks like. An update has no truth here but the message, so `score`
-    refuses it. A clarification is right where the reply asks and takes up a word of the question. InputError for other
+    A retrieval answer is compared as the type that it looks like. An update has no truth here but the message, so only
+    a judge can say that it is done. A clarification is right where the reply asks and takes up a word of the question. InputError for other
     records, and for a memory that is not there.
     """
     parts = _SEPARATOR.split(row["label"])

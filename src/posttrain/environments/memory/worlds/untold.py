@@ -26,27 +26,27 @@ def outcome(message: str, before: Mapping[str, str], after: Mapping[str, str]) -
     """Compare two vaults (path -> text) around an update that `message` told. `done` is 1 where anything changed.
 
     Harmed is a note that the message does not name (see `named_notes`) and that has changed, but for links to notes
-    that came or went; a new or deleted note that it does not name; and, in notes that it names, what is said of others.
+    that came and what was said of notes that went; a new or deleted note that it does not name; and, in notes that it
+    names, what is said of others.
     """
     was, now = parse(before, FOREIGN.name), parse(after, FOREIGN.name)
     named = named_notes(message, before)
     gone, fresh = set(before) - set(after), set(after) - set(before)
     harmed = [f"{path} is gone" for path in gone if path == USER or path not in named]
     harmed += [f"{path} is new" for path in fresh if not _names(message, path, after[path])]
+    texts, later = ({path: _lines(text) for path, text in files.items()} for files in (before, after))
     for path in sorted(set(before) & set(after)):
-        old, new = _lines(before[path]), _lines(after[path])
-        if old == new:
+        if texts[path] == later[path]:
             continue
         if path in named:
-            lost = _lost_of_others(path, list((old - new).elements()), named, before)
+            lost = _lost_of_others(path, list((texts[path] - later[path]).elements()), named, before)
             harmed += [f"{path} lost: {line}" for line in lost]
-        elif _changed(path, old, new, gone, fresh, was, now):
+        elif _changed(path, before, after, was, now):
             harmed.append(f"{path} was changed")
     added = sum(max(0, len(text) - len(before.get(path, ""))) for path, text in after.items())
     if added > _MOST_ADDED:
         harmed.append(f"the notes are {added} characters longer")
-    done = {path: _lines(text) for path, text in before.items()} != {path: _lines(text) for path, text in after.items()}
-    return Outcome(float(done), tuple(sorted(harmed)), tuple(loose_ends(was, now)))
+    return Outcome(float(texts != later), tuple(sorted(harmed)), tuple(loose_ends(was, now)))
 
 
 def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
@@ -93,15 +93,18 @@ def _names(message: str, path: str, text: str) -> bool:
     return any(mentions(said, name) for name in names | _words(names))
 
 
-def _changed(
-    path: str, old: Counter[str], new: Counter[str], gone: set[str], fresh: set[str], was: Parsed, now: Parsed
-) -> bool:
-    """Whether more has changed in a note than the lines that link to notes that are gone or new."""
+def _changed(path: str, before: Mapping[str, str], after: Mapping[str, str], was: Parsed, now: Parsed) -> bool:
+    """Whether more has changed in a note than lines on notes that are gone, and links to notes that are new."""
+    gone, fresh = set(before) - set(after), set(after) - set(before)
+    old, new = _lines(before[path]), _lines(after[path])
     lost, added = list((old - new).elements()), list((new - old).elements())
-    freed = [line for line in lost if gone & _linked(line, was.titles)]
-    others = [line for line in added if not fresh & _linked(line, now.titles)]
+    freed = [line for line in lost if gone & _mentioned(line, before)]
+    others = [line for line in added if not fresh & _linked(line, after)]
+    # A line may stay without the note that is gone; it is then made of its own words, for the most part.
+    known = {word for line in freed for word in plain(line).split()}
+    own = all(2 * len(known & set(plain(line).split())) > len(set(plain(line).split())) for line in others)
     kept = was.out[path] - gone <= now.out[path]
-    return len(freed) < len(lost) or len(others) > len(freed) or not kept
+    return len(freed) < len(lost) or len(others) > len(freed) or not own or not kept
 
 
 def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping[str, str]) -> list[str]:
@@ -111,7 +114,7 @@ def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping
     """
     found = []
     for line in lost:
-        about = (_linked(line, before) | _titled(line, before)) - {path, USER}
+        about = _mentioned(line, before) - {path, USER}
         if not about or about & named:
             continue
         own = path == USER or _RELATION.match(line)
@@ -124,11 +127,11 @@ def _linked(line: str, paths: Mapping[str, object]) -> set[str]:
     return {path for _, _, target, _ in links(line) if (path := resolve(target, paths)) is not None}
 
 
-def _titled(line: str, files: Mapping[str, str]) -> set[str]:
+def _mentioned(line: str, files: Mapping[str, str]) -> set[str]:
+    """The notes that a line links to or calls by a whole name."""
     text = plain(line)
-    return {
-        path for path in files if any(len(name) > 2 and mentions(text, name) for name in _own_names(path, files[path]))
-    }
+    titled = {p for p in files if any(len(name) > 2 and mentions(text, name) for name in _own_names(p, files[p]))}
+    return _linked(line, files) | titled
 
 
 def _lines(text: str) -> Counter[str]:
