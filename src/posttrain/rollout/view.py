@@ -132,4 +132,7 @@ def _turn_line(number: int, turn: Turn, advantages: list[np.ndarray] | None) -> 
             line.append(f" · advantage {middle:+.3f}" + ("" if low == high else f" ({low:+.3f}…{high:+.3f})"))
     if turn.info.get("rejected"):
         line.append(f" · rejected: {visible(str(turn.info['rejected']))}", style="not dim red")
+    if turn.info.get("judge"):
+        judged = turn.info["judge"]
+        line.append(f" · judge {judged['score']:.2f}: {visible(judged['reason'])}", style="not dim")
     return _inset(line)

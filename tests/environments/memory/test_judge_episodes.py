@@ -1,10 +1,12 @@
 """A judge of episodes whose truth a program knows: it reports and may take away, and its faults are no scores."""
 
+import io
 import json
 from contextlib import nullcontext
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Completion, EngineCounters
@@ -23,6 +25,7 @@ from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import Place, Player, play_all
 from posttrain.rollout.streams import Outcome, StopReason
+from posttrain.rollout.view import view_episode
 
 from ...conftest import make_tokenizer
 from .judges import frames, judge, points
@@ -188,6 +191,9 @@ def test_a_failed_episode_is_played_again_and_its_failure_was_not_kept(tmp_path)
         assert episode.outcome is Outcome.TERMINATED
         assert reported(episode) == {"retrieval": 0.0, "judge": 0.7}
         assert summarise([episode]).scores["judge"].value == 0.7
+        console = Console(width=300, record=True, file=io.StringIO())
+        console.print(view_episode(episode, None))
+        assert "judge 0.70: so" in console.export_text()
         assert len(server.requests) == 2
 
 
