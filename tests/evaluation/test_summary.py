@@ -55,3 +55,17 @@ def test_metrics_are_those_of_an_evaluation_line() -> None:
 def test_no_episodes_are_no_evaluation() -> None:
     with pytest.raises(ValueError):
         summarise([])
+
+
+def scored(seed, **scores):
+    episode = played(seed)
+    episode.turns[-1].info["scores"] = scores
+    return episode
+
+
+def test_a_score_that_is_right_or_wrong_is_a_rate_and_any_other_a_mean() -> None:
+    found = summarise([scored(0, hard=0.0, length=0.5), scored(1, hard=0.0, length=2.0), scored(2, easy=1.0)])
+    assert found.scores["hard"] == success_rate(0, 2)
+    assert found.scores["easy"] == success_rate(1, 1)
+    assert found.scores["length"] == mean([0.5, 2.0])
+    assert found.scores["hard"].high > 0.5, "two failures do not prove that it never succeeds"

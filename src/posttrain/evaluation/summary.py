@@ -83,7 +83,7 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
         turns=len(turns) / len(episodes),
-        scores={name: mean([_average(own) for own in by_seed.values()]) for name, by_seed in scores.items()},
+        scores={name: _score(by_seed) for name, by_seed in scores.items()},
     )
 
 
@@ -96,6 +96,13 @@ def knows_success(episodes: Sequence[Episode]) -> bool:
     """Whether any episode says if it succeeded; one that all failed counts as if it did."""
     ended = [episode for episode in episodes if episode.outcome is not Outcome.FAILED and episode.turns]
     return not ended or any("success" in episode.turns[-1].info for episode in ended)
+
+
+def _score(by_seed: Mapping[int, Sequence[float]]) -> Estimate:
+    """The mean over seeds; of a score that is 0 or 1, such as success in one kind of tasks, with a rate's interval."""
+    means = [_average(own) for own in by_seed.values()]
+    values = {value for own in by_seed.values() for value in own}
+    return clustered_rate(means, sum(map(len, by_seed.values()))) if values <= {0.0, 1.0} else mean(means)
 
 
 def _with_limits(name: str, estimate: Estimate) -> dict[str, float | int]:
