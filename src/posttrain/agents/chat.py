@@ -67,7 +67,8 @@ class TerminalChat:
         self._console.print(Text(visible(about), style="dim"))
         while True:
             try:
-                line = input("\n> ").strip()
+                self._console.print()
+                line = input("> ").strip()
             except (EOFError, KeyboardInterrupt):
                 self._console.print()
                 return

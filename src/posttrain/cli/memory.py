@@ -63,6 +63,7 @@ def chat(
     echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/model
     """
     import sys
+    from contextlib import closing
 
     from rich.console import Console
 
@@ -75,8 +76,8 @@ def chat(
     opened = open_vault(vault, new, read_only)
     try:
         speaker = open_speaker(model, url, key, temperature, settings.thinking)
-        with Interpreter(settings.interpreter) as interpreter:
-            agent = MemoryAgent(opened, speaker, interpreter, settings, rules or [])
+        interpreter = Interpreter(settings.interpreter)
+        with interpreter, closing(MemoryAgent(opened, speaker, interpreter, settings, rules or [])) as agent:
             if not sys.stdin.isatty():
                 LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
                 return
@@ -84,6 +85,5 @@ def chat(
             about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
             about += ["read-only"] if read_only else []
             TerminalChat(agent, Console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
-            speaker.close()
     finally:
         opened.close()
