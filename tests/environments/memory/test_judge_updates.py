@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from posttrain.cli.main import main
 from posttrain.environments.game import play
 from posttrain.environments.memory.environment import Memory, assignment
 from posttrain.environments.memory.recipe import MemoryRecipe
@@ -310,3 +311,34 @@ def test_a_judge_that_always_says_yes_makes_no_harm_right(published):
             assert steps[-1].info["scores"] == {"update": 0.0, "judge": 1.0}
             assert sum(step.reward for step in steps) <= 0
         assert play(Memory(recipe), 1, [UPDATE, DONE])[-1].info["success"] is True
+
+
+def _plays(asked):
+    """A judge for whom half is right, and a model that makes one update and then talks, behind one server."""
+    messages = asked["messages"]
+    if "you grade" in messages[0]["content"]:
+        return points(5 if "32" in frames(messages)["changes"] else 0, "the age is there")(asked)
+    return DONE if len(messages) > 2 else UPDATE
+
+
+def test_the_judge_stands_in_the_table_and_in_the_episodes(published, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    environment = {"type": "memory", **published, "judge.model": "m", "judge.cache": "judge.jsonl"}
+    engine = {"type": "openai", "model": "player"}
+    seeds = {"final_seeds.start": 0, "final_seeds.count": 3}
+    with judge(_plays) as server:
+        environment["judge.url"] = engine["url"] = server.url
+        parts = {"environment": environment, "engine": engine, "evaluation": seeds}
+        keys = [f"{part}.{key}={value}" for part, own in parts.items() for key, value in own.items()]
+        for name in ("first", "second"):
+            capsys.readouterr()
+            assert main(["evaluate", *keys, f"name={name}"]) == 0
+            assert [asked["model"] for asked in server.requests].count("m") == 3
+            assert "judge" in capsys.readouterr().out
+    for name in ("first", "second"):
+        lines = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        (final,) = [line for line in lines if line["kind"] == "final"]
+        assert (final["score/judge"], final["n"], final["failed"]) == (0.5, 3, 0)
+        assert final["success"] == pytest.approx(1 / 3)
+    assert main(["episodes", "runs/second", "--step", "0", "--split", "final"]) == 0
+    assert capsys.readouterr().out.count("judge 0.50") == 3
