@@ -113,12 +113,26 @@ def test_answers_without_room_are_told(capsys):
 
 def test_the_plan_shows_the_server_and_asks_nothing(capsys):
     with serving(solver()) as server:
-        assert main(words(server.url, "--dry-run", "model.path=elsewhere", "environment.opened_by=environment")) == 0
+        assert (
+            main(
+                words(
+                    server.url,
+                    "--dry-run",
+                    "model.path=elsewhere",
+                    "rollout.tokens_per_episode=100",
+                    "environment.opened_by=environment",
+                    "engine.stop_at=server",
+                )
+            )
+            == 0
+        )
     said = capsys.readouterr().out
     assert f"some-model at {server.url} answers, 8 episodes in flight" in said
     assert "12 episodes on the held-out seeds 100..111" in said
     assert "at most 96 requests (8 turns an episode) of at most 64 tokens written: 6,144 tokens" in said
-    assert "model has no effect" in said
+    for key in ("model", "rollout.tokens_per_episode", "engine.stop_at"):
+        assert f"note: {key} has no effect" in said
+    assert "long episodes will be cut" not in said
     assert "set environment.opened_by=policy" in said
     assert "GiB" not in said
     assert not server.asked

@@ -1,8 +1,11 @@
 """Keys that a user gave and that change nothing, and values that seldom mean what they say."""
 
 from posttrain.recipe.base import Part
+from posttrain.recipe.components import environment_class
 from posttrain.recipe.critic import CriticRecipe
 from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.remote import no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.unit_credit import CausalCredit
@@ -25,7 +28,9 @@ def notes(recipe: Recipe) -> list[str]:
     if recipe.environment is None:
         parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
         return [*found, *(_without_effect(key, "there is no environment to play in") for key in parts)]
-    found += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_limits(recipe)]
+    found += _sampling("evaluation.sampling", recipe.evaluation.sampling)
+    if recipe.remote is None:
+        found += _limits(recipe)
     if isinstance(recipe, RlRecipe):
         found += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
     else:
@@ -36,7 +41,24 @@ def notes(recipe: Recipe) -> list[str]:
             for key in ("every", "seeds", "metric")
             if _given(recipe.evaluation, key)
         ]
+        found += _remote(recipe)
     return found
+
+
+def _remote(recipe: EvaluateRecipe) -> list[str]:
+    """What has no effect, and what will be refused, where a remote model answers."""
+    if (engine := recipe.remote) is None:
+        return []
+    server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
+    found = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
+    if _given(rollout, "tokens_per_episode"):
+        found.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
+    if recipe.evaluation.sampling.temperature == 0 and _given(engine, "send_seed"):
+        found.append(_without_effect("engine.send_seed", "temperature 0 is greedy, and no seed is sent"))
+    if not rollout.stop_strings and _given(engine, "stop_at"):
+        found.append(_without_effect("engine.stop_at", "rollout.stop_strings is empty"))
+    primer = environment_class(recipe.environment.type)(recipe.environment).primer
+    return [*found, *([no_primer(recipe.environment, primer)] if primer else [])]
 
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:

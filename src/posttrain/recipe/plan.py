@@ -5,12 +5,9 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.recipe.components import environment_class
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.memory import ModelSizes, memory_estimate
-from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.notes import notes
-from posttrain.recipe.remote import no_primer, remote_notes
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.unit_credit import (
     CompatibleCredit,
@@ -38,7 +35,7 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> Non
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_memory_table(recipe, sizes))
-    for note in [*notes(recipe), *_remote_notes(recipe)]:
+    for note in notes(recipe):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -173,15 +170,6 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
         f"at most {episodes * turns:,} requests ({turns} {_plural('turn', turns)} an episode) of at most {most:,} tokens "
         f"written: {episodes * turns * most:,} tokens",
     ]
-
-
-def _remote_notes(recipe: Recipe) -> list[str]:
-    if not isinstance(recipe, EvaluateRecipe) or recipe.remote is None:
-        return []
-    greedy, stops = recipe.evaluation.sampling.temperature == 0, bool(recipe.rollout.stop_strings)
-    found = remote_notes(recipe.remote, recipe.model == ModelRecipe(), greedy, stops)
-    primer = environment_class(recipe.environment.type)(recipe.environment).primer
-    return [*found, *([no_primer(recipe.environment, primer)] if primer else [])]
 
 
 def _memory_table(recipe: Recipe, sizes: ModelSizes) -> Table:

@@ -90,15 +90,5 @@ def no_primer(environment: EnvironmentRecipe, primer: str) -> str:
     )
 
 
-def remote_notes(engine: OpenAIEngineRecipe, model_is_default: bool, greedy: bool, stops: bool) -> list[str]:
-    """One sentence for each key without effect where a remote model answers."""
-    found = [] if model_is_default else ["model has no effect: engine.type is openai, and the server has the model"]
-    if greedy and not engine.send_seed:
-        found.append("engine.send_seed has no effect: temperature 0 is greedy, and no seed is sent")
-    if not stops and engine.stop_at == "server":
-        found.append("engine.stop_at has no effect: rollout.stop_strings is empty")
-    return found
-
-
 def _format(environment: EnvironmentRecipe) -> Any:
     return getattr(environment, "format", None)
