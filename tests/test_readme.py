@@ -1,5 +1,6 @@
 """The commands that the README shows are commands that work."""
 
+import io
 import re
 import shlex
 import subprocess
@@ -56,6 +57,8 @@ def test_a_command_of_the_readme_runs(command, monkeypatch, capsys):
     if words[:2] == ["env", "play"]:
         answers = iter(["right", "down", "left", "up", "right", "down"])
         monkeypatch.setattr("builtins.input", lambda *_: next(answers))
+    if words[:2] == ["memory", "chat"]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/notes\n")))
     assert main(words) == 0, capsys.readouterr()
 
 
