@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from datetime import datetime
 
 from posttrain.agents.mcp_notes import SharedNotes
 from posttrain.agents.session import GaveUp, MemoryAgent, Refused, Result, Said
@@ -44,20 +45,24 @@ class Answers:
         self,
         notes: SharedNotes,
         speaker: Speaker,
-        interpreter: Interpreter,
         settings: AgentRecipe,
         read_only: bool = False,
         patience: float = _PATIENCE,
     ) -> None:
-        self._notes, self._speaker, self._interpreter = notes, speaker, interpreter
-        self._settings, self._read_only, self._patience = settings, read_only, patience
+        self._notes, self._speaker, self._settings = notes, speaker, settings
+        self._read_only, self._patience = read_only, patience
 
     def __call__(self, question: str, work: Work) -> str:
         """The reply. Raises Refusal where there is none, and PosttrainError for faults that are not the question's."""
         words, own = split_question(question)
         if not words:
             raise Refusal("the question has no words; ask something")
-        agent = self._agent(own, work)
+        # Made for each question: a server may run for weeks, and the clock that the code sees stands still.
+        now = datetime.now().isoformat(timespec="seconds")
+        with Interpreter(self._settings.interpreter.model_copy(update={"now": now})) as interpreter:
+            return self._replied(question, self._agent(own, interpreter, work), work)
+
+    def _replied(self, question: str, agent: MemoryAgent, work: Work) -> str:
         work.doing, turn = "turn 1", 1
         events = agent.ask(question)
         assert isinstance(events, Generator)
@@ -77,7 +82,7 @@ class Answers:
             agent.close()
         raise Refusal("the question was withdrawn")
 
-    def _agent(self, own: Sequence[str], work: Work) -> MemoryAgent:
+    def _agent(self, own: Sequence[str], interpreter: Interpreter, work: Work) -> MemoryAgent:
         """The agent for a question with rules of its `own`."""
         standing = rules = self._notes.rules
         if own and standing:
@@ -89,7 +94,7 @@ class Answers:
         else:
             vault = self._locked(work)
         try:
-            return MemoryAgent(vault, self._speaker, self._interpreter, self._settings, rules)
+            return MemoryAgent(vault, self._speaker, interpreter, self._settings, rules)
         except BaseException:
             vault.close()
             raise
@@ -101,10 +106,17 @@ class Answers:
         until = time.monotonic() + self._patience
         while True:
             try:
-                return Vault(DiskStorage(self._notes.root))
+                storage = DiskStorage(self._notes.root)
+                break
             except InputError:
                 work.doing = "waiting for another program that uses the memory"
                 if work.stopped.wait(0.2) or time.monotonic() > until:
                     raise Refusal(
                         "another program is changing the memory; ask again when it is done, or close it"
                     ) from None
+        try:
+            return Vault(storage)
+        except BaseException:
+            # A lock that is not given back would keep ourselves out, too.
+            storage.close()
+            raise

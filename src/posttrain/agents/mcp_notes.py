@@ -1,7 +1,8 @@
 """What a client of the MCP server may read of a vault: its list of notes, a search, a note, through the privacy rules."""
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -11,6 +12,7 @@ from posttrain.environments.memory.neutral import neutral
 from posttrain.environments.memory.storage import DiskStorage, MemoryStorage
 from posttrain.environments.memory.tools import tools
 from posttrain.environments.memory.vault import Vault
+from posttrain.errors import InputError
 
 PIECE = 16_000
 """Most characters of a note that one call shows."""
@@ -57,12 +59,22 @@ class SharedNotes:
         more = f"\n… {rest} more characters; read again with start={start + PIECE}" if rest > 0 else ""
         return text[start : start + PIECE] + more or "the note is empty"
 
-    def problem(self) -> str | None:
-        """Why a standing rule is not understood in this vault as it is; None where all are."""
-        with self._opened(strict=False) as (_, rules):
-            if rules is None or rules.problem is None:
-                return None
-            return " ".join(f"{rules.problem.sentence!r}: {rules.problem.reason}".split())
+    def check(self, writable: bool) -> None:
+        """InputError where the folder is no memory, a standing rule is not understood, or nothing can be written."""
+        try:
+            with self._opened(strict=False) as (_, rules):
+                problem = rules.problem if rules is not None else None
+        except VaultError as error:
+            raise InputError(f"{self.root} cannot be used with privacy rules: {error.__cause__ or error}") from None
+        if problem is not None:
+            raise InputError(
+                f"the privacy rule “{problem.sentence}” is not understood ({problem.reason}); write it in other words"
+            )
+        with closing(DiskStorage(self.root, read_only=True)) as storage:
+            if "user.md" not in storage.sizes():
+                raise InputError(f"{self.root} has no user.md, so it is no memory; make one about the user first")
+        if writable and not os.access(self.root, os.W_OK | os.X_OK):
+            raise InputError(f"{self.root} cannot be written; give --read-only")
 
     def safe(self, text: str) -> str:
         """`text`, which the agent wrote, as a client may see it."""
@@ -97,10 +109,10 @@ class SharedNotes:
         """The rules over the notes as they are now; made again only where a note has changed."""
         try:
             files = vault.files()
-        except VaultError:
-            raise VaultError(
-                "a note cannot be read, so the privacy rules cannot be kept and nothing is shown"
-            ) from None
+        except VaultError as error:
+            # Its name may be hidden, so it is not told here.
+            why = "a note cannot be read, so the privacy rules cannot be kept and nothing is shown"
+            raise VaultError(why) from error
         with self._lock:
             if self._known is None or self._known[0] != files:
                 self._known = files, Filter(self.rules, files)

@@ -108,7 +108,8 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
 
 
 def serve_stdio(server: "Server[Any]", wire: tuple[BinaryIO, BinaryIO]) -> None:
-    """Serve one client over the two streams of `private_wire` until it closes its side."""
+    """Serve one client over the two streams of `private_wire` until it closes its side, or a signal ends the process."""
+    import signal
     from io import TextIOWrapper
 
     import anyio
@@ -120,7 +121,12 @@ def serve_stdio(server: "Server[Any]", wire: tuple[BinaryIO, BinaryIO]) -> None:
         async with stdio_server(incoming, outgoing) as (read, write):
             await server.run(read, write, server.create_initialization_options())
 
-    anyio.run(serve)
+    # The thread that waits for the client cannot be interrupted. A vault survives the end of its process at any moment.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        anyio.run(serve)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from posttrain.cli.episodes import episodes
 from posttrain.cli.evaluate import evaluate
 from posttrain.cli.fit_normalizer import fit_normalizer
 from posttrain.cli.memory import app as memory
+from posttrain.cli.memory_mcp import mcp
 from posttrain.cli.pipeline import pipeline
 from posttrain.cli.plot import plot
 from posttrain.cli.recipe import recipe
@@ -47,6 +48,7 @@ app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 app.add_typer(memory, name="memory")
+memory.command()(mcp)
 
 
 @app.callback()
