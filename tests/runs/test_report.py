@@ -12,7 +12,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.report import changed_keys, write_report
-from posttrain.runs.tables import PlayRow, play_table
+from posttrain.runs.tables import PlayRow, play_tables
 from tests.rollout.episodes import played
 
 ROWS = [
@@ -23,7 +23,7 @@ ROWS = [
 
 
 def test_the_table_has_rates_with_one_decimal_and_intervals(run: RunDirectory) -> None:
-    text = write_report(run, [play_table(ROWS)]).read_text()
+    text = write_report(run, play_tables(ROWS)).read_text()
     assert "| random policy | 12.5% | exact | 0.100 | – | 200 | exact |" in text
     assert r"| trained model | 50.0% | [40.0, 61.2] | – | – | 200 | best on evaluation, step 40 \| a |" in text
     assert "| untrained model | – | – | – | – | 0 |  |" in text
@@ -53,7 +53,7 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
     model = run.checkpoints / "best" / "model"
     model.mkdir(parents=True)
     text = write_report(
-        run, [play_table(ROWS)], title="Tossing", model_directory=model, warnings=["warmed up first"]
+        run, play_tables(ROWS), title="Tossing", model_directory=model, warnings=["warmed up first"]
     ).read_text()
     machine = run.load_environment()
     for expected in (
@@ -81,7 +81,7 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
     assert "plots/reward.png" not in text
     assert "adapter" not in text
     (model / "adapter_config.json").write_text("{}")
-    assert "adapter" in write_report(run, [play_table(ROWS)], model_directory=model).read_text()
+    assert "adapter" in write_report(run, play_tables(ROWS), model_directory=model).read_text()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_changed_keys_are_those_that_differ(recipe: RlRecipe) -> None:
 
 def test_the_terminal_table_shows_the_same_cells() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(play_table(ROWS, "Result").rich())
+    console.print(play_tables(ROWS, "Result")[0].rich())
     text = console.export_text()
     for row in ROWS:
         for cell in row.cells:

@@ -63,8 +63,9 @@ def test_a_remote_model_stands_in_the_table_between_random_and_optimal(tmp_path,
     assert rows["optimal policy"]["success"] == 1
     assert rows["random policy"]["success"] < ours["success"]
     assert ours["note"] == ""
-    (line,) = [line for line in said.splitlines() if "some-model" in line]
+    line, by_kind = [line for line in said.splitlines() if "some-model" in line]
     assert "91.7%" in line
+    assert "%" not in by_kind, "what the environment reports besides stands in a table of its own"
     assert "12" in line
     report = (tmp_path / "runs/remote/report.md").read_text()
     assert f"`some-model` at {server.url}" in report

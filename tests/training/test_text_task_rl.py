@@ -91,7 +91,7 @@ def test_what_a_rule_reports_is_in_the_log_and_in_the_table(tiny_model, tmp_path
     assert final["score/score"] == pytest.approx(final["return"])
     trained = next(line for line in lines if line["kind"] == "train")
     assert trained["rollout/score/score"] == pytest.approx(trained["rollout/return"])
-    table = json.loads((directory.path / "results.json").read_text())["tables"][0]
+    table = json.loads((directory.path / "results.json").read_text())["tables"][1]
     place = table["headings"].index("length")
     assert table["rows"][-1][place].startswith(f"{final['score/length']:.3f} [")
 

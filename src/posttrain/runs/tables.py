@@ -21,6 +21,8 @@ class Table:
     note: str
     """What `n` counts and what the intervals are."""
     words: tuple[str, ...] = ("player", "note")
+    played: bool = False
+    """Whether it is about players of an environment."""
 
     def rich(self) -> "RichTable":
         """For a rich console."""
@@ -89,16 +91,19 @@ class PlayRow:
         return self.player, success, rate, paid, around, str(self.n), self.note
 
 
-def play_table(rows: Sequence[PlayRow], title: str = "") -> Table:
-    """The table of the players of an environment."""
+def play_tables(rows: Sequence[PlayRow], title: str = "") -> list[Table]:
+    """The table of the players of an environment, and one of what it reports of them besides, if it does."""
     note = (
         "`n` is the number of environment seeds. Intervals are 95%: score intervals over seeds for success (Wilson), "
         "Student's t over seeds for returns; `exact` values are computed for these seeds, not sampled."
     )
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
-    headings = (*PLAY_HEADINGS[:-1], *names, PLAY_HEADINGS[-1])
-    cells = [(*row.cells[:-1], *(_score(row.scores.get(name)) for name in names), row.cells[-1]) for row in rows]
-    return Table(title, headings, cells, note)
+    tables = [Table(title, PLAY_HEADINGS, [row.cells for row in rows], note, played=True)]
+    if names:
+        cells = [(row.player, *(_score(row.scores.get(name)) for name in names)) for row in rows]
+        note = "Means over the seeds that have such a score, with 95% intervals."
+        tables.append(Table(f"{title}: scores" if title else "scores", ("player", *names), cells, note, played=True))
+    return tables
 
 
 def _score(score: tuple[float, float, float] | None) -> str:

@@ -13,7 +13,7 @@ from posttrain.rollout.driver import EpisodePlayer
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.rollout.streams import Episode, Outcome, StopReason
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.tables import PlayRow, Table, play_table
+from posttrain.runs.tables import PlayRow, Table, play_tables
 from posttrain.training.measure import EVALUATED, START, TRAINED
 
 
@@ -73,9 +73,9 @@ class HeldOut(ABC):
         """For the display."""
         return f"playing {self.recipe.evaluation.final_seeds.count} held-out episodes"
 
-    def table(self, lines: Mapping[str, Mapping[str, Any]]) -> Table:
-        """Random, start, trained, optimal."""
-        return play_table(self.rows(lines), f"{self.recipe.name}: {self.environment.type}, held-out seeds")
+    def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+        """Random, start, trained, optimal; and what the environment reports of each besides."""
+        return play_tables(self.rows(lines), f"{self.recipe.name}: {self.environment.type}, held-out seeds")
 
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PlayRow]:
         """The rows of the table."""

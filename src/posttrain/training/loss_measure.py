@@ -35,7 +35,7 @@ class LossMeasure:
     def cost(self) -> str:
         return f"measuring the loss on {len(self.data.final)} held-out rows"
 
-    def table(self, lines: Mapping[str, Mapping[str, Any]]) -> Table:
+    def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Before and after, whole and by domain."""
         rows = []
         for player, title in ((START, START), (TRAINED, "trained model")):
@@ -49,13 +49,14 @@ class LossMeasure:
                 rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
         headings = ("player", "rows of", "loss", "95% interval", "perplexity", "n", "note")
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
-        return Table(
+        table = Table(
             title=f"{self.recipe.name}: held-out rows",
             headings=headings,
             rows=rows,
             note="Loss in nats per trained token; `n` rows; intervals are 95%, by bootstrap over rows." + about,
             words=("player", "rows of", "note"),
         )
+        return [table]
 
     def artefacts(self) -> Sequence[str]:
         return []

@@ -29,8 +29,8 @@ class Measure(Protocol):
         """What `final` will do, in words for the display."""
         ...
 
-    def table(self, lines: Mapping[str, Mapping[str, Any]]) -> Table:
-        """The final table from the metrics lines of kind `baseline` and `final`, by player."""
+    def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+        """The final tables from the metrics lines of kind `baseline` and `final`, by player."""
         ...
 
     def artefacts(self) -> Sequence[str]:

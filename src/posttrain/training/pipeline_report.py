@@ -9,7 +9,7 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import SeedRange
 from posttrain.runs.files import write_atomically
-from posttrain.runs.tables import PlayRow, play_table
+from posttrain.runs.tables import PlayRow, play_tables
 from posttrain.training.measure import START
 from posttrain.training.table import read_players, read_tables
 
@@ -52,12 +52,10 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
         last = next(stage for stage in reversed(_finished(pipeline)) if _played(stage) is not None)
         environment = _played(last)
         assert environment is not None
-        tables.append(play_table(rows, f"{pipeline.name}: {environment[0].type}, held-out seeds"))
+        tables += play_tables(rows, f"{pipeline.name}: {environment[0].type}, held-out seeds")
     for stage in _finished(pipeline):
         own = read_tables(pipeline.directory / stage.name)
-        tables += [
-            replace(table, title=f"{stage.name}: {table.title}") for table in own if "success" not in table.headings
-        ]
+        tables += [replace(table, title=f"{stage.name}: {table.title}") for table in own if not table.played]
     if not tables:
         return None
     links = [f"- [{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]

@@ -72,7 +72,7 @@ class PreferenceMeasure(Generic[Output]):
     def cost(self) -> str:
         return f"ranking {len(self.data.final)} held-out rows"
 
-    def table(self, lines: Mapping[str, Mapping[str, Any]]) -> Table:
+    def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Before and after, whole and by domain."""
         rows = []
         for player, title in ((START, START), (TRAINED, "trained model")):
@@ -98,13 +98,14 @@ class PreferenceMeasure(Generic[Output]):
         if self.recipe.stage == "reward" or self.recipe.loss.type != "kto":
             kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
-        return Table(
+        table = Table(
             title=f"{self.recipe.name}: held-out comparisons",
             headings=("player", "rows of", "accuracy", "95% interval", "loss", "mean margin", "n", "note"),
             rows=rows,
             note=f"{kind}; 95% intervals over rows.{about}",
             words=("player", "rows of", "note"),
         )
+        return [table]
 
     def artefacts(self) -> Sequence[str]:
         return self._shown

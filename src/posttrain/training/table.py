@@ -64,7 +64,7 @@ def write_tables(run: RunDirectory, measures: Sequence[Measure]) -> list[Table]:
     for line in read_metrics(run.metrics):
         if line["kind"] in ("baseline", "final"):
             lines[line["player"]] = line
-    tables = [measure.table(lines) for measure in measures]
+    tables = [table for measure in measures for table in measure.tables(lines)]
     players = [asdict(row) for measure in measures if isinstance(measure, HeldOut) for row in measure.rows(lines)]
     content = {"tables": [table.values() for table in tables], "players": players}
     write_atomically(run.path / "results.json", json.dumps(content, indent=1) + "\n")
