@@ -20,7 +20,7 @@ ALLOWED = {
     "models": {"recipe"},
     "engines": {"recipe", "models", "rollout.streams"},
     "rollout": {"recipe", "runs", "environments", "engines", "data", "credit.types", "credit.units", "models"},
-    "evaluation": {"recipe", "rollout"},
+    "evaluation": {"recipe", "runs", "environments", "data", "models", "rollout"},
     "agents": {"recipe", "environments", "data", "models", "engines", "rollout"},
     "training": {
         "recipe",

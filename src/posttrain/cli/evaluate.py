@@ -1,15 +1,39 @@
-"""`posttrain evaluate`."""
+"""`posttrain evaluate`: a model in an environment, predictions against references, predictions under reward models."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
 
 from posttrain.cli import stages
+from posttrain.cli.evaluate_text import text
+
+_DEFAULT = "model"
+_HELP = ("--help",)
 
 
-def evaluate(
+class _ModelUnlessNamed(TyperGroup):
+    """`posttrain evaluate recipe.yaml key=value` is `posttrain evaluate model recipe.yaml key=value`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, *_HELP):
+            args = [_DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ModelUnlessNamed,
+    help="Evaluate a model in an environment (also without the word `model`), or files of predictions.",
+)
+
+
+def model(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
 ) -> None:
-    """Evaluate a model in an environment on held-out seeds.
+    """Evaluate a model in an environment on held-out seeds. The word `model` may be left out.
 
     Examples:
 
@@ -18,3 +42,7 @@ def evaluate(
     posttrain evaluate environment.type=bandit model.path=runs/run/model evaluation.sampling.temperature=0.7
     """
     stages.run("evaluate", words or [], dry_run, resume, overwrite)
+
+
+app.command(context_settings=stages.OPEN)(model)
+app.command()(text)

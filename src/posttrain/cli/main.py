@@ -14,7 +14,7 @@ from posttrain.cli.data import app as data
 from posttrain.cli.dpo import dpo
 from posttrain.cli.env import app as env
 from posttrain.cli.episodes import episodes
-from posttrain.cli.evaluate import evaluate
+from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.fit_normalizer import fit_normalizer
 from posttrain.cli.memory import app as memory
 from posttrain.cli.memory_mcp import mcp
@@ -37,7 +37,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, evaluate, pipeline)
+_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, pipeline)
 _PLAIN: tuple[Callable[..., None], ...] = (plot, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
@@ -47,6 +47,7 @@ app.command("fit-normalizer")(fit_normalizer)
 app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
+app.add_typer(evaluate, name="evaluate")
 app.add_typer(memory, name="memory")
 memory.command()(mcp)
 

@@ -1,0 +1,155 @@
+"""Files of predictions: what models answered to prompts, with the reference answers."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.data.messages import Unusable, as_messages, check_conversation, check_text, kind_of
+from posttrain.data.problems import Problems
+from posttrain.data.readers import read_rows
+from posttrain.data.rows import Message
+from posttrain.errors import InputError
+from posttrain.recipe.base import Part
+from posttrain.recipe.data import SourceRecipe
+
+_CUT_OFF = ("turn_budget", "episode_budget", "length")
+"""Stop reasons of answers that have no end: ours, and that of servers."""
+
+
+class PredictionColumns(Part):
+    """Names of columns of a predictions file."""
+
+    id: str = "id"
+    """What the samples of one prompt share; without it, the prompt itself is that."""
+    prompt: str = "prompt"
+    """What was answered: text or a list of messages."""
+    prediction: str = "prediction"
+    """The answer as text; null is one that could not be had, and is left out."""
+    reference: str = "reference"
+    """The right answer as text; rows without it are left out of the metrics that need it."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer."""
+
+    item: str
+    """Samples of the same prompt are of the same item; intervals are over items."""
+    prompt: list[Message] | None
+    text: str
+    reference: str | None
+    cut_off: bool
+    """The answer reached the most tokens it could have, and has no end."""
+    row: dict[str, Any]
+    """The whole row."""
+    origin: str
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The usable rows of a file, and what is wrong with the others."""
+
+    path: str
+    rows: list[Prediction]
+    problems: Problems
+
+    @property
+    def items(self) -> int:
+        return len({row.item for row in self.rows})
+
+
+def column_names(words: Sequence[str]) -> PredictionColumns:
+    """Columns out of words such as `columns.prediction=output`; InputError for any other word."""
+    names = {}
+    for word in words:
+        key, separator, value = word.removeprefix("--").partition("=")
+        name = key.removeprefix("columns.")
+        if not separator or name == key or name not in PredictionColumns.model_fields or not value:
+            known = ", ".join(f"columns.{name}=NAME" for name in PredictionColumns.model_fields)
+            raise InputError(f"{word!r} is no key of a predictions file; write {known}")
+        names[name] = value
+    return PredictionColumns(**names)
+
+
+def read_predictions(path: str, columns: PredictionColumns | None = None) -> Predictions:
+    """The predictions of a .jsonl, .parquet, .json or .csv file; InputError where none can be used.
+
+    Rows that cannot be used, such as a last line that a kill tore, are counted with their places.
+    """
+    names, problems = columns or PredictionColumns(), Problems()
+    rows: list[Prediction] = []
+    prompts: dict[str, list[Message] | None] = {}
+    samples: set[tuple[str, str]] = set()
+    for origin, row in read_rows(SourceRecipe(path=path)):
+        try:
+            if isinstance(row, str):
+                problems.add_text(row, origin)
+                continue
+            found = _prediction(row, origin, names)
+            if prompts.setdefault(found.item, found.prompt) != found.prompt:
+                raise Unusable("id of another prompt", f"`{names.id}` {found.item[:40]} has two prompts")
+            sample = (found.item, str(row.get("sample")))
+            if row.get("sample") is not None and sample in samples:
+                raise Unusable("sample twice", f"sample {row['sample']} of {found.item[:40]} stood above already")
+            samples.add(sample)
+        except Unusable as problem:
+            problems.add_text(str(problem), origin)
+            continue
+        problems.used += 1
+        rows.append(found)
+    if not rows:
+        _refuse(path, problems)
+    return Predictions(path, rows, problems)
+
+
+def _refuse(path: str, problems: Problems) -> None:
+    if not problems.total:
+        raise InputError(f"{path}: there are no predictions in it; write some, or name another file")
+    raise InputError(
+        f"{path}: no usable prediction: {problems.summary()[0]}; correct the file, or name its columns, as in "
+        "`columns.prediction=NAME`"
+    )
+
+
+def _prediction(row: dict[str, Any], origin: str, names: PredictionColumns) -> Prediction:
+    if names.prediction not in row:
+        listed = ", ".join(f"`{name}`" for name in list(row)[:8]) or "none"
+        raise Unusable("missing column", f"needs `{names.prediction}`, has {listed}")
+    text = row[names.prediction]
+    if text is None:
+        raise Unusable("no prediction", str(row.get("error") or f"`{names.prediction}` is null"))
+    if not isinstance(text, str):
+        raise Unusable("wrong type", f"`{names.prediction}` is {kind_of(text)}, not text")
+    check_text(text, f"`{names.prediction}`")
+    prompt = None
+    if row.get(names.prompt) is not None:
+        prompt = as_messages(row[names.prompt], names.prompt, "user")
+        check_conversation(prompt, answered=False)
+    cut_off = row.get("stop_reason") in _CUT_OFF
+    item = _item(row, prompt, origin, names)
+    return Prediction(item, prompt, text, _reference(row, names), cut_off, row, origin)
+
+
+def _reference(row: dict[str, Any], names: PredictionColumns) -> str | None:
+    reference = row.get(names.reference)
+    if reference is None or (isinstance(reference, str) and not reference.strip()):
+        return None
+    if isinstance(reference, int | float) and not isinstance(reference, bool):
+        return str(reference)
+    if not isinstance(reference, str):
+        raise Unusable("wrong type", f"`{names.reference}` is {kind_of(reference)}, not text")
+    check_text(reference, f"`{names.reference}`")
+    return reference
+
+
+def _item(row: dict[str, Any], prompt: list[Message] | None, origin: str, names: PredictionColumns) -> str:
+    given = row.get(names.id)
+    if isinstance(given, str | int) and not isinstance(given, bool):
+        return str(given)
+    if given is not None:
+        raise Unusable("wrong type", f"`{names.id}` is {kind_of(given)}, not text or a whole number")
+    if prompt is None:
+        return origin.rpartition(" row ")[2]
+    return hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).hexdigest()
