@@ -11,6 +11,7 @@ from posttrain.agents.session import GaveUp, MemoryAgent, Refused, Result, Said
 from posttrain.agents.speakers import Speaker
 from posttrain.environments.memory.filters import split_question
 from posttrain.environments.memory.interpreter import Interpreter
+from posttrain.environments.memory.neutral import neutral
 from posttrain.environments.memory.recipe import AgentRecipe
 from posttrain.environments.memory.storage import DiskStorage, MemoryStorage
 from posttrain.environments.memory.vault import Vault
@@ -73,7 +74,7 @@ class Answers:
                     if isinstance(event, Said):
                         return self._notes.safe(event.text)
                     if isinstance(event, GaveUp):
-                        raise Refusal(self._notes.safe(event.reason))
+                        raise Refusal(neutral(event.reason))
                     if work.stopped.is_set():
                         break
                     turn += isinstance(event, Result | Refused)

@@ -95,6 +95,8 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
             async with turn:
                 text, failed = await anyio.to_thread.run_sync(_settled, partial(answerer, question, work))
             group.cancel_scope.cancel()
+        # The thread ends its turn before the cancellation is felt; nobody waits for its result then.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         return _result(text, failed)
 
     asking = _ASK if answerer is not None else ""

@@ -67,6 +67,8 @@ def mcp(
         notes = SharedNotes(vault, rules or ())
         notes.check(writable=not read_only)
         settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
+        token = token_of(token_variable) if http is not None else ""
+        on = stack.enter_context(listener(http)) if http is not None else None
         answers = None
         if model is not None or url is not None:
             speaker = open_speaker(model, url, key, temperature, settings.thinking)
@@ -78,8 +80,7 @@ def mcp(
             if wire[0].isatty():
                 typer.echo("posttrain: a client is expected on stdin; Ctrl-C ends", err=True)
             serve_stdio(server, wire)
-        if http is not None:
-            token = token_of(token_variable)
+        if on is not None:
             if token_variable is None:
                 typer.echo(f"posttrain: send the header Authorization: Bearer {token}", err=True)
-            serve_http(server, stack.enter_context(listener(http)), token)
+            serve_http(server, on, token)
