@@ -18,11 +18,11 @@ from learners.job import KL, LEARNING_RATES, LONGEST, LONGEST_ANSWER, Job, read_
 from learners.recording import Recorder
 
 
-def main() -> None:
+def main(recorder_type: type[Recorder] = Recorder) -> None:
     """Run the job of the file in the first argument; the result goes to the second."""
     values = json.loads(Path(sys.argv[1]).read_text())
     job = read_job(values)
-    recorder = Recorder(job.warmup, job.steps, Path(sys.argv[2]))
+    recorder = recorder_type(job.warmup, job.steps, Path(sys.argv[2]))
     from posttrain.training.stage import run_stage
 
     recipe = _recipe(job, values["place"], values["threads"])
