@@ -93,6 +93,8 @@ def listener(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((ADDRESS, port))
+        # From here on clients may come, and wait where they must until a model is loaded.
+        found.listen(_CONNECTIONS)
     except OSError as error:
         found.close()
         raise InputError(f"port {port} of {ADDRESS} cannot be used: {error.strerror}; give --http another") from None
