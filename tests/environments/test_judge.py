@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.environments.judge import JudgeFailure, judge_client, judge_prompt, judge_score
+from posttrain.environments.memory.neutral import neutral
 from posttrain.errors import InputError
 from posttrain.recipe.text_task import JudgeRecipe
 
@@ -197,13 +198,13 @@ def test_frames_hold_exactly_the_texts(question, answer):
     prompt = judge_prompt(RECIPE, [{"role": "user", "content": question}], answer)
     mark, frames = _frames(prompt)
     assert mark not in question + answer
-    assert frames == [("user", question), ("answer", answer)]
+    assert frames == [("user", neutral(question)), ("answer", neutral(answer))]
     assert prompt == judge_prompt(RECIPE, [{"role": "user", "content": question}], answer)
     assert "{rubric} with {braces}" in prompt[0]["content"]
 
 
 def test_a_mark_that_the_text_holds_is_not_used(monkeypatch):
-    from posttrain.environments import judge
+    from posttrain.environments import framing
 
     class _Digest:
         def __init__(self, data, digest_size):
@@ -212,5 +213,5 @@ def test_a_mark_that_the_text_holds_is_not_used(monkeypatch):
         def hexdigest(self):
             return self.text
 
-    monkeypatch.setattr(judge.hashlib, "blake2b", _Digest)
-    assert judge._mark([("answer", "so FEED it")]) == "beef"
+    monkeypatch.setattr(framing.hashlib, "blake2b", _Digest)
+    assert framing._mark([("answer", "so FEED it")]) == "beef"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from posttrain.environments.request_rate import RequestRate
 from posttrain.errors import InputError
 
 _CUT_OFF = ("length", "content_filter")
@@ -17,9 +18,17 @@ _REFUSES_FIELDS = (400, 422)
 
 
 @lru_cache(maxsize=8)
-def chat_client(what: str, url: str, seconds: float, retries: int, api_key_variable: str | None) -> Any:
+def chat_client(
+    what: str,
+    url: str,
+    seconds: float,
+    retries: int,
+    api_key_variable: str | None,
+    requests_per_minute: float | None = None,
+) -> Any:
     """The client of a server, one for all threads. `what`: the section of the recipe that names it, for messages;
-    `seconds` limits a call. InputError where the package is missing, or the key is named and not set."""
+    `seconds` limits a call; `requests_per_minute` limits all requests together, those of retries included. InputError
+    where the package is missing, or the key is named and not set."""
     try:
         import openai
     except ModuleNotFoundError as error:
@@ -29,7 +38,10 @@ def chat_client(what: str, url: str, seconds: float, retries: int, api_key_varia
         key = os.environ.get(api_key_variable, "")
         if not key:
             raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set; export it")
-    return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries)
+    http = None
+    if requests_per_minute is not None:
+        http = openai.DefaultHttpxClient(event_hooks={"request": [RequestRate(requests_per_minute).wait]})
+    return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries, http_client=http)
 
 
 class RemoteFailure(Exception):

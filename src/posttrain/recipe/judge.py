@@ -18,6 +18,10 @@ class JudgeServerRecipe(Part):
     """Time-out of one request, in seconds."""
     retries: int = Field(3, ge=0)
     """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx; each waits longer."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """Most requests per minute of this process, those of retries included, evenly spaced; null sets no limit."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Most tokens of a reply, thinking included; a reply that is cut off is no score. Null leaves it to the server."""
     structured: bool = False
     """Whether the server is also sent the JSON schema of the reply (`response_format`), which some servers refuse. The reply is checked in either case."""
     cache: str | None = None

@@ -1,14 +1,13 @@
 """What a language model thinks of an episode, beside what a program knows of it.
 
 It reads the user's message, a right reply where one is known, how the notes changed, and the reply. All of that is data
-in frames (see `environments.judge`), without the marks with which chat templates open turns.
+in frames (see `environments.framing`).
 """
 
 import difflib
 from collections.abc import Mapping
 
-from posttrain.environments.judge import Verdict, framed_prompt, verdict
-from posttrain.environments.memory.neutral import neutral
+from posttrain.environments.judge import Verdict, points_prompt, verdict
 from posttrain.environments.memory.worlds.task import MemoryTask
 from posttrain.recipe.judge import JudgeServerRecipe
 
@@ -53,8 +52,7 @@ def judge_episode(
         ("reply", _cut(reply or "")),
     ]
     what = _WHAT.format(known=_KNOWN if known else "")
-    framed = [(name, neutral(text)) for name, text in texts]
-    return verdict(server, framed_prompt(what, _RUBRICS[_rubric(task)], _SCALE, framed), _SCALE)
+    return verdict(server, points_prompt(what, _RUBRICS[_rubric(task)], _SCALE, texts), _SCALE)
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
