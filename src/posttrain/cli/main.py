@@ -10,6 +10,7 @@ import typer
 
 from posttrain import __version__
 from posttrain.cli.benchmark import PASSED_ON, benchmark
+from posttrain.cli.compare import compare
 from posttrain.cli.data import app as data
 from posttrain.cli.dpo import dpo
 from posttrain.cli.env import app as env
@@ -38,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, pipeline)
-_PLAIN: tuple[Callable[..., None], ...] = (plot, episodes, recipe)
+_PLAIN: tuple[Callable[..., None], ...] = (compare, plot, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:

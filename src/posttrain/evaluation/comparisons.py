@@ -1,4 +1,4 @@
-"""What rewards of compared answers say: how often the better one is ranked first, and how sure the rewards may be."""
+"""What comparisons say: of answers by their rewards, and of two players on the same items."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from posttrain.evaluation.statistics import Estimate, clustered_rate, success_rate
+from posttrain.evaluation.statistics import Difference, Estimate, clustered_rate, success_rate
 from posttrain.seeds import random_stream
 
 
@@ -74,3 +74,84 @@ def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[Calibrati
         found.append(CalibrationBin(0.5 + number / 2 / bins, 0.5 + (number + 1) / 2 / bins, mean, right))
         error += n / len(values) * abs(mean - right.value)
     return found, error if len(values) else math.nan
+
+
+def mcnemar(only_a: int, only_b: int) -> float:
+    """Two-sided exact p of McNemar's test (McNemar 1947): items that only A, and that only B, got right.
+
+    Under no difference each of the n = only_a + only_b discordant items is either's with probability 1/2, so
+    p = min(1, 2 P(X <= min(only_a, only_b))), X ~ Binomial(n, 1/2); without discordant items p = 1.
+    """
+    from scipy.special import bdtr
+
+    n = only_a + only_b
+    return min(1.0, 2 * float(bdtr(min(only_a, only_b), n, 0.5))) if n else 1.0
+
+
+def paired_rates(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """Rate of `b` minus rate of `a`, each 0 or 1 on the same items, by Newcombe's paired score method.
+
+    Newcombe 1998 (Statistics in Medicine 17, 2635), method 10: the Wilson limits of both rates put together as for
+    independent samples, less what their correlation phi takes away; phi's numerator is corrected for continuity.
+    """
+    first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
+    n = len(first)
+    if n < 1 or len(second) != n:
+        raise ValueError(f"pairs need as many values of one as of the other, got {n} and {len(second)}")
+    one, other = success_rate(int(second.sum()), n), success_rate(int(first.sum()), n)
+    both, neither = int((first & second).sum()), int((~first & ~second).sum())
+    only_a, only_b = int((first & ~second).sum()), int((~first & second).sum())
+    scale = math.sqrt(first.sum() * (~first).sum() * second.sum() * (~second).sum())
+    excess = both * neither - only_a * only_b
+    phi = (max(excess - n / 2, 0) if excess > 0 else excess) / scale if scale else 0.0
+    down, up = one.value - one.low, other.high - other.value
+    low = math.sqrt(max(down**2 - 2 * phi * down * up + up**2, 0))
+    down, up = other.value - other.low, one.high - one.value
+    high = math.sqrt(max(down**2 - 2 * phi * down * up + up**2, 0))
+    difference = one.value - other.value
+    return Difference(difference, difference - low, difference + high)
+
+
+def odds_ratio(only_a: int, only_b: int) -> Estimate:
+    """Odds that a discordant item is B's, only_b / only_a, with its exact conditional interval (Clopper and Pearson).
+
+    Infinite without items of A alone; NaN without any discordant item. `n` is the number of discordant items.
+    """
+    from scipy.special import betaincinv
+
+    n = only_a + only_b
+    if not n:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    low = float(betaincinv(only_b, only_a + 1, 0.025)) if only_b else 0.0
+    high = float(betaincinv(only_b + 1, only_a, 0.975)) if only_a else 1.0
+    value, *limits = (p / (1 - p) if p < 1 else math.inf for p in (only_b / n, low, high))
+    return Estimate(value, limits[0], limits[1], n)
+
+
+def standardised_difference(differences: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
+    """Cohen's d_z of paired differences, mean / standard deviation (divisor n - 1; Cohen 1988), with a percentile
+    bootstrap interval over items. NaN where the differences are all alike, or fewer than two.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    n = len(values)
+    if n < 2 or np.ptp(values) == 0:
+        return Estimate(math.nan, math.nan, math.nan, n)
+    generator = random_stream("standardised difference", seed)
+    drawn = values[generator.integers(n, size=(draws, n))]
+    spread = drawn.std(axis=1, ddof=1)
+    found = drawn.mean(axis=1)[spread > 0] / spread[spread > 0]
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Estimate(float(values.mean() / values.std(ddof=1)), float(low), float(high), n)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's corrected p-values of a family of tests (Holm 1979), in the order given.
+
+    Sorted upwards, the i-th of m (from 1) is multiplied by m - i + 1; none is below one before it or above 1.
+    """
+    m = len(p_values)
+    found, least = [0.0] * m, 0.0
+    for rank, place in enumerate(sorted(range(m), key=lambda i: p_values[i])):
+        least = max(least, min(1.0, (m - rank) * p_values[place]))
+        found[place] = least
+    return found

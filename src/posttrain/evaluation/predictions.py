@@ -59,6 +59,10 @@ class Predictions:
     def items(self) -> int:
         return len({row.item for row in self.rows})
 
+    def digests(self) -> dict[str, str]:
+        """Item -> digest of its prompt and reference, by which two files are known to speak of the same items."""
+        return {row.item: _digest([row.prompt, row.reference]) for row in self.rows}
+
 
 def column_names(words: Sequence[str]) -> PredictionColumns:
     """Columns out of words such as `columns.prediction=output`; InputError for any other word."""
@@ -152,4 +156,8 @@ def _item(row: dict[str, Any], prompt: list[Message] | None, origin: str, names:
         raise Unusable("wrong type", f"`{names.id}` is {kind_of(given)}, not text or a whole number")
     if prompt is None:
         return origin.rpartition(" row ")[2]
-    return hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return _digest(prompt)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()

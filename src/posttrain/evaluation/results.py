@@ -32,6 +32,8 @@ class Results:
     measured: list[Measured] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Metrics that could not be had, and why."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Item -> digest of its prompt and reference: items of the same name may come from other data."""
 
     def estimates(self) -> dict[str, Estimate]:
         return {one.name: estimate(one.scores) for one in self.measured}
@@ -85,6 +87,7 @@ class Results:
                 for one in self.measured
             },
             "failed": self.failed,
+            "digests": self.digests,
             "scores": {
                 one.name: {item: summands.tolist() for item, summands in one.scores.items.items()}
                 for one in self.measured
@@ -94,8 +97,8 @@ class Results:
         write_atomically(path, json.dumps(values, ensure_ascii=False, indent=1) + "\n")
 
 
-def read_results(path: Path) -> dict[str, Measured]:
-    """The metrics of a results file, by name; InputError for a file that is none."""
+def read_results(path: Path) -> tuple[dict[str, Measured], dict[str, str]]:
+    """The metrics of a results file by name, and its digests of items; InputError for a file that is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
@@ -113,7 +116,7 @@ def read_results(path: Path) -> dict[str, Measured]:
                 about["left_out"],
                 about["about"],
             )
-        return found
+        return found, dict(values["digests"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path} is no results file ({type(error).__name__}: {error}); write it anew with `posttrain evaluate text`"

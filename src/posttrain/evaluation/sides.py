@@ -1,0 +1,214 @@
+"""What is compared: run directories, results files, and files of predictions or scores, read into item scores."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.data.problems import Problems
+from posttrain.data.readers import read_rows
+from posttrain.errors import InputError
+from posttrain.evaluation.predictions import PredictionColumns, column_names, read_predictions
+from posttrain.evaluation.results import read_results
+from posttrain.evaluation.scores import ItemScores, item_means
+from posttrain.evaluation.summary import knows_success, reported
+from posttrain.evaluation.text_metrics import Measured, corpus_metric, exact_match
+from posttrain.recipe.data import SourceRecipe
+from posttrain.rollout.store import read_episodes, stored_steps
+from posttrain.rollout.streams import Episode, Outcome
+from posttrain.runs.directory import RunDirectory
+
+_NO_SCORES = ("seed", "sample", "tokens", "index")
+"""Numeric columns that say what a row is, and not how good."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, or one file, of a side."""
+
+    path: str
+    metrics: dict[str, Measured]
+    digests: dict[str, str] = field(default_factory=dict)
+    """Item -> digest of what it asks, where that is known."""
+    environment: dict[str, Any] | None = None
+    """Keys of the environment that was played."""
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def items(self) -> frozenset[str]:
+        return frozenset(item for one in self.metrics.values() for item in one.scores.items)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is compared with another side: several runs of one recipe with different training seeds, or one."""
+
+    name: str
+    runs: list[Run]
+
+
+def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> list[Side]:
+    """Sides out of words: `PATH`, `PATH,PATH` for several runs of a side, `name=PATH,PATH`, and `columns.NAME=COLUMN`.
+
+    `metrics`: the only ones to read; None takes all that a path holds. InputError for what cannot be read.
+    """
+    columns = column_names([word for word in words if word.startswith("columns.")])
+    found = []
+    for word in [word for word in words if not word.startswith("columns.")]:
+        name, separator, listed = word.partition("=")
+        named = bool(separator) and not Path(word).exists()
+        paths = _paths(listed if named else word)
+        found.append(Side(name if named else _name(paths), [_read(path, metrics, columns) for path in paths]))
+    for side in found:
+        repeated = {run.path for run in side.runs}
+        if len(repeated) < len(side.runs):
+            raise InputError(f"{side.name} names {side.runs[0].path} twice; a run counts once")
+    names = [side.name for side in found]
+    if len(set(names)) == len(names):
+        return found
+    return [Side(",".join(run.path for run in side.runs), side.runs) for side in found]
+
+
+def _paths(text: str) -> list[str]:
+    paths = [text] if Path(text).exists() else [path for path in text.split(",") if path]
+    if not paths:
+        raise InputError(f"{text!r} names nothing to compare; give run directories or files")
+    return paths
+
+
+def _name(paths: Sequence[str]) -> str:
+    names = [Path(path).name or path for path in paths]
+    return names[0] if len(names) == 1 else ",".join(names)
+
+
+def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
+    file = Path(path).expanduser()
+    if file.is_dir():
+        run = _read_run(path)
+    elif file.suffix.lower() == ".json" and _is_results(file):
+        known, digests = read_results(file)
+        run = Run(path, known, digests)
+    else:
+        run = _read_rows(path, metrics, columns)
+    if metrics is not None:
+        absent = [name for name in metrics if name not in run.metrics]
+        if absent:
+            has = ", ".join(run.metrics) or "none"
+            raise InputError(f"{path} has no metric {absent[0]!r}; it has {has}")
+        run = Run(path, {name: run.metrics[name] for name in metrics}, run.digests, run.environment, run.remarks)
+    if not run.metrics:
+        raise InputError(f"{path} holds nothing to compare by; give scores, references or a finished run")
+    return run
+
+
+def _is_results(file: Path) -> bool:
+    if not file.is_file():
+        raise InputError(f"{file}: there is no such file or directory; correct the path")
+    return file.read_bytes().lstrip()[:1] == b"{"
+
+
+def _read_run(path: str) -> Run:
+    """The final episodes of a run: those of the trained model where the store also has those of its start."""
+    run = RunDirectory.open(path)
+    finals = [stored for stored in stored_steps(run.episodes) if stored.split == "final"]
+    if not finals:
+        raise InputError(f"{path} has no final episodes yet; let it finish, or evaluate its model")
+    stored = max(finals, key=lambda step: step.step)
+    episodes = read_episodes(stored.path).episodes
+    recipe = run.load_recipe()
+    environment = getattr(recipe, "environment", None)
+    failed = sum(episode.outcome is Outcome.FAILED for episode in episodes)
+    remarks = [f"{path}: final episodes of step {stored.step}"] if len(finals) > 1 else []
+    if failed:
+        remarks.append(f"{path}: {failed} of {len(episodes)} episodes failed; not successful, and without a return")
+    return Run(
+        path, _of_episodes(episodes), {}, None if environment is None else environment.model_dump(mode="json"), remarks
+    )
+
+
+def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Measured]:
+    played = [episode for episode in episodes if episode.outcome is not Outcome.FAILED]
+    found: dict[str, ItemScores] = {}
+    if knows_success(episodes):
+        found["success"] = item_means("rate", ((str(e.seed), float(e.success)) for e in episodes))
+    if played:
+        found["return"] = item_means("mean", ((str(e.seed), e.total_reward) for e in played))
+    for name in dict.fromkeys(name for episode in episodes for name in reported(episode)):
+        values = [(str(e.seed), reported(e)[name]) for e in episodes if name in reported(e)]
+        found[name] = item_means(_kind([value for _, value in values]), values)
+    return {name: Measured(name, scores, texts=len(scores)) for name, scores in found.items()}
+
+
+def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
+    """Predictions, which are measured against their references, or rows of numbers."""
+    listed = list(read_rows(SourceRecipe(path=path)))
+    rows = [row for _, row in listed if isinstance(row, dict)]
+    if not listed:
+        raise InputError(f"{path}: there are no rows in it; write some, or name another file")
+    scored = _numbers(rows, columns, metrics)
+    if not any(columns.prediction in row for row in rows):
+        problems = Problems()
+        for origin, row in listed:
+            if isinstance(row, str):
+                problems.add_text(row, origin)
+        remarks = [f"{path}: {line}" for line in problems.summary()]
+        remarks += [f"{path}: {lost} rows without a number in {name}" for name, lost in scored.lost.items() if lost]
+        return Run(path, scored.metrics, {}, None, remarks)
+    predictions = read_predictions(path, columns)
+    found = dict(scored.metrics) if metrics is not None else {}
+    for name in ("exact", "bleu", "chrf"):
+        wanted = metrics is None or name in metrics
+        if wanted and name not in found and any(row.reference is not None for row in predictions.rows):
+            found[name] = exact_match(predictions.rows) if name == "exact" else _corpus(name, predictions.rows)
+    dropped = [f"{path}: {line}" for line in predictions.problems.summary()]
+    return Run(path, found, predictions.digests(), None, dropped)
+
+
+def _corpus(name: str, rows: Any) -> Measured:
+    return corpus_metric("bleu" if name == "bleu" else "chrf", rows)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    metrics: dict[str, Measured]
+    lost: dict[str, int]
+    """Rows without a number, per column."""
+
+
+def _numbers(rows: Sequence[dict[str, Any]], columns: PredictionColumns, wanted: Sequence[str] | None) -> _Numbers:
+    """The columns of numbers or of true and false; a null or a NaN is no number and left out."""
+    names = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if name not in (columns.id, *_NO_SCORES)
+        and (wanted is None or name in wanted)
+        and any(_is_number(row.get(name)) for row in rows)
+    ]
+    metrics, lost = {}, {}
+    for name in names:
+        values = [
+            (_item(row, columns, place), float(row[name]))
+            for place, row in enumerate(rows)
+            if _is_number(row.get(name))
+        ]
+        lost[name] = len(rows) - len(values)
+        metrics[name] = Measured(name, item_means(_kind([value for _, value in values]), values), texts=len(values))
+    return _Numbers(metrics, lost)
+
+
+def _item(row: dict[str, Any], columns: PredictionColumns, place: int) -> str:
+    for name in (columns.id, "seed"):
+        if row.get(name) is not None:
+            return str(row[name])
+    prompt = row.get(columns.prompt)
+    return str(place + 1) if prompt is None else json.dumps(prompt, sort_keys=True)
+
+
+def _kind(values: Sequence[float]) -> Literal["rate", "mean"]:
+    return "rate" if set(values) <= {0.0, 1.0} else "mean"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float) and math.isfinite(value)
