@@ -4,6 +4,8 @@ import errno
 from contextlib import closing, suppress
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from posttrain.agents.session import Code, GaveUp, MemoryAgent, Refused, Result, Said, Thought
 from posttrain.agents.speakers import ContextFull
@@ -213,6 +215,33 @@ def test_undo_on_disk_outlives_the_session(tmp_path, interpreter):
         assert {path: (tmp_path / path).read_text() for path in NOTES} == NOTES
         assert not (tmp_path / "entities/bob.md").exists()
     assert one._speaker.closed
+
+
+_PATHS = st.sampled_from(["user.md", "a.md", "b/c.md"])
+_STEPS = st.one_of(
+    st.builds("create_file({!r}, '# {}')".format, _PATHS, st.integers(0, 3)),
+    st.builds("append_file({!r}, '- n: {}')".format, _PATHS, st.integers(0, 3)),
+    st.builds("update_file({!r}, '- n: {}', 'x')".format, _PATHS, st.integers(0, 3)),
+    st.builds("delete_file({!r})".format, _PATHS),
+    st.builds("move_file({!r}, {!r})".format, _PATHS, _PATHS),
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(_STEPS, min_size=1, max_size=5), min_size=1, max_size=4))
+def test_undo_leads_back_through_every_state(agent, questions):
+    one = agent(*[part for steps in questions for part in (*map(code, steps), reply("ok"))])
+    states = [one.vault.files()]
+    for _ in questions:
+        asked(one, "Do it.")
+        assert bool(one.changes()) == (one.vault.files() != states[-1])
+        if one.changes():
+            states.append(one.vault.files())
+    for before in reversed(states[:-1]):
+        one.undo()
+        assert one.vault.files() == before
+    with pytest.raises(InputError):
+        one.undo()
 
 
 # -- privacy ----------------------------------------------------------------------------------------------------------
