@@ -1,0 +1,48 @@
+"""`posttrain tune`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.stages import split_words
+
+_WORDS_HELP = (
+    "The study's file, then overrides: `trials=30`, `workers=2`, `search.KEY.high=1e-4`, `keys.KEY=value` for a key that "
+    "every trial has."
+)
+
+
+def tune(
+    file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be tried; run nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study that is there.")] = False,
+) -> None:
+    """Search good values of recipe keys: every trial is a run of its own, judged by a held-out metric.
+
+    Examples:
+
+    posttrain tune recipes/rlhf/tune_sft.yaml --dry-run
+
+    posttrain tune recipes/rlhf/tune_sft.yaml trials=8 keys.model.path=packaged:smollm2-135m
+
+    posttrain tune recipes/rlhf/tune_sft.yaml --resume workers=2
+    """
+    from rich.console import Console
+
+    from posttrain.errors import InputError
+    from posttrain.recipe.study_file import load_study
+
+    sources, overrides = split_words(words or [])
+    if sources:
+        raise InputError(f"posttrain tune takes one file; leave out {', '.join(sources)}")
+    study, console = load_study(str(file), overrides), Console()
+    if dry_run:
+        from posttrain.tune.plan import show_study
+
+        show_study(study, console)
+        return
+    from posttrain.tune.run import run_study
+
+    run_study(study, resume, console)

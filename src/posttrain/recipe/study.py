@@ -1,0 +1,244 @@
+"""A study: which keys of a recipe are searched, how a trial is judged, and how many there are."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from posttrain.recipe.base import Part
+
+
+class Range(Part):
+    """Every number from `low` to `high`, both included."""
+
+    low: float
+    """The lowest value."""
+    high: float
+    """The highest value."""
+    log: bool = False
+    """Search the logarithm: 1e-6 to 1e-5 is as wide as 1e-5 to 1e-4."""
+    int: bool = False
+    """Whole numbers only."""
+    step: float | None = Field(None, gt=0)
+    """Distance between values, counted from `low`; null is none (1 with `int`)."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self):
+        if self.low >= self.high:
+            raise ValueError(f"`low` ({self.low:g}) must be below `high` ({self.high:g})")
+        if self.log and self.low <= 0:
+            raise ValueError(f"`low` is {self.low:g}; with `log` it must be above 0")
+        if self.log and self.step is not None:
+            raise ValueError("`log` and `step` exclude each other; keep one of them")
+        if self.step is not None and abs((steps := (self.high - self.low) / self.step) - round(steps)) > 1e-6:
+            raise ValueError(
+                f"`high` ({self.high:g}) is no whole number of `step`s ({self.step:g}) above `low` ({self.low:g})"
+            )
+        whole = [value for value in (self.low, self.high, self.step) if value is not None]
+        if self.int and any(value != round(value) for value in whole):
+            raise ValueError("with `int`, `low`, `high` and `step` must be whole numbers")
+        return self
+
+
+class Together(Part):
+    """Several keys that change together, under a name that is no recipe key."""
+
+    together: list[dict[str, Any]] = Field(min_length=2)
+    """The choices; each is recipe key -> value."""
+
+
+Values = Annotated[
+    Annotated[Range, Tag("range")] | Annotated[Together, Tag("together")] | Annotated[list[Any], Tag("choices")],
+    Discriminator(lambda value: _kind_of(value)),
+]
+"""What is searched under one name."""
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, list):
+        return "choices"
+    return "together" if isinstance(value, Together) or (isinstance(value, dict) and "together" in value) else "range"
+
+
+class Limit(Part):
+    """What a metric may be for a trial to count."""
+
+    most: float | None = None
+    """The metric is at most this."""
+    least: float | None = None
+    """The metric is at least this."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self):
+        if (self.most is None) == (self.least is None):
+            raise ValueError("a limit is either `most` or `least`; give one of them")
+        return self
+
+
+class Objective(Part):
+    """How a trial is judged: the best of its evaluations after the start."""
+
+    metric: str
+    """A held-out metric of the learning curve: `validation/...` of rows; `success`, `return`, `score/...` of episodes."""
+    direction: Literal["minimize", "maximize"]
+    """Which way is better."""
+    within: dict[str, Limit] = {}
+    """Metric -> its limit at the evaluation that counts. One that only training measures, such as `policy/kl`, is its
+    mean over the steps between that evaluation and the one before."""
+
+
+class NoPruner(Part):
+    """Every trial runs to its end."""
+
+    type: Literal["none"]
+    """`none`."""
+
+
+class MedianPruner(Part):
+    """Stop a trial that is worse than the median of the others at the same evaluation."""
+
+    type: Literal["median"]
+    """`median`."""
+    startup_trials: int = Field(5, ge=1)
+    """Trials that run to their end before any is stopped."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of a trial before it may be stopped."""
+
+
+class HyperbandPruner(Part):
+    """Successive halving in brackets (Li et al. 2018): at each rung, the best of `reduction` trials goes on."""
+
+    type: Literal["hyperband"]
+    """`hyperband`."""
+    min_steps: int = Field(1, ge=1)
+    """Steps before the first rung."""
+    max_steps: int | None = Field(None, ge=1)
+    """Steps of a whole trial; null takes them from the first one that ends."""
+    reduction: int = Field(3, ge=2)
+    """Of how many trials one goes on."""
+
+
+class SamplerRecipe(Part):
+    """Tree-structured Parzen estimators over all keys together (Bergstra et al. 2011; Falkner et al. 2018)."""
+
+    seed: int = Field(0, ge=0)
+    """The same seed makes the same trials, where one worker runs them."""
+    startup_trials: int = Field(10, ge=1)
+    """Random trials before the estimators choose."""
+
+
+class Retest(Part):
+    """The best points again with other seeds, for the winner of many noisy trials is partly a lucky one."""
+
+    best: int = Field(3, ge=1)
+    """How many of the best points."""
+    seeds: list[Annotated[int, Field(ge=0)]] = Field([1, 2, 3], min_length=2)
+    """Run seeds; each point runs once with each."""
+
+    @model_validator(mode="after")
+    def _different_seeds(self):
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("`seeds` holds a seed twice, which would count one run as two")
+        return self
+
+
+class Group(Part):
+    """Keys that are searched together, on the full grid of their values."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """What tables call the group."""
+    grid: dict[str, list[Any]] = Field(min_length=1)
+    """Recipe key -> its values. Later groups run with the best values of earlier ones."""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StudyRecipe(Part):
+    """A search for good values of recipe keys; every trial is a run of its own."""
+
+    stage: Literal["tune"] = "tune"
+    """`tune`; `posttrain tune` takes this one."""
+    name: str = Field("study", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the study: its directory is `<runs>/<name>`."""
+    runs: str = "runs"
+    """Directory that holds the study's directory."""
+    recipe: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Recipe files, relative to the study's, merged left to right."""
+    keys: dict[str, Any] = {}
+    """Recipe keys that every trial has over those files, such as fewer `steps`. They are not part of `best.yaml`."""
+    search: dict[str, Values] = {}
+    """Recipe key -> a range (`low`, `high`, `log`, `int`, `step`) or a list of choices; or a name -> `together`, a list of
+    settings of several keys. Tree-structured Parzen estimators search them."""
+    groups: list[Group] = []
+    """Groups of keys searched one after the other, each on its full grid, in place of `search`."""
+    objective: Objective
+    trials: int | None = Field(None, ge=1)
+    """Trials of the whole study, failed ones included; 20 where `search` is given. Groups have as many as their grids."""
+    start: list[dict[str, Any]] = []
+    """Known-good points, each recipe key -> value, that are tried first."""
+    sampler: SamplerRecipe = SamplerRecipe()
+    pruner: Annotated[NoPruner | MedianPruner | HyperbandPruner, Field(discriminator="type")] = NoPruner(type="none")
+    storage: str | None = None
+    """URL of the Optuna storage; null is `study.db` (SQLite) in the study's directory."""
+    workers: int = Field(1, ge=1)
+    """Trials that run at the same time, each in a process of its own."""
+    devices: list[str] = []
+    """GPUs that the workers take in turn, as in CUDA_VISIBLE_DEVICES; empty leaves each worker what the study sees."""
+    retest: Retest | None = None
+    """The best points again with several seeds; null is no retest."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self):
+        if bool(self.search) == bool(self.groups):
+            raise ValueError("a study has either `search` or `groups`; give one of them")
+        if self.groups:
+            for key in ("trials", "start"):
+                if getattr(self, key):
+                    raise ValueError(f"`{key}` has no effect with `groups`, which run their grids; remove it")
+            if self.pruner.type != "none":
+                raise ValueError("`pruner` has no place with `groups`, whose table shows every value; remove it")
+        names = [group.name for group in self.groups]
+        keys = [key for group in self.groups for key in group.grid]
+        for what, found in (("groups", names), ("keys", keys)):
+            twice = [one for one in found if found.count(one) > 1]
+            if twice:
+                raise ValueError(f"two of the {what} in `groups` are {twice[0]}; keep one of them")
+        for key, values in [*self.search.items(), *(item for group in self.groups for item in group.grid.items())]:
+            choices = choices_of(values) or []
+            if not isinstance(values, Range) and len(choices) < (2 if self.search else 1):
+                raise ValueError(f"`{key}` has too few values to search; put a single one under `keys`")
+            if any(choice in choices[:at] for at, choice in enumerate(choices)):
+                raise ValueError(f"`{key}` holds a value twice; keep one of them")
+        for point in self.start:
+            for key in point:
+                if key not in self.search:
+                    raise ValueError(f"`start` gives {key}, which is not searched; put it under `keys` or `search`")
+        if self.retest is not None and self.retest.best > self.number_of_trials:
+            raise ValueError(f"`retest.best` is {self.retest.best}, but there are {self.number_of_trials} trials")
+        return self
+
+    @property
+    def number_of_trials(self) -> int:
+        """Trials of the whole study, retests not counted."""
+        if self.groups:
+            return sum(len(points) for points in (grid_of(group) for group in self.groups))
+        return self.trials or 20
+
+    @property
+    def searched(self) -> list[str]:
+        """The keys that are searched, in the order of the file."""
+        return list(self.search) or [key for group in self.groups for key in group.grid]
+
+
+def choices_of(values: Any) -> list[Any] | None:
+    """The choices among `values` of a key; None for a range."""
+    return None if isinstance(values, Range) else values.together if isinstance(values, Together) else values
+
+
+def grid_of(group: Group) -> list[dict[str, Any]]:
+    """Every combination of the group's values, the last key changing fastest."""
+    points: list[dict[str, Any]] = [{}]
+    for key, values in group.grid.items():
+        points = [point | {key: value} for point in points for value in values]
+    return points

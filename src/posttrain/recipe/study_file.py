@@ -1,0 +1,222 @@
+"""Reading a study: its file and overrides, the recipe it searches, and the recipe of each of its points."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from posttrain.errors import InputError
+from posttrain.recipe.base import Part
+from posttrain.recipe.complaints import complaints, nearest_type
+from posttrain.recipe.compose import merge_typed, typed_recipe
+from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
+from posttrain.recipe.stages import STAGES, Recipe
+from posttrain.recipe.study import Limit, Range, StudyRecipe, Together
+
+_TRAINED = [stage for stage in STAGES if stage != "evaluate"]
+_PLAYED = ("success", "return", "tokens_per_answer", "rejected_share", "turns")
+"""Metrics of held-out episodes, besides `score/...`."""
+Point = Mapping[str, Any]
+"""Name of a search -> its value."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study and the recipe that it searches."""
+
+    recipe: StudyRecipe
+    trained: str
+    """The stage of the trials."""
+    base: Layer
+    """What every trial has: the recipe files and `keys`."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the study is kept."""
+        return Path(self.recipe.runs) / self.recipe.name
+
+    def keys_of(self, point: Point) -> dict[str, Any]:
+        """Recipe key -> value at `point`, settings that change together taken apart."""
+        found: dict[str, Any] = {}
+        for name, value in point.items():
+            found |= value if isinstance(self.recipe.search.get(name), Together) else {name: value}
+        return found
+
+    def at(self, point: Point, runs: Path | None = None, name: str = "trial", **keys: Any) -> Recipe:
+        """The recipe of `point`, as run `<runs>/<name>` and with top-level `keys`; `InputError` if it makes none."""
+        values = self.keys_of(point)
+        layers = [
+            Layer(nested(key, value), {tuple(key.split(".")): f"{key}={shown(value)}"}) for key, value in values.items()
+        ]
+        place = {"runs": str(runs or self.directory / "trials"), "name": name}
+        return typed_recipe(merge_typed([self.base, *layers, Layer(place | keys)], self.trained), self.trained)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """`a.b` and 1 as {"a": {"b": 1}}."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a table: four digits, settings as `key=value`."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={shown(inner)}" for key, inner in value.items())
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def load_study(source: str, overrides: Sequence[str]) -> Study:
+    """The study in the YAML file `source` with overrides such as `trials=30`, `search.KEY.high=1e-4`, `keys.KEY=value`.
+
+    Raises `InputError` with one sentence per problem, each with the file and line, or the override, of its cause; also
+    where the metric is none that is held out, and where no value of the search makes a recipe.
+    """
+    given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
+    recipe = _typed(given, source)
+    folder = Path(source).parent
+    files = [read_file(str(folder / file)) for file in recipe.recipe]
+    own = given.part("keys") if recipe.keys else Layer({})
+    for key in ("name", "runs"):
+        if key in own.values:
+            raise InputError(f"{own.origin((key,))}: {key} of a trial has no effect; set {key} of the study")
+    stage = merge([*files, own]).values.get("stage")
+    where = given.origin(("recipe",)) or source
+    if stage not in _TRAINED:
+        said = "the recipe has no stage" if stage is None else f"the recipe is for stage {stage}"
+        raise InputError(f"{where}: {said}; a study searches one of {', '.join(_TRAINED)} (`keys.stage=rl` says which)")
+    study = Study(recipe, stage, merge_typed([*files, own], stage))
+    _check_start(recipe, given)
+    _check_metric(study, given.origin(("objective", "metric")) or source)
+    return study
+
+
+def _merged(layers: Sequence[Layer]) -> Layer:
+    """The layers left to right; what is searched under a name is merged by itself, for its keys hold dots."""
+    plain = [Layer({key: v for key, v in layer.values.items() if key != "search"}, layer.origins) for layer in layers]
+    merged = merge(plain)
+    search: dict[str, Any] = {}
+    for layer in layers:
+        values = layer.values.get("search", {})
+        if not isinstance(values, dict):
+            raise InputError(f"{layer.origin(('search',))}: search must be a section of recipe keys")
+        name = next((known for known in search for new in values if new.startswith(f"{known}.")), None)
+        if name is not None:
+            (long,) = values
+            values = {name: nested(long.removeprefix(f"{name}."), values[long])}
+        for key, value in values.items():
+            old = search.get(key)
+            search[key] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
+    return Layer(merged.values | ({"search": search} if search else {}), merged.origins)
+
+
+def _whole_names(layer: Layer) -> Layer:
+    """An override `search.a.b.c=1` as {"search": {"a.b.c": 1}}."""
+    if "search" not in layer.values:
+        return layer
+    value, name = layer.values["search"], []
+    if not isinstance(value, dict) or len(value) != 1 or "." in next(iter(value)):
+        return layer
+    while (
+        isinstance(value, dict) and len(value) == 1 and not set(value) & {*Range.model_fields, *Together.model_fields}
+    ):
+        ((part, value),) = value.items()
+        name.append(part)
+    if isinstance(value, dict) and len(value) == 1 and name and next(iter(value)) in Range.model_fields:
+        ((part, value),) = value.items()
+        name.append(part)
+    where = next(iter(layer.origins.values()))
+    key = ".".join(name)
+    return Layer({"search": {key: value}}, {("search",): where, ("search", key): where})
+
+
+def _typed(given: Layer, source: str) -> StudyRecipe:
+    values = dict(given.values)
+    if (stage := values.get("stage", "tune")) != "tune":
+        remedy = f"run it with `posttrain {stage}`" if stage in (*STAGES, "pipeline") else "write `stage: tune`"
+        raise InputError(f"{given.origin(('stage',))}: the recipe is for stage {stage}, not tune; {remedy}")
+    sentences = []
+    for key in list(values):
+        if key not in StudyRecipe.model_fields:
+            other = any(key in schema.model_fields for schema in STAGES.values())
+            hint = nearest_type(key, list(StudyRecipe.model_fields)) or (f" (write keys.{key})" if other else "")
+            keys = ", ".join(StudyRecipe.model_fields)
+            sentences.append(f"{given.origin((key,))}: there is no key {key} in a study{hint}; the keys are {keys}")
+            del values[key]
+    for path, part in (("search",), Range), (("objective", "within"), Limit):
+        sentences += _section_complaints(values, path, part, given)
+    try:
+        study = StudyRecipe.model_validate_json(json.dumps({"stage": "tune", **values}), strict=True)
+    except ValidationError as error:
+        sentences += complaints(error, StudyRecipe, Layer(values, given.origins), StudyRecipe)
+    if sentences:
+        raise InputError("\n".join(sentence if ": " in sentence else f"{source}: {sentence}" for sentence in sentences))
+    return study
+
+
+def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[Part], given: Layer) -> list[str]:
+    """What is wrong with the sections under `path`, whose names are free; faulty ones are replaced in `values`."""
+    above: Any = given.values
+    for key in path:
+        above = above.get(key) if isinstance(above, dict) else None
+    sentences: list[str] = []
+    for name, section in above.items() if isinstance(above, dict) else ():
+        if not isinstance(section, dict) or "together" in section:
+            continue
+        try:
+            part.model_validate_json(json.dumps(section), strict=True)
+        except ValidationError as error:
+            sentences += complaints(error, part, given, StudyRecipe, (*path, name))
+            sound = {"low": 0.0, "high": 1.0} if part is Range else {"most": 0.0}
+            _replace(values, (*path, name), sound)
+    return sentences
+
+
+def _replace(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+    *above, last = path
+    for key in above:
+        values[key] = values = dict(values[key])
+    values[last] = value
+
+
+def _check_start(recipe: StudyRecipe, given: Layer) -> None:
+    for number, point in enumerate(recipe.start, start=1):
+        for key, value in point.items():
+            values = recipe.search[key]
+            if isinstance(values, Range):
+                number_given = isinstance(value, int | float) and not isinstance(value, bool)
+                fits = number_given and values.low <= value <= values.high
+                words = f"from {values.low:g} to {values.high:g}"
+            else:
+                choices = values.together if isinstance(values, Together) else values
+                fits, words = value in choices, f"one of {', '.join(map(shown, choices))}"
+            if not fits:
+                where = given.origin(("start", str(number - 1))) or given.origin(("start",))
+                raise InputError(f"{where}: start point {number} has {key} = {shown(value)}, which is not {words}")
+
+
+def _check_metric(study: Study, where: str) -> None:
+    """`InputError` unless the objective is a metric that evaluations of the recipe hold."""
+    metric, base = study.recipe.objective.metric, study.base.values
+    rows = isinstance(base.get("data"), dict) and bool(base["data"].get("validation") or base["data"].get("held_out"))
+    played = study.trained == "rl" or (study.trained == "sft" and base.get("environment") is not None)
+    known = [*(["validation/loss"] if rows else [])]
+    known += ["validation/accuracy"] if rows and study.trained in ("reward", "dpo") else []
+    known += ["success", "return"] if played else []
+    if (rows and metric.startswith("validation/")) or (played and (metric in _PLAYED or metric.startswith("score/"))):
+        return
+    use = f"use {' or '.join(known)}" if known else "name `data.validation` or `data.held_out` rows to measure on"
+    if metric.startswith("test/"):
+        why = "is of the final table, which is for no choice"
+    elif metric.startswith("validation/") and study.trained != "rl":
+        why = "needs validation rows, and the recipe names none"
+    elif metric in _PLAYED or metric.startswith(("score/", "validation/")):
+        why = f"is not measured by stage {study.trained} of this recipe"
+    else:
+        why = "is no held-out metric; what training measures of itself chooses nothing"
+    raise InputError(f"{where}: objective.metric: {metric} {why}; {use}")

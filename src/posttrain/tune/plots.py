@@ -1,0 +1,264 @@
+"""Figures of a study: its history, how much each key matters, and all trials across their keys."""
+
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import optuna
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from optuna.trial import FrozenTrial, TrialState
+
+from posttrain.recipe.study import Range
+from posttrain.recipe.study_file import Study, shown
+from posttrain.runs.drawing import OUTSIDE, STYLE, average
+from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.panels import BLUE, GREEN, GREY, ORANGE, RED
+from posttrain.tune.best import best_of, feasible
+from posttrain.tune.report import short_names
+from posttrain.tune.space import restored
+
+_FEWEST = 4
+"""Finished trials below which importances would be noise."""
+_LONGEST = 22
+"""Characters of a choice beside its axis."""
+
+
+def draw_study(study: Study, kept: optuna.Study) -> list[Path]:
+    """Draw history.png, importance.png and parallel.png into the study's `plots`; those without data are left out."""
+    trials = kept.get_trials(deepcopy=False)
+    drawn = []
+    folder = study.directory / "plots"
+    with storage_errors(folder):
+        folder.mkdir(exist_ok=True)
+    figures = {"history": draw_history, "importance": draw_importance, "parallel": draw_parallel}
+    with matplotlib.rc_context(STYLE):
+        for name, draw in figures.items():
+            path = folder / f"{name}.png"
+            figure = draw(study, trials)
+            if figure is None:
+                path.unlink(missing_ok=True)
+                continue
+            title = {"history": "History", "importance": "What matters", "parallel": "All trials"}[name]
+            figure.suptitle(f"{title} · {study.recipe.name}", x=0.012, ha="left", fontweight="bold", fontsize=12)
+            content = io.BytesIO()
+            figure.savefig(content, format="png")
+            write_atomically(path, content.getvalue())
+            drawn.append(path)
+    return drawn
+
+
+def draw_history(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
+    """The value of every trial, the best so far, and which were pruned, failed or beyond their limits."""
+    finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    within = [trial for trial in finished if feasible(trial)]
+    kinds: list[tuple[str, list[FrozenTrial], dict[str, Any]]] = [
+        ("finished", within, {"color": BLUE, "marker": "o"}),
+        ("beyond its limits", [t for t in finished if not feasible(t)], {"color": ORANGE, "marker": "D"}),
+        ("pruned, last value", [t for t in trials if t.state == TrialState.PRUNED], {"color": GREY, "marker": "v"}),
+    ]
+    valued = [trial for _, some, _ in kinds for trial in some if trial.value is not None]
+    if not valued:
+        return None
+    figure, axes = _figure(8, 4.6)
+    if study.recipe.groups:
+        _mark_groups(axes, trials)
+    for label, some, look in kinds:
+        some = [trial for trial in some if trial.value is not None]
+        if some:
+            numbers, values = [trial.number for trial in some], [trial.value for trial in some]
+            axes.plot(numbers, values, linestyle="", markersize=6, label=label, zorder=3, **look)
+    if within:
+        better = max if study.recipe.objective.direction == "maximize" else min
+        best = [better(t.value or 0.0 for t in within[: place + 1]) for place in range(len(within))]
+        ends = [*(trial.number for trial in within), len(trials) - 1]
+        axes.step(ends, [*best, best[-1]], where="post", color=GREEN, label="best so far", zorder=2)
+    failed = [trial.number for trial in trials if trial.state == TrialState.FAIL]
+    if failed:
+        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+        axes.plot(failed, [0.0] * len(failed), "x", color=RED, markersize=7, label="failed", **place)
+    axes.set_xlabel("trial")
+    axes.set_ylabel(_value_name(study))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.legend(**OUTSIDE)
+    return figure
+
+
+def draw_importance(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
+    """How much each key matters: of a search by PED-ANOVA; of groups the range of the mean over a key's values."""
+    found = _ranges(study, trials) if study.recipe.groups else _importances(study, trials)
+    if not found:
+        return None
+    names = sorted(found, key=lambda name: found[name])
+    figure, axes = _figure(8, 1.5 + 0.42 * len(names))
+    bars = axes.barh(names, [found[name] for name in names], color=BLUE, height=0.6)
+    axes.bar_label(bars, [f"{found[name]:.2g}" for name in names], padding=3, fontsize=9)
+    axes.margins(x=0.12)
+    axes.grid(visible=False, axis="y")
+    if study.recipe.groups:
+        axes.set_xlabel(f"{study.recipe.objective.metric}: best minus worst mean over a key's values, in its group")
+    else:
+        axes.set_xlabel("share of the variance among good trials (PED-ANOVA)")
+    return figure
+
+
+def draw_parallel(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
+    """Each finished trial as a line across an axis for every key, coloured by its value; the best one is thick."""
+    finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    names = [name for name in study.recipe.searched if any(name in trial.params for trial in finished)]
+    if len(finished) < 2 or not names:
+        return None
+    values = [trial.value or 0.0 for trial in finished]
+    low, high = min(values), max(values)
+    figure, axes = _figure(max(8.0, 1.9 * (len(names) + 1)), 4.8)
+    scales = [_Scale(study, name, finished) for name in names]
+    colors = matplotlib.colormaps["viridis" if study.recipe.objective.direction == "maximize" else "viridis_r"]
+    best = best_of(study, trials)
+    for trial in sorted(finished, key=lambda trial: trial is best):
+        share = (trial.value or 0.0) - low
+        share = share / (high - low) if high > low else 0.5
+        points = [scale.place(trial) for scale in scales]
+        xs = [x for x, y in enumerate(points) if y is not None] + [len(names)]
+        ys = [y for y in points if y is not None] + [share]
+        look: dict[str, Any] = {"color": colors(0.92 * share), "linewidth": 1.2, "alpha": 0.75}
+        if not feasible(trial):
+            look |= {"linestyle": ":"}
+        if best is not None and trial.number == best.number:
+            look = {"color": RED, "linewidth": 3.0, "zorder": 5}
+            axes.plot([], [], **look, label=f"best, trial {trial.number}")
+        axes.plot(xs, ys, **look)
+    if any(not feasible(trial) for trial in finished):
+        axes.plot([], [], color=GREY, linestyle=":", label="beyond its limits")
+    for x, scale in enumerate(scales):
+        _draw_axis(axes, x, scale.ticks)
+    ends = [(0.0, shown(low)), (1.0, shown(high))] if high > low else [(0.5, shown(low))]
+    _draw_axis(axes, len(names), ends)
+    axes.set_xlim(-0.15, len(names) + 0.45)
+    axes.set_ylim(-0.06, 1.06)
+    axes.set_xticks(range(len(names) + 1), [*_broken(short_names(names)), study.recipe.objective.metric])
+    axes.tick_params(axis="x", length=0)
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    if best is not None or any(not feasible(trial) for trial in finished):
+        figure.legend(loc="outside upper right", ncols=2)
+    return figure
+
+
+class _Scale:
+    """Where the values of one name lie on its axis, from 0 to 1."""
+
+    def __init__(self, study: Study, name: str, trials: Sequence[FrozenTrial]) -> None:
+        self.study, self.name = study, name
+        searched = study.recipe.search.get(name)
+        self.range = searched if isinstance(searched, Range) else None
+        if self.range is not None:
+            self.ticks = [(place, _number(self._at(place))) for place in (0.0, 0.25, 0.5, 0.75, 1.0)]
+            return
+        found = [restored(study, trial.params)[name] for trial in trials if name in trial.params]
+        self.choices = [value for at, value in enumerate(found) if value not in found[:at]]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.choices):
+            self.choices.sort()
+        self.ticks = [(self._of_choice(place), _cut(shown(value))) for place, value in enumerate(self.choices)]
+
+    def place(self, trial: FrozenTrial) -> float | None:
+        """Height of the trial's value; None where the trial has none."""
+        if self.name not in trial.params:
+            return None
+        value = restored(self.study, trial.params)[self.name]
+        if self.range is None:
+            return self._of_choice(self.choices.index(value))
+        low, high = self.range.low, self.range.high
+        if self.range.log:
+            return math.log(value / low) / math.log(high / low)
+        return float((value - low) / (high - low))
+
+    def _of_choice(self, place: int) -> float:
+        return place / (len(self.choices) - 1) if len(self.choices) > 1 else 0.5
+
+    def _at(self, place: float) -> float:
+        assert self.range is not None
+        low, high = self.range.low, self.range.high
+        return low * (high / low) ** place if self.range.log else low + place * (high - low)
+
+
+def _draw_axis(axes: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None:
+    axes.axvline(x, 0.05, 0.95, color="#222222", linewidth=1.0, zorder=4)
+    for y, text in ticks:
+        axes.plot([x - 0.02, x], [y, y], color="#222222", linewidth=1.0, zorder=4)
+        box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
+        axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8, bbox=box, zorder=6)
+
+
+def _importances(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
+    """PED-ANOVA (Watanabe et al. 2023) over the finished trials, limits left out of account."""
+    finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    values = {trial.value for trial in finished}
+    if len(finished) < _FEWEST or len(values) < 2:
+        return {}
+    copy = optuna.create_study(direction=study.recipe.objective.direction)
+    copy.add_trials(finished)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        found = optuna.importance.get_param_importances(copy, evaluator=evaluator)
+    return found if all(math.isfinite(value) for value in found.values()) else {}
+
+
+def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
+    """Key -> how far the means of its values lie apart, among the finished trials of its group."""
+    found: dict[str, float] = {}
+    for group in study.recipe.groups:
+        own = [t for t in trials if t.user_attrs.get("group") == group.name and t.state == TrialState.COMPLETE]
+        for key in group.grid:
+            by_value: dict[Any, list[float]] = {}
+            for trial in own:
+                by_value.setdefault(trial.params[key], []).append(trial.value or 0.0)
+            if len(by_value) > 1:
+                found[f"{key} ({group.name})"] = float(np.ptp([average(values) for values in by_value.values()]))
+    return found
+
+
+def _mark_groups(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
+    """Where one group ends and the next begins."""
+    seen: list[str] = []
+    for trial in trials:
+        name = trial.user_attrs.get("group", "")
+        if name in seen:
+            continue
+        if seen:
+            axes.axvline(trial.number - 0.5, color=GREY, linewidth=0.8, linestyle=":")
+        seen.append(name)
+        place: Any = (trial.number - 0.4, 1.0)
+        axes.annotate(name, place, (0, 2), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8)
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def _value_name(study: Study) -> str:
+    better = "smaller" if study.recipe.objective.direction == "minimize" else "larger"
+    return f"{study.recipe.objective.metric} ({better} is better)"
+
+
+def _broken(names: Sequence[str]) -> list[str]:
+    """Long names in two lines."""
+    return [name.replace("_", "_\n", 1) if len(name) > 12 else name for name in names]
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-") if abs(value) < 1e-2 and value else f"{value:.3g}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
