@@ -26,6 +26,7 @@ from posttrain.cli.reward import reward
 from posttrain.cli.rl import rl
 from posttrain.cli.sft import sft
 from posttrain.cli.stages import OPEN
+from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
 from posttrain.runs.files import refusal
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, pipeline)
+_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, pipeline, tune)
 _PLAIN: tuple[Callable[..., None], ...] = (compare, plot, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)

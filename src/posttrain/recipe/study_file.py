@@ -16,7 +16,8 @@ from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_over
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.study import Limit, Range, StudyRecipe, Together
 
-_TRAINED = [stage for stage in STAGES if stage != "evaluate"]
+_TRAINED = ("sft", "reward", "dpo", "rl")
+"""Stages that have a learning curve."""
 _PLAYED = ("success", "return", "tokens_per_answer", "rejected_share", "turns")
 """Metrics of held-out episodes, besides `score/...`."""
 Point = Mapping[str, Any]

@@ -42,8 +42,8 @@ def show_study(study: Study, console: Console) -> None:
     say("a trial, before anything searched is set:")
     for line in batch_arithmetic(study.at({})):
         say(f"  {line}")
-    every = study.at({})
-    if recipe.pruner.type != "none" and every.evaluation.every == 0:
+    measured = getattr(study.at({}), "evaluation", None)
+    if recipe.pruner.type != "none" and measured is not None and measured.every == 0:
         notes.append("evaluation.every = 0 measures before and after a run only, so nothing can be pruned")
     for note in notes:
         say(f"note: {note}")

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -18,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from posttrain.recipe.study import Range
 from posttrain.recipe.study_file import Study, shown
-from posttrain.runs.drawing import OUTSIDE, STYLE, average
+from posttrain.runs.drawing import OUTSIDE, STYLE
 from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.runs.panels import BLUE, GREEN, GREY, ORANGE, RED
 from posttrain.tune.best import best_of, feasible
@@ -73,7 +74,7 @@ def draw_history(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
     for label, some, look in kinds:
         some = [trial for trial in some if trial.value is not None]
         if some:
-            numbers, values = [trial.number for trial in some], [trial.value for trial in some]
+            numbers, values = [trial.number for trial in some], [trial.value or 0.0 for trial in some]
             axes.plot(numbers, values, linestyle="", markersize=6, label=label, zorder=3, **look)
     if within:
         better = max if study.recipe.objective.direction == "maximize" else min
@@ -222,7 +223,7 @@ def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
             for trial in own:
                 by_value.setdefault(trial.params[key], []).append(trial.value or 0.0)
             if len(by_value) > 1:
-                found[f"{key} ({group.name})"] = float(np.ptp([average(values) for values in by_value.values()]))
+                found[f"{key} ({group.name})"] = float(np.ptp([fmean(values) for values in by_value.values()]))
     return found
 
 
