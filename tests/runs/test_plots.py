@@ -295,13 +295,15 @@ def test_a_wide_range_of_norms_gets_a_logarithmic_axis(run: RunDirectory) -> Non
 
 
 def test_the_command_names_what_it_drew(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from posttrain.cli.plot import plot
-    from posttrain.errors import InputError
+    from posttrain.cli.main import main
 
-    with pytest.raises(InputError, match="nothing to plot"):
-        plot(run.path)
+    assert main(["plot", str(run.path)]) == 2
+    assert "nothing to plot yet" in capsys.readouterr().err
     logged(run, [(1, "train", {"policy/entropy": 1.0})])
-    plot(run.path)
-    assert capsys.readouterr().out.strip() == str(run.plots / "entropy.png")
-    with pytest.raises(InputError, match="no run"):
-        plot(tmp_path / "nowhere")
+    assert main(["plot", str(run.path)]) == 0
+    expected = [str(run.plots / f"entropy.{form}") for form in ("png", "svg")]
+    assert capsys.readouterr().out.split() == expected
+    assert main(["plot", str(run.path), "--out", str(tmp_path / "elsewhere"), "--format", "svg"]) == 0
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["entropy.svg"]
+    assert main(["plot", str(tmp_path / "nowhere")]) == 2
+    assert "no run" in capsys.readouterr().err

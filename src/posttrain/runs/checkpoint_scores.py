@@ -5,7 +5,7 @@ Training and held-out scores that part are the first sign of a policy that games
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.recipe.rollout import SCORES
@@ -64,25 +64,39 @@ def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def score_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
     """A row for each evaluation; None for fewer than two."""
-    checkpoints = checkpoint_scores(lines)
-    if len(checkpoints) < 2:
+    table = scores_of_runs({"": lines})
+    if table is None or len(table.rows) < 2:
         return None
-    names = score_names(checkpoints)
+    return replace(table, title="", words=(), headings=table.headings[1:], rows=[row[1:] for row in table.rows])
+
+
+def scores_of_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table | None:
+    """A row for each evaluation of each run, by the name of the run; None where nothing was evaluated."""
+    found = {name: checkpoint_scores(lines) for name, lines in runs.items()}
+    found = {name: checkpoints for name, checkpoints in found.items() if checkpoints}
+    if not found:
+        return None
+    names = score_names([one for checkpoints in found.values() for one in checkpoints])
+    overall = dict.fromkeys(overall_name(runs[name]) for name in found)
     rows = [
         (
+            name,
             str(one.step),
-            *(_cell(one.scores.get(name)) for name in names),
-            _cell(one.overall),
+            *(_cell(one.scores.get(score)) for score in names),
+            *(_cell(one.overall if own == overall_name(runs[name]) else None) for own in overall),
             "–" if one.training is None else f"{one.training:.3f}",
         )
+        for name, checkpoints in found.items()
         for one in checkpoints
     ]
-    n = next((line.get("n") for line in lines if line["kind"] == "evaluation" and line.get("n")), None)
+    counts = {line["n"] for name in found for line in runs[name] if line["kind"] == "evaluation" and line.get("n")}
+    n = f", n = {' or '.join(str(count) for count in sorted(counts))}" if counts else ""
     note = (
-        f"Held-out seeds of the curve{f', n = {n}' if n else ''}, on which the best checkpoint is chosen; in brackets 95% "
+        f"Held-out seeds of the curve{n}, on which the best checkpoint is chosen; in brackets 95% "
         "intervals over seeds. `training return` is the mean over the training episodes since the row before."
     )
-    return Table("", ("step", *names, f"overall {overall_name(lines)}", "training return"), rows, note, words=())
+    headings = ("run", "step", *names, *(f"overall {own}" for own in overall), "training return")
+    return Table("Scores by checkpoint", headings, rows, note, words=("run",))
 
 
 def _overall(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -96,4 +110,6 @@ def _limits(line: Mapping[str, Any], key: str) -> Limits:
 
 
 def _cell(limits: Limits | None) -> str:
-    return "–" if limits is None else f"{limits[0]:.3f} [{limits[1]:.3f}, {limits[2]:.3f}]"
+    if limits is None:
+        return "–"
+    return f"{limits[0]:.3f}" + ("" if math.isnan(limits[1]) else f" [{limits[1]:.3f}, {limits[2]:.3f}]")

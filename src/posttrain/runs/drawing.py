@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from posttrain.runs.panels import GREEN, GREY, PURPLE, RED, Curve, Line, Panel, Series, limits_of
+from posttrain.runs.panels import GREEN, GREY, PURPLE, RED, Line, Panel, Series, limits_of
 
 SMOOTHED_STEPS = 11
 """Steps of a moving mean, an odd number: as many before a step as after it."""
@@ -64,7 +64,7 @@ def draw_training(axes: Axes, series: Series, label: str, color: str, strength: 
     axes.plot(series.steps, series.values, color=color, label="_each step" if many else label, **look)
     if many:
         label = f"{label}, mean of {SMOOTHED_STEPS} steps"
-        means = _smoothed(series.values)
+        means = smoothed(series.values)
         axes.plot(series.steps[2:-2], means, color=color, linewidth=1.4, label=label)
 
 
@@ -82,15 +82,15 @@ def draw_band(axes: Axes, lines: list[Line], key: str, color: str) -> list[float
     return low + high
 
 
-def draw_last_bars(axes: Axes, lines: list[Line], curves: Sequence[Curve]) -> list[float]:
-    """The 95% intervals at the last evaluation, side by side to the right of it; returns their limits."""
-    last = [(curve, rows[-1]) for curve in curves if (rows := limits_of(lines, curve.key))]
-    limits: list[float] = []
-    span = max((line["step"] for line in lines), default=0) or 1
-    for place, (curve, (step, low, value, high)) in enumerate(last, start=1):
-        _bar(axes, step + 0.012 * place * span, low, value, high, curve.color, fmt="_", alpha=1.0)
-        limits += [low, high]
-    return limits
+def draw_last_bars(axes: Axes, last: Sequence[tuple[str, tuple[int, float, float, float]]]) -> list[float]:
+    """95% intervals, each a colour and (step, low, value, high), side by side to the right of their steps.
+
+    Returns their limits.
+    """
+    span = axes.dataLim.width or 1.0
+    for place, (color, (step, low, value, high)) in enumerate(last, start=1):
+        _bar(axes, step + 0.012 * place * span, low, value, high, color, fmt="_", alpha=1.0)
+    return [limit for _, (_, low, _, high) in last for limit in (low, high)]
 
 
 def _bar(
@@ -157,7 +157,7 @@ def average(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """The mean around each value but the first two and the last two.
 
     It is centred, because a mean of past steps lags behind and makes a falling loss look worse than it is. Towards

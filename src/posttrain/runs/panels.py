@@ -6,6 +6,9 @@ from typing import Any
 
 Line = dict[str, Any]
 
+KINDS = ("train", "evaluation")
+"""Kinds of lines whose numbers are curves; no metric is in lines of both, but for `time/run`."""
+
 # Okabe and Ito's palette can be told apart with any kind of colour vision; yellow is left out, it is faint on white.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#6E6E6E"
@@ -54,8 +57,10 @@ class Panel:
     """Whether curves show their 95% interval as bars at the last evaluation only: bands of many curves hide each other."""
 
 
+RATE: dict[str, Any] = {"percent": True, "whole": True}
+"""How rates are shown."""
 GUESSING = (0.5, "guessing, 50%")
-_ACCURACY: dict[str, Any] = {"percent": True, "whole": True, "reference": GUESSING}
+_ACCURACY: dict[str, Any] = {**RATE, "reference": GUESSING}
 
 PANELS = {
     "rows": [
@@ -242,8 +247,7 @@ def panels_of(name: str, lines: list[Line]) -> list[Panel]:
 
 def series_of(lines: list[Line], key: str) -> Series | None:
     """The metric `key` in order of step; None where no line has it."""
-    kind = "evaluation" if _held_out(key) else "train"
-    rows = sorted((line for line in lines if line["kind"] == kind and key in line), key=lambda line: line["step"])
+    rows = sorted((line for line in lines if line["kind"] in KINDS and key in line), key=lambda line: line["step"])
     numbers = [(row["step"], float(row[key])) for row in rows if isinstance(row[key], (int, float))]
     nonfinite = [row["step"] for row in rows if key in row.get("nonfinite", ())]
     if not numbers and not nonfinite:
@@ -266,9 +270,21 @@ def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, floa
     )
 
 
-def _held_out(key: str) -> bool:
-    """Metrics of environments have no slash in evaluation lines; those of rows begin with `validation/`."""
-    return "/" not in key or key.startswith("validation/")
+def keys_of(lines: list[Line]) -> list[str]:
+    """Every metric of which there is a curve, in the order in which the lines first name them."""
+    found = {key for line in lines if line["kind"] in KINDS for key in line if _is_metric(line, key)}
+    return [key for key in dict.fromkeys(key for line in lines for key in line) if key in found]
+
+
+def is_trained(lines: list[Line], key: str) -> bool:
+    """Whether the metric `key` is of training steps and not of evaluations."""
+    return not any(line["kind"] == "evaluation" and key in line for line in lines)
+
+
+def _is_metric(line: Line, key: str) -> bool:
+    limit = key.split("/")[0 if key.count("/") == 0 else 1].endswith(("_low", "_high"))
+    number = isinstance(line[key], (int, float)) or key in line.get("nonfinite", ())
+    return number and key != "step" and not (limit and line["kind"] == "evaluation")
 
 
 def _compares(lines: list[Line]) -> bool:

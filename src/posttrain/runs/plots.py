@@ -1,8 +1,8 @@
-"""PNG plots of a run from its metrics.jsonl. A plot without data is not drawn."""
+"""Plots of a run from its metrics.jsonl. A plot without data is not drawn."""
 
-import io
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -24,7 +24,7 @@ from posttrain.runs.drawing import (
     new_figure,
     scale_axis,
 )
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.figure_files import Format, entitle, save
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
     BLUE,
@@ -41,6 +41,7 @@ from posttrain.runs.panels import (
     Line,
     Panel,
     Series,
+    limits_of,
     panels_of,
     series_of,
 )
@@ -59,27 +60,26 @@ _FINAL = {"validation/loss": ("test/loss", "{:.4f}"), "validation/accuracy": ("t
 """Held-out metric of rows -> the metric of the final table that belongs beside it, and how it is written."""
 
 
-def draw_plots(run: RunDirectory) -> list[Path]:
-    """Draw every plot that the run has data for into `run.plots`; returns the PNG files in the order of a report.
+def draw_plots(run: RunDirectory, out: Path | None = None, forms: Sequence[Format] = ("png",)) -> list[Path]:
+    """Draw every plot that the run has data for; returns the files in the order of a report.
 
-    Raises `RunError` when the metrics are damaged or the disk refuses.
+    They are written to `out`, or to `run.plots` without it, in each of `forms`. Raises `RunError` when the metrics are
+    damaged or the disk refuses.
     """
-    lines = read_metrics(run.metrics)
-    with storage_errors(run.plots):
-        run.plots.mkdir(exist_ok=True)
-    drawn = []
+    found = figures(run.path.resolve().name, read_metrics(run.metrics))
+    return [path for name, figure in found for path in save(figure, out or run.plots, name, forms)]
+
+
+def figures(title: str, lines: list[Line]) -> list[tuple[str, Figure]]:
+    """(name in `TITLES`, figure) of every plot that there is data for, with `title` after its own."""
+    found = []
     with matplotlib.rc_context(STYLE):
-        for name, title in TITLES.items():
+        for name, own in TITLES.items():
             figure = draw_figure(name, lines)
-            if figure is None:
-                continue
-            figure.suptitle(f"{title} · {run.path.resolve().name}", x=0.012, ha="left", fontweight="bold", fontsize=12)
-            content = io.BytesIO()
-            figure.savefig(content, format="png")
-            path = run.plots / f"{name}.png"
-            write_atomically(path, content.getvalue())
-            drawn.append(path)
-    return drawn
+            if figure is not None:
+                entitle(figure, f"{own} · {title}")
+                found.append((name, figure))
+    return found
 
 
 def draw_figure(name: str, lines: list[Line]) -> Figure | None:
@@ -150,7 +150,8 @@ def _fill(axes: Axes, lines: list[Line], panel: Panel, present: list[tuple[Curve
             key, form = _FINAL[curve.key]
             shown += draw_result(axes, lines, key, "result on the final rows", form)
     if panel.compared:
-        limits = draw_last_bars(axes, lines, [curve for curve, _ in present])
+        found = [(curve.color, limits_of(lines, curve.key)) for curve, _ in present]
+        limits = draw_last_bars(axes, [(color, rows[-1]) for color, rows in found if rows])
     if panel.reference is not None:
         value, label = panel.reference
         axes.axhline(value, color=GREY, linestyle="--", linewidth=1.2, label=label, zorder=2)

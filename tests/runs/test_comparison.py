@@ -1,0 +1,235 @@
+"""Several runs in one figure for each metric; runs that differ by their seed alone as their mean."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from posttrain.errors import InputError
+from posttrain.runs.averages import bundles_of, mean_over_seeds, t_interval
+from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks, shared_metrics
+from posttrain.runs.metric_names import known_metrics, metric_of
+from posttrain.runs.panels import DOMAINS, Series
+from posttrain.runs.plot_files import compare, plot_files
+from posttrain.runs.sources import Source, open_sources
+from tests.runs.comparing import make_run
+
+
+def line_of(axes, label):
+    return next(line for line in axes.get_lines() if str(line.get_label()) == label)
+
+
+def labels_of(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def seeds(folder: Path, offsets: Sequence[float] = (0.0, 1.0, 2.0), name: str = "ppo", **keys) -> list[Path]:
+    return [
+        make_run(folder, f"{name}-seed{number}", lambda s, extra=extra: s + extra, seed=number, **keys)
+        for number, extra in enumerate(offsets)
+    ]
+
+
+def test_the_interval_is_that_of_students_t():
+    values = [0.3, 0.5, 0.45, 0.9]
+    expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
+    assert t_interval(values) == pytest.approx((np.mean(values), *expected))
+    assert t_interval([2.0])[0] == 2.0
+    assert math.isnan(t_interval([2.0])[1])
+
+
+def test_means_are_of_the_steps_that_every_seed_has():
+    mean = mean_over_seeds([Series([1, 2, 3], [1.0, 2.0, 3.0], []), Series([1, 3], [3.0, 5.0], [2])])
+    assert (mean.steps, mean.values) == ([1, 3], [2.0, 4.0])
+    assert mean.low[0] < 2.0 < mean.high[0]
+    geometric = mean_over_seeds([Series([1], [1.0], []), Series([1], [100.0], [])], geometric=True)
+    assert geometric.values == pytest.approx([10.0])
+    assert 0 < geometric.low[0] < 10 < geometric.high[0]
+
+
+def test_runs_that_differ_by_seed_alone_are_one_curve_with_a_band(tmp_path):
+    sources = open_sources([*seeds(tmp_path), make_run(tmp_path, "other", optimizer={"learning_rate": 1e-3})])
+    bundles, notes = bundles_of(sources)
+    assert [(bundle.title, len(bundle.sources)) for bundle in bundles] == [
+        ("ppo, mean of n = 3 seeds", 3),
+        ("other", 1),
+    ]
+    assert notes == []
+    figure, notes = draw_metric(metric_of("rollout/return"), bundles)
+    (axes,) = figure.axes
+    assert list(line_of(axes, "ppo, mean of n = 3 seeds").get_ydata()) == pytest.approx([2, 3, 4, 5])
+    assert list(line_of(axes, "other").get_ydata()) == [1, 2, 3, 4]
+    (band,) = axes.collections  # with one seed there is none
+    _, low, high = t_interval([1.0, 2.0, 3.0])
+    corners = band.get_paths()[0].vertices
+    at_first = corners[corners[:, 0] == 1, 1]
+    assert (at_first.min(), at_first.max()) == pytest.approx((low, high))
+    assert "95% interval over seeds shaded" in axes.get_title(loc="left")
+
+
+def test_one_recipe_and_one_seed_twice_is_no_sample(tmp_path):
+    sources = open_sources([make_run(tmp_path / place, "a", seed=1) for place in ("x", "y")])
+    bundles, notes = bundles_of(sources)
+    assert [bundle.title for bundle in bundles] == ["x/a", "y/a"]
+    assert "share a seed" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (("ppo-seed1", "ppo-seed2"), "ppo"),
+        (("lr1-s10", "lr1-s11"), "lr1"),
+        (("lr1", "lr1-b"), "lr1"),
+        (("7", "8"), "7"),
+        (("grpo", "grpo-again"), "grpo"),
+    ],
+)
+def test_a_recipe_is_called_what_its_runs_are_called_alike(names, label):
+    sources = [
+        Source(name, Path(name), [], {"stage": "rl", "seed": number, "name": name}) for number, name in enumerate(names)
+    ]
+    (bundle,), _ = bundles_of(sources)
+    assert bundle.label == label
+
+
+def test_metrics_on_a_logarithmic_axis_have_geometric_means(tmp_path):
+    bundles, _ = bundles_of(open_sources(seeds(tmp_path)))
+    figure, _ = draw_metric(metric_of("optimizer/gradient_norm"), bundles)
+    (axes,) = figure.axes
+    assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([math.exp(s) for s in (1, 2, 3, 4)])
+    assert "geometric" in axes.get_title(loc="left")
+    assert axes.get_yscale() == "log"
+
+
+def test_held_out_curves_of_single_runs_show_their_own_intervals(tmp_path):
+    rates = {"a": 1e-3, "b": 1e-4}
+    few = open_sources([make_run(tmp_path, name, optimizer={"learning_rate": rate}) for name, rate in rates.items()])
+    figure, _ = draw_metric(metric_of("success"), bundles_of(few)[0])
+    assert len([one for one in figure.axes[0].collections if "Fill" in type(one).__name__]) == 2
+    many = few + [
+        Source(f"c{i}", Path(f"c{i}"), few[0].lines, {"stage": "rl", "seed": 0, "optimizer": i}) for i in range(3)
+    ]
+    figure, _ = draw_metric(metric_of("success"), bundles_of(many)[0])
+    (axes,) = figure.axes
+    assert "at the end" in axes.get_title(loc="left")
+    bars = [container[2][0].get_segments()[0][0][0] for container in axes.containers]
+    assert len(set(bars)) == 5, "bars stand side by side"
+
+
+def test_every_curve_looks_different():
+    assert len({(look.color, look.dash) for look in looks(MOST_CURVES)}) == MOST_CURVES
+    assert [look.color for look in looks(6)] == list(DOMAINS)
+
+
+def test_legends_stand_below_the_panel(tmp_path):
+    figure, _ = draw_metric(metric_of("success"), bundles_of(open_sources(seeds(tmp_path)))[0])
+    figure.canvas.draw()
+    legend, panel = figure.legends[0].get_window_extent(), figure.axes[0].get_tightbbox()
+    assert legend.y1 <= panel.y0 + 1
+    assert labels_of(figure) == ["ppo, mean of n = 3 seeds"]
+
+
+def test_what_only_one_run_has_is_left_out_and_said(tmp_path):
+    sources = open_sources([make_run(tmp_path, "a", seed=1), make_run(tmp_path, "b", optimizer={"learning_rate": 1.0})])
+    more = [Source(one.name, one.path, [*one.lines], one.recipe, one.run) for one in sources]
+    more[0].lines.append({"step": 1, "kind": "train", "policy/kl": 0.5})
+    metrics, notes = shared_metrics(bundles_of(more)[0])
+    assert [metric.key for metric in metrics] == [
+        "success",
+        "score/update",
+        "rollout/return",
+        "optimizer/gradient_norm",
+    ]
+    assert "policy/kl" in notes[0]
+    assert "--metric" in notes[0]
+
+
+def test_stages_do_not_share_the_axes_of_their_losses():
+    def source(stage):
+        lines = [{"step": 1, "kind": "train", "loss/total": 1.0, "policy/entropy": 1.0}]
+        lines += [{"step": 1, "kind": "evaluation", "validation/loss": 1.0}]
+        return Source(stage, Path(stage), lines, {"stage": stage, "seed": 0})
+
+    metrics, notes = shared_metrics(bundles_of([source("sft"), source("dpo")])[0])
+    assert [metric.key for metric in metrics] == ["policy/entropy"]
+    assert "loss/total" in notes[0]
+    assert "validation/loss" in notes[0]
+    same, _ = shared_metrics(bundles_of([source("sft"), source("sft")])[0])
+    assert "validation/loss" in [metric.key for metric in same]
+
+
+def test_the_command_writes_a_figure_for_each_metric_and_the_tables(tmp_path):
+    paths = [*seeds(tmp_path), make_run(tmp_path, "other", optimizer={"learning_rate": 1e-3})]
+    files, notes = plot_files(paths, tmp_path / "out", ("png", "svg"))
+    names = {path.name for path in files}
+    expected = {"success", "score_update", "rollout_return", "optimizer_gradient_norm", "results", "scores"}
+    assert names == {f"{name}.{form}" for name in expected for form in ("png", "svg")} | {"results.md"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert notes == []
+    assert "<text" in (tmp_path / "out" / "success.svg").read_text()
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert "| ppo-seed1 | 4 | 200 | 50.0% [40.0, 60.0] |" in text
+    assert "| ppo, mean of 3 seeds | – | – | 50.0% [25.2, 74.8] |" in text
+    assert "| other | 0 | 0.000 [-0.100, 0.100] | 0.000 [-0.100, 0.100] | – |" in text
+    again, _ = plot_files(paths, tmp_path / "again", ("svg",), ["success"])
+    assert [path.name for path in again] == ["success.svg"]
+    assert again[0].read_bytes() == (tmp_path / "out" / "success.svg").read_bytes(), "the same figure is the same file"
+
+
+def test_a_metric_that_nobody_has_names_one_that_is_near(tmp_path):
+    path = make_run(tmp_path, "a")
+    with pytest.raises(InputError, match=r"--metric rollout/retur: .* rollout/return"):
+        plot_files([path], None, ("svg",), ["rollout/retur"])
+    files, _ = plot_files([path], None, ("svg",), ["rollout/return"])
+    assert files == [path / "plots" / "rollout_return.svg"]
+
+
+def test_runs_that_train_still_or_have_not_begun_are_told(tmp_path):
+    paths = seeds(tmp_path, offsets=(0.0, 1.0))
+    paths += [make_run(tmp_path, "ppo-seed9", steps=2, ended=False, seed=9)]
+    empty = make_run(tmp_path, "empty", optimizer={"learning_rate": 1.0})
+    (empty / "metrics.jsonl").unlink()
+    compared = compare(open_sources([*paths, empty]))
+    told = "\n".join(compared.notes)
+    assert f"{empty} has no metrics yet and is left out" in told
+    assert "ppo-seed9 has done 2 of 4 steps" in told
+    assert "ppo-seed0 4, ppo-seed1 4, ppo-seed9 2" in told
+    figure = dict(compared.figures)["rollout_return"]
+    assert list(figure.axes[0].get_lines()[0].get_xdata()) == [1, 2]
+    with pytest.raises(InputError, match="nothing to plot yet"):
+        compare(open_sources([empty]))
+
+
+def test_a_line_cut_in_its_middle_is_not_read(tmp_path):
+    path = make_run(tmp_path, "a")
+    metrics = path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    (source,) = open_sources([path])
+    assert "final" not in {line["kind"] for line in source.lines}
+    assert compare([source]).figures
+
+
+def test_nothing_in_common_and_what_cannot_be_told_apart_are_errors(tmp_path):
+    def source(i, key):
+        return Source(
+            f"r{i}", Path(f"r{i}"), [{"step": 1, "kind": "train", key: 1.0}], {"stage": "sft", "seed": 0, "i": i}
+        )
+
+    assert compare([source(0, "policy/kl"), source(1, "policy/entropy")]).figures == []
+    with pytest.raises(InputError, match=f"at most {MOST_CURVES}"):
+        compare([source(i, "policy/kl") for i in range(MOST_CURVES + 1)])
+    path = make_run(tmp_path, "a")
+    with pytest.raises(InputError, match="given twice"):
+        open_sources([path, path / ".." / "a"])
+    with pytest.raises(InputError, match="is a file"):
+        plot_files([path], path / "metrics.jsonl")
+
+
+def test_known_metrics_are_in_the_order_of_a_report():
+    present = ["policy/kl", "loss/total", "rollout/return", "score/b", "success", "score/a", "speed/tokens_per_second"]
+    assert known_metrics(present) == ["success", "score/a", "score/b", "rollout/return", "policy/kl", "loss/total"]
+    assert metric_of("speed/tokens_per_second").panel.title == "speed/tokens_per_second"
+    assert metric_of("a b/../c").file == "a_b_.._c"

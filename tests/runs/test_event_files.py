@@ -1,0 +1,113 @@
+"""TensorBoard's event files as input of plots."""
+
+import math
+
+import pytest
+
+from posttrain.errors import InputError
+from posttrain.recipe.stages import RlRecipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.event_files import event_directories, read_events
+from posttrain.runs.metrics import MetricsLog, read_metrics
+from posttrain.runs.panels import keys_of, series_of
+from posttrain.runs.plot_files import compare, plot_files
+from posttrain.runs.sources import open_sources
+from tests.runs.comparing import make_run
+
+
+@pytest.fixture
+def logged(tmp_path):
+    run = RunDirectory.create(
+        RlRecipe.model_validate({"name": "own", "runs": str(tmp_path), "environment": {"type": "bandit"}})
+    )
+    with MetricsLog(run, ["tensorboard"]) as log:
+        log.write(0, "baseline", {"player": "random", "success": 0.25})
+        log.write(0, "evaluation", {"success": 0.5, "score/update": 0.125, "n": 8})
+        for step in (1, 2, 3):
+            log.write(step, "train", {"rollout/return": step / 4, "policy/kl": 0.5})
+    return run
+
+
+def foreign(directory, values, tag="eval/loss"):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(directory)) as writer:
+        for step, value in values:
+            writer.add_scalar(tag, value, step)
+    return directory
+
+
+def test_our_own_tags_are_our_metrics(logged):
+    lines = read_events(logged.logs / "tensorboard")
+    stored = read_metrics(logged.metrics)
+    for key in ("rollout/return", "policy/kl", "success", "score/update"):
+        assert series_of(lines, key) == series_of(stored, key) is not None
+    assert {line["kind"] for line in lines} == {"train", "evaluation"}, "which player a baseline is, is not in the file"
+
+
+def test_a_resumed_run_has_each_step_once(logged):
+    with MetricsLog(logged, ["tensorboard"]) as log:
+        log.truncate_after(1)
+        log.write(2, "train", {"rollout/return": 9.0})
+    found = series_of(read_events(logged.logs / "tensorboard"), "rollout/return")
+    assert dict(zip(found.steps, found.values, strict=True))[2] == 9.0
+    assert found.steps == sorted(set(found.steps))
+
+
+def test_other_tags_stand_under_their_own_names(tmp_path):
+    lines = read_events(foreign(tmp_path, [(5, 1.0), (10, math.nan), (20, 0.5)]))
+    assert keys_of(lines) == ["eval/loss"]
+    series = series_of(lines, "eval/loss")
+    assert (series.steps, series.values, series.nonfinite) == ([5, 20], [1.0, 0.5], [10])
+
+
+def test_a_directory_of_logs_is_a_run_for_each_and_stands_beside_runs(tmp_path):
+    for name in ("a", "b"):
+        foreign(tmp_path / "logs" / name, [(1, 0.5), (2, 0.25)], "rollout/return")
+    assert [path.name for path in event_directories(tmp_path / "logs")] == ["a", "b"]
+    sources = open_sources([tmp_path / "logs", make_run(tmp_path, "ours")])
+    assert [(source.name, source.stage) for source in sources] == [("a", None), ("b", None), ("ours", "rl")]
+    figures = dict(compare(sources).figures)
+    labels = [text.get_text() for text in figures["rollout_return"].legends[0].get_texts()]
+    assert labels == ["a", "b", "ours"]
+
+
+def test_every_tag_of_a_log_is_drawn(tmp_path):
+    file = next(foreign(tmp_path / "log", [(1, 0.5)], "my metric").iterdir())
+    files, _ = plot_files([file], tmp_path / "out", ("svg",))
+    assert [path.name for path in files] == ["my_metric.svg"]
+    assert "my metric" in files[0].read_text()
+
+
+def test_what_is_no_event_file_is_told(tmp_path):
+    for name, content in (("events.out.tfevents.1", b"garbage" * 50), ("notes.txt", b"hello"), ("empty.tfevents", b"")):
+        file = tmp_path / name
+        file.write_bytes(content)
+        with pytest.raises(InputError, match="holds no scalars"):
+            open_sources([file])
+    with pytest.raises(InputError, match="there is no run at"):
+        open_sources([tmp_path / "nowhere"])
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(InputError, match="is not a posttrain run"):
+        open_sources([tmp_path / "nothing"])
+
+
+def test_a_file_cut_in_its_middle_gives_what_is_whole(tmp_path):
+    file = next(foreign(tmp_path, [(step, 1.0) for step in range(50)]).iterdir())
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2 + 3])
+    found = series_of(read_events(file), "eval/loss")
+    assert 0 < len(found.steps) < 50
+
+
+def test_without_tensorboard_the_remedy_is_named(tmp_path, monkeypatch):
+    import importlib
+
+    def missing(name):
+        raise ImportError(name)
+
+    file = tmp_path / "events.tfevents"
+    file.write_bytes(b"")
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(InputError, match=r"pip install 'posttrain\[tensorboard\]'"):
+        read_events(file)
