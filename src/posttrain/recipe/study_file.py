@@ -63,10 +63,12 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def shown(value: Any) -> str:
-    """A value in a table: four digits, settings as `key=value`."""
+def shown(value: Any, narrow: bool = False) -> str:
+    """A value in a table: four digits, settings as `key=value`, or their values alone where it is to be narrow."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, dict) and narrow:
+        return "/".join(shown(inner) for inner in value.values())
     if isinstance(value, dict):
         return ", ".join(f"{key}={shown(inner)}" for key, inner in value.items())
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -160,26 +160,36 @@ class _Scale:
         self.study, self.name = study, name
         searched = study.recipe.search.get(name)
         self.range = searched if isinstance(searched, Range) else None
+        self.base = _base_value(study, name) if study.recipe.groups else None
         if self.range is not None:
-            self.ticks = [(place, _number(self._at(place))) for place in (0.0, 0.25, 0.5, 0.75, 1.0)]
+            few = self.range.int and self.range.high - self.range.low <= 4
+            parts = int(self.range.high - self.range.low) if few else 4
+            self.ticks = [(place / parts, _number(self._at(place / parts))) for place in range(parts + 1)]
             return
-        found = [restored(study, trial.params)[name] for trial in trials if name in trial.params]
+        found = [self._value(trial) for trial in trials]
+        found = [value for value in found if value is not None]
         self.choices = [value for at, value in enumerate(found) if value not in found[:at]]
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.choices):
             self.choices.sort()
-        self.ticks = [(self._of_choice(place), _cut(shown(value))) for place, value in enumerate(self.choices)]
+        self.ticks = [
+            (self._of_choice(place), _cut(shown(value, narrow=True))) for place, value in enumerate(self.choices)
+        ]
 
     def place(self, trial: FrozenTrial) -> float | None:
         """Height of the trial's value; None where the trial has none."""
-        if self.name not in trial.params:
+        value = self._value(trial)
+        if value is None:
             return None
-        value = restored(self.study, trial.params)[self.name]
         if self.range is None:
             return self._of_choice(self.choices.index(value))
         low, high = self.range.low, self.range.high
         if self.range.log:
             return math.log(value / low) / math.log(high / low)
         return float((value - low) / (high - low))
+
+    def _value(self, trial: FrozenTrial) -> Any:
+        """Of a key that a later group searches, what the recipe has."""
+        return restored(self.study, trial.params).get(self.name, self.base)
 
     def _of_choice(self, place: int) -> float:
         return place / (len(self.choices) - 1) if len(self.choices) > 1 else 0.5
@@ -227,6 +237,13 @@ def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
     return found
 
 
+def _base_value(study: Study, key: str) -> Any:
+    value: Any = study.at({}).model_dump(mode="json")
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
 def _mark_groups(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
     """Where one group ends and the next begins."""
     seen: list[str] = []
@@ -254,7 +271,10 @@ def _value_name(study: Study) -> str:
 
 def _broken(names: Sequence[str]) -> list[str]:
     """Long names in two lines."""
-    return [name.replace("_", "_\n", 1) if len(name) > 12 else name for name in names]
+    return [
+        name.replace("." if "." in name else "_", ".\n" if "." in name else "_\n", 1) if len(name) > 12 else name
+        for name in names
+    ]
 
 
 def _number(value: float) -> str:

@@ -50,18 +50,19 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
         cells = [str(trial.number), *([attrs.get("group", "")] if groups else []), _STATES[trial.state]]
         cells += ["–" if trial.value is None else f"{trial.value:.4g}", str(attrs.get("step", "–"))]
         cells += [shown(limited[metric]) if metric in limited else "–" for metric in objective.within]
-        cells += [shown(point[name]) if name in point else "–" for name in named]
+        cells += [shown(point[name], narrow) if name in point else "–" for name in named]
         cells += [f"{attrs['minutes']:.1f}" if "minutes" in attrs else "–", note]
         rows.append(tuple(cells))
     return Table(f"{study.recipe.name}: trials", headings, rows, _note(study), ("group", "state", "note"))
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The last word of each key, with as many before it as tell it from the others."""
+    """The last word of each key, with as many before it as tell it from the others and what it is about."""
     found = []
     for key in keys:
         parts = key.split(".")
-        ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        fewest = 2 if parts[-1] in ("type", "coefficient") else 1
+        ends = [".".join(parts[-count:]) for count in range(min(fewest, len(parts)), len(parts) + 1)]
         found.append(next(end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1))
     return found
 
