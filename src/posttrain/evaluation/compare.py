@@ -16,6 +16,8 @@ from posttrain.runs.tables import Table
 
 _FEW_ITEMS = 20
 _FEW_RUNS = 5
+_SAME = ("signature", "encoder", "layer", "verifier", "normalised", "model")
+"""What has to be the same for two values of a metric to be compared."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def compare(sides: Sequence[Side], common: bool = False, seed: int = 0) -> Compa
         listed = "; ".join(f"{run.path}: {', '.join(run.metrics)}" for run in runs)
         raise InputError(f"the sides have no metric in common ({listed}); compare results of the same kind")
     remarks = [line for run in runs for line in run.remarks]
-    warnings = _same_environment(runs)
+    warnings = [*_same_environment(runs), *(line for name in metrics for line in _same_measure(name, runs))]
     shared = _shared(runs, common, remarks)
     tests = []
     for side in sides[1:]:
@@ -163,6 +165,21 @@ def _same_environment(runs: Sequence[Run]) -> list[str]:
                 "tasks"
             )
     return found
+
+
+def _same_measure(name: str, runs: Sequence[Run]) -> list[str]:
+    """InputError where a metric was measured in another way in another run; perplexities of other models are told of."""
+    one = runs[0]
+    for run in runs[1:]:
+        known, other = one.metrics[name].about, run.metrics[name].about
+        key = next((key for key in _SAME if known.get(key) != other.get(key)), None)
+        if key == "model" and one.metrics[name].scores.kind == "perplexity":
+            return [f"{name} is of {known[key]} and {other[key]}, and comparable only where they share a tokenizer"]
+        if key is not None:
+            raise InputError(
+                f"{name} of {one.path} is with {key} {known.get(key)} and of {run.path} with {other.get(key)}; measure both alike"
+            )
+    return []
 
 
 def _few_runs(sides: Sequence[Side]) -> list[str]:

@@ -12,7 +12,7 @@ from posttrain.evaluation.scores import ItemScores, Kind, combine, resampled_sum
 from posttrain.evaluation.statistics import Difference, Estimate
 from posttrain.seeds import random_stream
 
-DRAWS = 4_000
+DRAWS = 5_000
 """Bootstrap resamples; the smallest p-value is one in that many."""
 
 

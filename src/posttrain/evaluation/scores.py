@@ -19,7 +19,7 @@ from posttrain.seeds import random_stream
 Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
 """`rate` and `mean`: (value, 1) per item. `perplexity`: (nats, tokens). `bleu`, `chrf`: sacrebleu's counts."""
 
-DRAWS = 2_000
+DRAWS = 5_000
 """Bootstrap resamples."""
 
 

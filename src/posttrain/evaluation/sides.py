@@ -62,9 +62,13 @@ def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> li
         paths = _paths(listed if named else word)
         found.append(Side(name if named else _name(paths), [_read(path, metrics, columns) for path in paths]))
     for side in found:
-        repeated = {run.path for run in side.runs}
-        if len(repeated) < len(side.runs):
-            raise InputError(f"{side.name} names {side.runs[0].path} twice; a run counts once")
+        if len({run.path for run in side.runs}) < len(side.runs):
+            raise InputError(f"{side.name} names a run twice; a run counts once")
+    contents = [sorted(run.path for run in side.runs) for side in found]
+    if repeated_side := next(
+        (side for side, own in zip(found, contents, strict=True) if contents.count(own) > 1), None
+    ):
+        raise InputError(f"{repeated_side.name} stands on two sides; name what it is compared with")
     names = [side.name for side in found]
     if len(set(names)) == len(names):
         return found

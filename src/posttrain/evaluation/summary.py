@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from posttrain.evaluation.pass_at_k import MEAN, PASS, attempts, mean_at_k, passes
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.streams import Episode, Outcome
@@ -34,6 +35,8 @@ class Evaluation:
     """Turns per episode."""
     scores: Mapping[str, Estimate] = field(default_factory=dict)
     """What the environment reports besides its reward, by name, over the seeds whose episodes report it."""
+    attempts: Mapping[str, Estimate] = field(default_factory=dict)
+    """pass@k and mean@k by their keys of the metrics log, where seeds were played several times and success is known."""
 
     def metrics(self) -> dict[str, float | int]:
         """Values of an evaluation line of the metrics log."""
@@ -52,6 +55,7 @@ class Evaluation:
                 "turns": self.turns,
             }
             | {key: v for name, own in self.scores.items() for key, v in _with_limits(f"{SCORES}{name}", own).items()}
+            | {key: v for name, own in self.attempts.items() for key, v in _with_limits(name, own).items()}
         )
 
 
@@ -84,6 +88,7 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
         turns=len(turns) / len(episodes),
         scores={name: _score(by_seed) for name, by_seed in scores.items()},
+        attempts=_attempts(successes) if knows_success(episodes) else {},
     )
 
 
@@ -96,6 +101,12 @@ def knows_success(episodes: Sequence[Episode]) -> bool:
     """Whether any episode says if it succeeded; one that all failed counts as if it did."""
     ended = [episode for episode in episodes if episode.outcome is not Outcome.FAILED and episode.turns]
     return not ended or any("success" in episode.turns[-1].info for episode in ended)
+
+
+def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
+    if (n := attempts(successes)) < 2:
+        return {}
+    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": own for k, own in passes(successes).items()}
 
 
 def _score(by_seed: Mapping[int, Sequence[float]]) -> Estimate:

@@ -3,9 +3,11 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from posttrain.evaluation.evaluate import evaluate
+from posttrain.evaluation.pass_at_k import MEAN, PASS
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.rollout import SCORES, SamplingRecipe, SeedRange
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
@@ -91,8 +93,12 @@ class HeldOut(ABC):
             for player in ("random", *others, START, TRAINED, EVALUATED, "optimal")
             if "n" in lines.get(player, {})
         ]
-        return [
+        found = [
             PlayRow.from_values(titles.get(player, player), lines[player], _note(lines[player])) for player in known
+        ]
+        return [
+            replace(row, scores={**_attempts(lines[player]), **row.scores})
+            for player, row in zip(known, found, strict=True)
         ]
 
     def artefacts(self) -> Sequence[str]:
@@ -104,6 +110,12 @@ class HeldOut(ABC):
         write_episodes(self.run.episodes, step, split, episodes, None)
         self.remarks = _remarks(episodes, self.recipe.rollout.tokens_per_turn)
         return result.metrics()
+
+
+def _attempts(line: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """mean@k and pass@k of an evaluation line with their intervals, under the names that the table gives them."""
+    keys = [key for key in line if key.startswith((MEAN, PASS)) and not key.endswith(("_low", "_high"))]
+    return {key.replace("k/", ""): (line[key], line[f"{key}_low"], line[f"{key}_high"]) for key in keys}
 
 
 def _note(line: Mapping[str, Any]) -> str:

@@ -1,0 +1,106 @@
+"""Summed statistics: sacrebleu's own corpus scores, and what intervals must be like."""
+
+import math
+
+import numpy as np
+import pytest
+import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.evaluation.predictions import read_predictions
+from posttrain.evaluation.scores import ItemScores, combine, estimate, item_means, item_sums, resampled_sums
+from posttrain.evaluation.statistics import success_rate
+from posttrain.evaluation.text_metrics import corpus_metric
+from tests.evaluation.made import predictions
+
+VALUES = st.lists(st.floats(-100, 100), min_size=1, max_size=25)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", ["bleu", "chrf"])
+def test_the_corpus_score_is_sacrebleus(tmp_path, name, samples):
+    rows = read_predictions(str(predictions(tmp_path / "p.jsonl", 0.4, samples=samples))).rows
+    measured = corpus_metric(name, rows)
+    texts, references = [row.text for row in rows], [[row.reference for row in rows]]
+    metric = sacrebleu.BLEU() if name == "bleu" else sacrebleu.CHRF()
+    known = metric.corpus_score(texts, references)
+    found = estimate(measured.scores, draws=200)
+    assert found.value == pytest.approx(known.score, abs=1e-9)
+    assert measured.about["signature"] == str(metric.get_signature())
+    assert 0 <= found.low < found.value < found.high <= 100
+    assert (found.n, measured.texts) == (30, 30 * samples)
+
+
+def test_corpus_bleu_is_no_mean_of_sentences(tmp_path):
+    rows = read_predictions(str(predictions(tmp_path / "p.jsonl", 0.5))).rows
+    scores = corpus_metric("bleu", rows).scores
+    assert abs(estimate(scores, draws=50).value - scores.values().mean()) > 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(VALUES)
+def test_the_interval_holds_the_value(values):
+    found = estimate(item_means("mean", ((str(i), v) for i, v in enumerate(values))), draws=100)
+    assert found.value == pytest.approx(np.mean(values), abs=1e-9)
+    if len(values) == 1:
+        assert math.isnan(found.low)
+        return
+    assert min(values) - 1e-9 <= found.low <= found.value <= found.high <= max(values) + 1e-9
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(-10, 10), min_size=4, max_size=12).filter(lambda v: np.std(v) > 0.1))
+def test_more_items_of_the_same_kind_narrow_it(values):
+    def width(copies: int) -> float:
+        many = estimate(item_means("mean", ((str(i), v) for i, v in enumerate(values * copies))), draws=600)
+        return many.high - many.low
+
+    assert width(16) < width(1) * 0.45
+
+
+def test_samples_of_an_item_are_one_item():
+    twice = [(str(i % 20), float(i % 20 < 7)) for i in range(200)]
+    found = estimate(item_means("rate", twice), draws=500)
+    once = estimate(item_means("rate", twice[:20]), draws=500)
+    assert found == once
+    assert found.n == 20
+    uneven = item_means("mean", [("a", 1.0), ("a", 1.0), ("a", 1.0), ("b", 0.0)])
+    assert estimate(uneven).value == 0.5
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("n", [1, 12])
+def test_a_rate_of_items_that_are_all_alike_is_not_certain(value, n):
+    found = estimate(item_means("rate", ((str(i), value) for i in range(n))))
+    known = success_rate(int(value * n), n)
+    assert (found.low, found.high, found.n) == (known.low, known.high, n)
+
+
+def test_perplexity_is_of_all_tokens():
+    scores = item_sums("perplexity", [("a", (10.0, 10)), ("b", (2.0, 1)), ("b", (0.0, 1))])
+    assert estimate(scores, draws=50).value == pytest.approx(math.exp(12 / 12))
+    assert scores.values(["b"])[0] == pytest.approx(math.exp(1.0))
+
+
+def test_the_bootstrap_is_that_of_scipy():
+    from scipy import stats
+
+    values = np.random.default_rng(1).exponential(size=60)
+    found = estimate(item_means("mean", ((str(i), v) for i, v in enumerate(values))))
+    known = stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(2)).confidence_interval
+    assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=0.03)
+
+
+def test_tables_of_the_same_items_are_resampled_alike():
+    table = np.random.default_rng(0).normal(size=(15, 2))
+    drawn = resampled_sums(table, seed=3, draws=40)
+    assert np.allclose(resampled_sums(2 * table, seed=3, draws=40), 2 * drawn)
+    assert not np.allclose(resampled_sums(table, seed=4, draws=40), drawn)
+    assert np.allclose(resampled_sums(np.ones((15, 1)), draws=9), 15)
+
+
+def test_nothing_makes_no_estimate():
+    with pytest.raises(ValueError, match="no items"):
+        estimate(ItemScores("mean", {}))
+    assert combine("mean", np.array([[3.0, 2.0], [1.0, 4.0]])) == pytest.approx([1.5, 0.25])
