@@ -1,0 +1,245 @@
+"""`posttrain evaluate judge` from end to end: what it prints, keeps, asks again, and refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.evaluation.results import read_results
+
+from .judge_server import Trouble, serving
+
+COMMAND = "import sys; from posttrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Twelve predictions to six prompts, which say how many points they deserve."""
+    made = [
+        {
+            "id": number // 2,
+            "prompt": f"p {number // 2}",
+            "prediction": str(1 + number % 5),
+            "reference": "r",
+            "sample": number % 2,
+        }
+        for number in range(12)
+    ]
+    path = tmp_path / "made.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def points(frames, number):
+    return {"reason": "read", "score": int(frames["prediction"])}
+
+
+def words(file, server, *more, rubric="efficiency"):
+    named = ["--rubric", rubric, "--url", getattr(server, "url", server), "--model", "m", "--retries", "0"]
+    return ["evaluate", "judge", str(file), *named, *more]
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_it_scores_and_a_second_time_asks_nothing(file, capsys, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret-of-mine")
+    with serving(points) as server:
+        command = words(file, server, "--key", "JUDGE_KEY", "--structured", "--max-tokens", "99")
+        assert main(command) == 0
+        assert len(server.requests) == 12
+        first = capsys.readouterr()
+        kept = {path.name: path.read_text() for path in file.parent.iterdir()}
+        assert main(command) == 0
+        assert len(server.requests) == 12
+        # Another rubric and another judge are other questions.
+        assert main(words(file, server, rubric="logical_soundness")) == 0
+        assert len(server.requests) == 24
+    assert "efficiency" in first.out
+    assert "judge m" in first.out
+    assert {request["authorization"] for request in server.requests[:12]} == {"Bearer secret-of-mine"}
+    assert (server.requests[0]["max_tokens"], "response_format" in server.requests[0]) == (99, True)
+    assert sorted(kept) == ["judge-cache.jsonl", "made.efficiency.json", "made.efficiency.jsonl", "made.jsonl"]
+    assert "secret-of-mine" not in "".join(kept.values())
+    assert {name: (file.parent / name).read_text() for name in kept if "cache" not in name} == {
+        name: text for name, text in kept.items() if "cache" not in name
+    }
+    found = records(file.with_name("made.efficiency.jsonl"))
+    assert [record["score"] for record in found] == [1 + number % 5 for number in range(12)]
+    assert all(record["judge"] == "m" and len(record["prompt_hash"]) == 16 for record in found)
+    numbers = json.loads(kept["made.efficiency.json"])["metrics"]["efficiency"]
+    assert numbers["value"] == pytest.approx(sum(1 + number % 5 for number in range(12)) / 12)
+    assert numbers["low"] < numbers["value"] < numbers["high"]
+    assert (numbers["n"], numbers["texts"], numbers["about"]["judge"]) == (6, 12, "m")
+    assert read_results(file.with_name("made.efficiency.json"))
+
+
+def test_a_kill_loses_nothing_and_what_is_left_alone_is_asked(file):
+    gate = []
+
+    def slow(frames, number):
+        if number > 5 and not gate:
+            time.sleep(60)
+        return points(frames, number)
+
+    with serving(slow) as server:
+        command = words(file, server, "--workers", "2")
+        process = subprocess.Popen([sys.executable, "-c", COMMAND, *command], stderr=subprocess.DEVNULL)
+        cache = file.with_name("judge-cache.jsonl")
+        until = time.monotonic() + 120
+        while len(server.requests) < 7 and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.returncode == -signal.SIGKILL
+        assert len(records(cache)) == 5
+        assert not file.with_name("made.efficiency.jsonl").exists()
+        asked = [json.dumps(request["messages"]) for request in server.requests[:5]]
+        gate.append("open")
+        assert main(command) == 0
+        again = [json.dumps(request["messages"]) for request in server.requests[7:]]
+        assert len(again) == 12 - 5
+        assert not set(again) & set(asked)
+    assert all(record["score"] for record in records(file.with_name("made.efficiency.jsonl")))
+
+
+def test_what_the_server_failed_at_is_asked_again_alone(file, capsys):
+    sick = ["yes"]
+    rule = lambda frames, number: Trouble(500) if sick and frames["prediction"] == "3" else points(frames, number)  # noqa: E731
+    with serving(rule) as server:
+        assert main(words(file, server)) == 1
+        said = capsys.readouterr()
+        assert "the judge did not answer for 2 of 12 rows" in said.err
+        assert "made.jsonl row 3: judge m" in said.out
+        partial = records(file.with_name("made.efficiency.jsonl"))
+        assert sum(record["score"] is None for record in partial) == 2
+        assert file.with_name("made.efficiency.json").exists()
+        sick.clear()
+        before = len(server.requests)
+        assert main(words(file, server)) == 0
+        assert len(server.requests) == before + 2
+
+
+def test_a_judge_that_never_answers(file, capsys):
+    assert main(words(file, "http://127.0.0.1:9/v1", "--workers", "1")) == 1
+    said = capsys.readouterr()
+    assert "the judge did not answer for 12 of 12 rows" in said.err
+    assert not file.with_name("made.efficiency.json").exists()
+    assert {record["score"] for record in records(file.with_name("made.efficiency.jsonl"))} == {None}
+
+
+def test_a_judge_that_cannot_give_json(file, capsys):
+    with serving(lambda frames, number: "It is very good, 5 of 5!") as server:
+        assert main(words(file, server)) == 1
+    said = capsys.readouterr()
+    assert "no row has a score" in said.err
+    assert "unreadable reply: 9 more" in said.out
+
+
+def test_pairs(file, tmp_path, capsys):
+    other = tmp_path / "before.jsonl"
+    other.write_text(file.read_text().replace('"prediction": "5"', '"prediction": "0"'))
+
+    def larger(frames, number):
+        return {"reason": "r", "better": "first" if frames["first"] > frames["second"] else "second"}
+
+    with serving(larger) as server:
+        assert main(words(file, server, "--against", str(other), "--out", str(tmp_path / "new" / "won.jsonl"))) == 0
+    assert len(server.requests) == 4
+    numbers = json.loads((tmp_path / "new" / "won.json").read_text())["metrics"]
+    assert numbers["win_rate"]["value"] == pytest.approx((2 + 10 * 0.5) / 12)
+    assert (numbers["win_rate"]["about"]["wins"], numbers["win_rate"]["about"]["same text"]) == (2, 10)
+    assert numbers["position_bias"]["value"] == 0
+    assert "win_rate" in capsys.readouterr().out
+
+
+RUBRIC = """
+name: politeness
+measures: Whether it is polite.
+scale:
+  type: points
+  anchors:
+    - {points: 3, means: Kind.}
+    - {points: 0, means: Rude.}
+template: |
+  Said: {prediction} (as JSON {"a": 1}), to {prompt}
+"""
+
+
+def test_a_rubric_of_ones_own(file, tmp_path, capsys):
+    path = tmp_path / "polite.yaml"
+    path.write_text(RUBRIC)
+    assert main(words(file, "http://h/v1", "--dry-run", rubric=str(path))) == 0
+    said = capsys.readouterr().out
+    assert "from 0 (worst) to 3 (best)" in said
+    assert "0: Rude.\n3: Kind." in said
+    assert '(as JSON {"a": 1}), to \n' in said
+    assert "12 such requests" in said
+    with serving(lambda frames, number: {"score": 2}) as server:
+        assert main(words(file, server, rubric=str(path))) == 0
+    assert file.with_name("made.politeness.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("name: politeness\n", ""), "name is missing"),
+        (("name: politeness", "name: politeness\nmesures: x"), "line 3: there is no key mesures"),
+        (("{prediction}", "{answer}"), "line 9: template: there is no field {answer}"),
+        (("{prediction}", "it"), "template: it has to show {prediction} once"),
+        (("type: points", "type: stars"), 'scale.type is "stars"; it must be points or claims'),
+        (("points: 3", "points: 0"), "two anchors have the same points"),
+        (("points: 3", "points: high"), "line 6: scale.anchors is"),
+        (("measures: Whether", "measures: [Whether"), "line 4"),
+    ],
+)
+def test_a_rubric_that_is_wrong_is_told_with_its_line(file, tmp_path, capsys, change, message):
+    path = tmp_path / "polite.yaml"
+    path.write_text(RUBRIC.replace(*change))
+    assert main(words(file, "http://h/v1", rubric=str(path))) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "polite.yaml" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rubric", "eficiency"], "did you mean efficiency?"),
+        (["--url", "localhost:8000"], "--url localhost:8000"),
+        (["--model", ""], "--model is empty"),
+        (["--key", "NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),
+        (["--out", "x.json"], "has to end in .jsonl"),
+        (["--out", "made.jsonl"], "would be written over"),
+        (["--cache", "made.jsonl"], "would be written over"),
+        (["--cache", "made.efficiency.jsonl"], "where the results go"),
+        (["--requests-per-minute", "0"], "--requests-per-minute 0"),
+        (["--against", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["columns.prediction=text"], "needs `text`"),
+    ],
+)
+def test_what_is_refused_before_anything_is_asked(file, capsys, monkeypatch, more, message):
+    monkeypatch.chdir(file.parent)
+    before = file.read_text()
+    with serving(points) as server:
+        assert main(words("made.jsonl", server, *more)) == 2
+        assert not server.requests
+    assert message in capsys.readouterr().err
+    assert file.read_text() == before
+
+
+def test_rows_that_cannot_be_used_are_told(file, capsys):
+    file.write_text(file.read_text() + '{"id": 9, "prompt": "p", "prediction": null}\n{"id": 10, "promp')
+    with serving(points) as server:
+        assert main(words(file, server)) == 0
+    assert "no prediction" in capsys.readouterr().out
+    file.write_text("")
+    with serving(points) as server:
+        assert main(words(file, server)) == 2
+    assert "there are no predictions in it" in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""Judging a file by an honest judge, by judges that fail, and pairs by judges with a bias."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from posttrain.data.problems import Problems
+from posttrain.environments.request_rate import RequestRate
+from posttrain.errors import InputError
+from posttrain.evaluation.asking import NOT_ASKED, SILENT, UNREADABLE
+from posttrain.evaluation.judged import Options, judge_predictions
+from posttrain.evaluation.judged_pairs import judge_pairs
+from posttrain.evaluation.predictions import Prediction, Predictions
+from posttrain.evaluation.rubrics import load_rubric
+from posttrain.recipe.judge import JudgeServerRecipe
+
+from .judge_server import Trouble, completion, serving
+
+
+def rows(texts, samples=1, reference="r", path="p.jsonl"):
+    """`samples` predictions to a prompt; items a0, a1, ..."""
+    made = []
+    for number, text in enumerate(texts):
+        item = f"a{number // samples}"
+        messages = [{"role": "user", "content": f"prompt {item}"}]
+        extra = {"sample": number % samples}
+        made.append(Prediction(item, messages, text, reference, False, extra, f"{path} row {number + 1}"))
+    return Predictions(path, made, Problems())
+
+
+def options(server, rubric="efficiency", workers=4, longest=1_000, **keys):
+    keys = {"retries": 0, "seconds": 5, **keys}
+    return Options(load_rubric(rubric), JudgeServerRecipe(url=server.url, model="m", **keys), workers, longest)
+
+
+def points(frames, number):
+    """As many points as the prediction says."""
+    return {"reason": f"it says {frames['prediction']}", "score": int(frames["prediction"])}
+
+
+def test_the_mean_over_prompts_with_its_interval():
+    texts = ["1", "5", "3", "3", "5", "5", "2", "4"]
+    with serving(points) as server:
+        found = judge_predictions(rows(texts, samples=2), options(server))
+    (measured,) = found.results.measured
+    value = found.results.estimates()["efficiency"]
+    assert (value.n, measured.texts, measured.left_out) == (4, 8, {})
+    assert value.value == pytest.approx(3.5)
+    # Of items, not of rows: three of the four prompts have the mean 3, so no resample is below.
+    assert value.low == 3
+    assert 4 <= value.high <= 5
+    assert [record["score"] for record in found.records] == [float(text) for text in texts]
+    assert found.records[2]["reason"] == "it says 3"
+    assert (found.records[2]["id"], found.records[2]["sample"], found.records[2]["row"]) == ("a1", 0, "p.jsonl row 3")
+    assert {record["judge"] for record in found.records} == {"m"}
+    # Two prompts have the same answer twice.
+    assert len({record["prompt_hash"] for record in found.records}) == 6
+    assert len({record["rubric_hash"] for record in found.records}) == 1
+    assert "m" in found.results.remarks()[0]
+    assert all(request["temperature"] == 0 for request in server.requests)
+
+
+def test_claims_are_a_share():
+    def supported(frames, number):
+        said = frames["prediction"].split(".")[:-1]
+        return {
+            "reason": "r",
+            "claims": [{"claim": one, "supported": one.strip() in frames["reference"]} for one in said],
+        }
+
+    with serving(supported) as server:
+        made = rows(["x. y. z.", "x.", "Well!"], reference="x and y")
+        found = judge_predictions(made, options(server, "factual_accuracy", structured=True))
+    assert [record["score"] for record in found.records] == [pytest.approx(2 / 3), 1.0, None]
+    assert found.records[2]["left_out"] == UNREADABLE
+    schema = server.requests[0]["response_format"]["json_schema"]["schema"]
+    assert list(schema["properties"]) == ["reason", "claims"]
+
+
+def test_rows_without_what_the_rubric_shows_are_left_out_and_counted():
+    made = rows(["1", "2"], reference=None)
+    with serving(points) as server:
+        found = judge_predictions(made, options(server, "factual_accuracy"))
+        assert judge_predictions(made, options(server)).results.measured[0].texts == 2
+    assert [record["left_out"] for record in found.records] == ["no reference"] * 2
+    assert not found.results.measured
+    assert found.unanswered == 0
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [
+        (Trouble(500), SILENT),
+        (Trouble(401), SILENT),
+        (Trouble(200, "{not json"), SILENT),
+        (Trouble(200, "[]"), SILENT),
+        (Trouble(200, completion('{"score": 3}'), cut=True), SILENT),
+        (Trouble(200, completion('{"score": 3}'), seconds=1), SILENT),
+        (Trouble(200, completion('{"reason": "half an', reason="length")), UNREADABLE),
+        (Trouble(200, completion('{"score": 3}', reason="length")), UNREADABLE),
+        ("I give 5 points.", UNREADABLE),
+        ('{"score": 3', UNREADABLE),
+        ('{"score": 3} {"score": 5}', UNREADABLE),
+        ('{"score": 3, "score": 5}', UNREADABLE),
+        ('{"score": "3"}', UNREADABLE),
+        ('{"score": 0}', UNREADABLE),
+        ('{"score": 6}', UNREADABLE),
+        ('{"score": NaN}', UNREADABLE),
+        ('{"points": 3}', UNREADABLE),
+        ("", UNREADABLE),
+    ],
+)
+def test_what_is_no_verdict_is_counted_with_its_reason_and_never_scored(trouble, kind):
+    def rule(frames, number):
+        return points(frames, number) if frames["prediction"] != "3" else trouble
+
+    with serving(rule) as server:
+        found = judge_predictions(rows(["5", "3", "4"]), options(server, seconds=0.3, workers=1))
+    assert [record["score"] for record in found.records] == [5, None, 4]
+    assert found.records[1]["left_out"] == kind
+    assert "judge m at http://127.0.0.1" in found.records[1]["failure"]
+    assert found.results.estimates()["efficiency"].value == 4.5
+    assert found.results.measured[0].left_out == {kind: 1}
+    assert found.unanswered == (kind == SILENT)
+    assert any(line.startswith(f"{kind}: p.jsonl row 2: judge m") for line in found.remarks)
+
+
+@pytest.mark.parametrize(
+    "trouble", [Trouble(429, headers={"Retry-After": "1"}), Trouble(503, headers={"Retry-After": "1"})]
+)
+def test_retry_after_is_honoured(trouble):
+    with serving(lambda frames, number: trouble if number == 1 else points(frames, number)) as server:
+        found = judge_predictions(rows(["4"]), options(server, retries=2))
+    assert found.records[0]["score"] == 4
+    assert len(server.requests) == 2
+    # Half a second is what the client would wait by itself.
+    assert server.times[1] - server.times[0] >= 0.99
+
+
+def test_passing_trouble_is_waited_out_and_gives_the_same_numbers():
+    texts = [str(1 + number % 5) for number in range(20)]
+    kinds = [Trouble(500), Trouble(429, headers={"Retry-After-Ms": "10"}), Trouble(200, completion("x"), cut=True)]
+    first = set()
+
+    def rule(frames, number):
+        if frames["user"] in first:
+            return points(frames, number)
+        first.add(frames["user"])
+        return kinds[len(first) % 3]
+
+    with serving(rule) as server:
+        found = judge_predictions(rows(texts), options(server, retries=3, workers=8))
+    assert [record["score"] for record in found.records] == [float(text) for text in texts]
+    assert len(server.requests) == 40
+
+
+def test_a_server_that_never_answers_is_not_asked_for_every_row():
+    with serving(lambda frames, number: Trouble(500)) as server:
+        found = judge_predictions(rows(["3"] * 200), options(server, workers=4))
+    assert not found.results.measured
+    assert found.unanswered == 200
+    kinds = [record["left_out"] for record in found.records]
+    assert kinds.count(SILENT) >= 4
+    assert kinds.count(NOT_ASKED) > 150
+    assert len(server.requests) < 30
+
+
+def test_a_server_that_dies_leaves_the_scores_it_gave():
+    rule = lambda frames, number: points(frames, number) if number <= 10 else Trouble(500)  # noqa: E731
+    with serving(rule) as server:
+        found = judge_predictions(rows([str(1 + number % 5) for number in range(100)]), options(server, workers=2))
+    scored = [record["score"] for record in found.records if record["score"] is not None]
+    assert len(scored) == found.results.measured[0].texts == 10
+    assert found.unanswered == 90
+    assert len(server.requests) < 30
+
+
+def test_a_server_that_hangs_ends_in_time():
+    begun = time.monotonic()
+    with serving(lambda frames, number: Trouble(seconds=2)) as server:
+        found = judge_predictions(rows(["3"] * 50), options(server, workers=2, seconds=0.1))
+        assert time.monotonic() - begun < 20
+    assert found.unanswered == 50
+
+
+def test_requests_per_minute_counts_every_request():
+    with serving(lambda frames, number: Trouble(500) if number == 1 else points(frames, number)) as server:
+        judge_predictions(rows(["1", "2", "3", "4"]), options(server, retries=1, requests_per_minute=600))
+    assert len(server.times) == 5
+    # What is spaced is the sending; what arrives may do so a little closer.
+    assert server.times[-1] - server.times[0] >= 0.35
+
+
+def test_a_rate_lets_one_through_at_a_time():
+    rate, begun = RequestRate(6_000), time.monotonic()
+    for _ in range(11):
+        rate.wait()
+    assert time.monotonic() - begun >= 0.099
+
+
+def better(preferred):
+    """A rule for pairs out of a function of both texts that gives first, second or tie."""
+    return lambda frames, number: {"reason": "r", "better": preferred(frames["first"], frames["second"])}
+
+
+def larger(first, second):
+    return "tie" if first == second else "first" if int(first) > int(second) else "second"
+
+
+def test_a_win_is_a_win_in_both_orders():
+    with serving(better(larger)) as server:
+        found = judge_pairs(rows(["5", "1", "3", "2"]), rows(["4", "2", "3", "1"]), options(server))
+    assert [record["value"] for record in found.records] == [1, 0, 0.5, 1]
+    # Equal texts are a tie without asking.
+    assert len(server.requests) == 6
+    value, bias, agree = found.results.estimates().values()
+    assert value.value == pytest.approx(2.5 / 4)
+    assert (bias.value, agree.value) == (0, 1)
+    about = found.results.measured[0].about
+    assert (about["wins"], about["ties"], about["losses"], about["same text"]) == (2, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("said", "bias"), [("first", 1), ("second", -1), ("tie", 0)])
+def test_a_judge_that_looks_at_the_place_alone_finds_no_winner(said, bias):
+    texts = [str(number) for number in range(12)]
+    with serving(better(lambda *_: said)) as server:
+        found = judge_pairs(rows(texts), rows(texts[::-1]), options(server))
+    assert {record["value"] for record in found.records} == {0.5}
+    estimates = found.results.estimates()
+    assert (estimates["win_rate"].value, estimates["position_bias"].value) == (0.5, bias)
+    assert estimates["orders_agree"].value == (said == "tie")
+    assert found.results.measured[0].about["ties"] == 12
+    # Twelve ties show no spread, and are no certainty.
+    assert estimates["win_rate"].low < 0.4
+
+
+def test_a_pair_with_one_readable_reply_has_no_value():
+    rule = lambda frames, number: "?" if frames["first"] == "1" else {"better": larger(*frames_of(frames))}  # noqa: E731
+    frames_of = lambda frames: (frames["first"], frames["second"])  # noqa: E731
+    with serving(rule) as server:
+        found = judge_pairs(rows(["5", "1"]), rows(["4", "2"]), options(server))
+    assert [record["value"] for record in found.records] == [1, None]
+    assert found.records[1]["left_out"] == UNREADABLE
+    assert found.results.measured[0].left_out == {UNREADABLE: 1}
+
+
+def test_predictions_without_a_counterpart_are_told():
+    with serving(better(larger)) as server:
+        found = judge_pairs(rows(["5", "1", "3"]), rows(["4", "2"], path="q.jsonl"), options(server))
+        strangers = rows(["1"])
+        strangers.rows[0].prompt[0]["content"] = "another"
+        with pytest.raises(InputError, match=r"p\.jsonl and q\.jsonl have no prediction for the same prompt"):
+            judge_pairs(strangers, rows(["1"], path="q.jsonl"), options(server))
+    assert found.results.measured[0].left_out == {"only in p.jsonl": 1}
+    assert any("only in p.jsonl" in line for line in found.remarks)
+
+
+def test_samples_are_paired_by_their_number():
+    one, other = rows(["5", "1"], samples=2), rows(["2", "4"], samples=2)
+    other.rows.reverse()
+    with serving(better(larger)) as server:
+        found = judge_pairs(one, other, options(server))
+    assert [record["value"] for record in found.records] == [1, 0]
+    assert found.results.estimates()["win_rate"].n == 1
+
+
+def test_one_prompt_has_no_interval_and_none_is_made_up():
+    with serving(points) as server:
+        value = judge_predictions(rows(["4"]), options(server)).results.estimates()["efficiency"]
+    assert (value.value, value.n) == (4, 1)
+    assert math.isnan(value.low)
+    assert math.isnan(value.high)
+
+
+def test_order_of_completion_changes_nothing():
+    texts = [str(1 + number % 5) for number in range(30)]
+    slow = np.random.default_rng(0).random(30) * 0.02
+
+    def rule(frames, number):
+        time.sleep(slow[number % 30])
+        return points(frames, number)
+
+    found = []
+    for workers in (1, 16):
+        with serving(rule) as server:
+            judged = judge_predictions(rows(texts), options(server, workers=workers))
+            found.append((judged.records, judged.results.estimates()))
+    assert found[0] == found[1]
