@@ -12,7 +12,7 @@ from posttrain.cli.main import main
 from posttrain.cli.stages import split_words
 from posttrain.errors import InputError, RunError
 
-VERBS = ["rl", "sft", "evaluate", "pipeline", "plot", "episodes", "recipe", "env"]
+VERBS = ["rl", "sft", "evaluate", "generate", "pipeline", "plot", "episodes", "recipe", "env"]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_every_verb_explains_itself(verb, capsys):
     assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert f"posttrain {verb}" in said
-    if verb in ("rl", "sft", "evaluate", "pipeline", "recipe"):
+    if verb in ("rl", "sft", "evaluate", "generate", "pipeline", "recipe"):
         assert "Examples:" in said
 
 
@@ -191,5 +191,5 @@ def test_recipe_explains_keys(capsys):
     assert main(["recipe", "kl", "--stage", "ppo"]) == 2
     assert (
         capsys.readouterr().err
-        == "posttrain: --stage ppo: there is no such stage; use rl, sft, reward, dpo, evaluate\n"
+        == "posttrain: --stage ppo: there is no such stage; use rl, sft, reward, dpo, evaluate, generate\n"
     )

@@ -226,7 +226,7 @@ def test_missing_rules_and_keys_are_noticed_before_the_first_episode(tmp_path):
 
 
 def test_rows_with_tools_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"environment\.columns\.tools"):
+    with pytest.raises(InputError, match=r"columns\.tools"):
         TextTask(_recipe(tmp_path, [{"prompt": "Hi", "tools": [{"name": "search"}]}]))
 
 

@@ -17,11 +17,13 @@ from posttrain.cli.env import app as env
 from posttrain.cli.episodes import episodes
 from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.fit_normalizer import fit_normalizer
+from posttrain.cli.generate import generate
 from posttrain.cli.memory import app as memory
 from posttrain.cli.memory_mcp import mcp
 from posttrain.cli.pipeline import pipeline
 from posttrain.cli.plot import plot
 from posttrain.cli.recipe import recipe
+from posttrain.cli.report import report
 from posttrain.cli.reward import reward
 from posttrain.cli.rl import rl
 from posttrain.cli.sft import sft
@@ -39,8 +41,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, pipeline, tune)
-_PLAIN: tuple[Callable[..., None], ...] = (compare, plot, episodes, recipe)
+_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, generate, pipeline, tune)
+_PLAIN: tuple[Callable[..., None], ...] = (compare, plot, report, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:

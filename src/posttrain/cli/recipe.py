@@ -10,7 +10,7 @@ def recipe(
         str, typer.Argument(metavar="[KEY | RECIPE.yaml]", help="A key, a section, or a recipe file to explain.")
     ] = "",
     stage: Annotated[
-        str, typer.Option(help="The stage whose keys are shown: rl, sft, reward, dpo or evaluate.")
+        str, typer.Option(help="The stage whose keys are shown: rl, sft, reward, dpo, evaluate or generate.")
     ] = "rl",
     markdown: Annotated[bool, typer.Option("--markdown", help="All keys of all stages, as docs/recipes.md.")] = False,
 ) -> None:

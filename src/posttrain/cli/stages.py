@@ -44,6 +44,23 @@ def run(stage: str, words: list[str], dry_run: bool, resume: Path | None, overwr
     run_stage(recipe, resume=resume is not None, overwrite=overwrite)
 
 
+def require_same(words: list[str], run: Path, stage: str) -> None:
+    """InputError unless the recipe in `words` is that of `run`, wherever that run is kept."""
+    from posttrain.errors import InputError
+    from posttrain.recipe.compose import load_recipe
+    from posttrain.runs.directory import RunDirectory
+
+    sources, overrides = split_words(words)
+    given = load_recipe(sources, overrides, stage).model_dump(mode="json")
+    begun = load_recipe([str(RunDirectory.open(run).recipe_file)], [], stage).model_dump(mode="json")
+    changed = [key for key, value in given.items() if key not in ("runs", "name") and value != begun[key]]
+    if changed:
+        raise InputError(
+            f"--resume {run} goes on with the recipe of that run, and {', '.join(changed)} is another here; leave out what "
+            "has changed, or start a run with another name"
+        )
+
+
 def split_words(words: list[str]) -> tuple[list[str], list[str]]:
     """Recipe files and overrides, each in their order; a word is a file unless it begins with `--` or holds `=`."""
     sources, overrides = [], []

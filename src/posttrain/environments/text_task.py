@@ -297,8 +297,8 @@ def _prompt_table(key: str) -> PromptTable:
     with_tools = next((row for row in rows if row.tools), None)
     if with_tools is not None:
         raise InputError(
-            f"{with_tools.origin} offers tools, which text_task cannot show; remove that column, or name an absent one "
-            "in environment.columns.tools"
+            f"{with_tools.origin} offers tools, which a single answer cannot use; remove that column, or name an absent "
+            "one in columns.tools"
         )
     return PromptTable(rows, problems)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EngineRecipe
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe
+from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe
 from posttrain.recipe.units import EntropyUnits
 
 
@@ -49,9 +49,11 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes) -> dict[str, tuple[int, s
     """
     width = 2 if recipe.model.dtype == "bfloat16" else 4
     rows = {"weights": (width * sizes.parameters, f"{sizes.parameters:,} parameters of {width} bytes")}
-    if not isinstance(recipe, EvaluateRecipe):
+    if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
         rows |= _training(recipe, sizes, width)
-    if isinstance(recipe, DpoRecipe | RewardRecipe) or getattr(recipe, "environment", None) is None:
+    if isinstance(recipe, DpoRecipe | RewardRecipe):
+        return rows
+    if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return rows
     assert isinstance(recipe.engine, EngineRecipe), "a remote model takes no memory here"
     slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
@@ -64,7 +66,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes) -> dict[str, tuple[int, s
 
 
 def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
-    assert not isinstance(recipe, EvaluateRecipe)
+    assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe)
     trained = trained_parameters(recipe.model, sizes)
     rows = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
     if width == 2:

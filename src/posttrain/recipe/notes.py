@@ -5,9 +5,17 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.critic import CriticRecipe
 from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.remote import no_primer
+from posttrain.recipe.remote import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import (
+    DpoRecipe,
+    EvaluateRecipe,
+    GenerateRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
 from posttrain.recipe.unit_credit import CausalCredit
 
 _UPDATES = 32
@@ -18,6 +26,8 @@ _STEEP = 0.95
 def notes(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each value to look at twice."""
     found: list[str] = []
+    if isinstance(recipe, GenerateRecipe):
+        return _generation(recipe)
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
@@ -45,20 +55,36 @@ def notes(recipe: Recipe) -> list[str]:
     return found
 
 
+def _generation(recipe: GenerateRecipe) -> list[str]:
+    """What has no effect where rows are answered."""
+    found = _sampling("sampling", recipe.sampling)
+    if recipe.remote is None:
+        return found
+    if _given(recipe, "window"):
+        found.append(_without_effect("window", "engine.type is openai, and no answer depends on the others"))
+    return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
+
+
 def _remote(recipe: EvaluateRecipe) -> list[str]:
-    """What has no effect, and what will be refused, where a remote model answers."""
-    if (engine := recipe.remote) is None:
+    """What has no effect, and what will be refused, where a remote model plays."""
+    if recipe.remote is None:
         return []
+    found = _server(recipe, recipe.remote, recipe.evaluation.sampling)
+    primer = environment_class(recipe.environment.type)(recipe.environment).primer
+    return [*found, *([no_primer(recipe.environment, primer)] if primer else [])]
+
+
+def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe, sampling: SamplingRecipe) -> list[str]:
+    """What has no effect where a remote model answers."""
     server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
     found = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
     if _given(rollout, "tokens_per_episode"):
         found.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
-    if recipe.evaluation.sampling.temperature == 0 and _given(engine, "send_seed"):
+    if sampling.temperature == 0 and _given(engine, "send_seed"):
         found.append(_without_effect("engine.send_seed", "temperature 0 is greedy, and no seed is sent"))
     if not rollout.stop_strings and _given(engine, "stop_at"):
         found.append(_without_effect("engine.stop_at", "rollout.stop_strings is empty"))
-    primer = environment_class(recipe.environment.type)(recipe.environment).primer
-    return [*found, *([no_primer(recipe.environment, primer)] if primer else [])]
+    return found
 
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:

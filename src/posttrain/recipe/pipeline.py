@@ -149,8 +149,10 @@ def _require_exported(upstream: str, where: str, earlier: list[PipelineStage], n
         raise InputError(
             f"{where}: there is no stage {upstream}{nearest_type(upstream, names)}; use {', '.join(names)}"
         )
-    if found.recipe.stage == "evaluate":
-        raise InputError(f"{where}: {upstream} only evaluates and exports no model; name a stage that trains")
+    if found.recipe.stage in ("evaluate", "generate"):
+        raise InputError(
+            f"{where}: {upstream} only {found.recipe.stage}s and exports no model; name a stage that trains"
+        )
 
 
 def _check_file(given: Layer, source: str) -> None:

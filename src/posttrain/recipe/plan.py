@@ -8,7 +8,16 @@ from rich.table import Table
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.memory import ModelSizes, memory_estimate
 from posttrain.recipe.notes import notes
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.rollout import EngineRecipe
+from posttrain.recipe.stages import (
+    DpoRecipe,
+    EvaluateRecipe,
+    GenerateRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
 from posttrain.recipe.unit_credit import (
     CompatibleCredit,
     HindsightCredit,
@@ -45,7 +54,27 @@ def batch_arithmetic(recipe: Recipe) -> list[str]:
         return [*_rl(recipe), *_evaluation(recipe, recipe.steps)]
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         return _rows(recipe)
-    return _evaluation(recipe, 0)
+    return _generation(recipe) if isinstance(recipe, GenerateRecipe) else _evaluation(recipe, 0)
+
+
+def _generation(recipe: GenerateRecipe) -> list[str]:
+    """Which rows are answered, how, by whom and where to."""
+    paths, limits = ", ".join(source.path for source in recipe.data.test), recipe.rollout
+    rows = f"the first {recipe.data.max_rows:,} usable rows" if recipe.data.max_rows else "every usable row"
+    heat = recipe.sampling.temperature
+    how = "greedy" if heat == 0 else f"at temperature {heat:g}"
+    lines = [
+        f"{rows} of {paths}, {recipe.samples} {_plural('answer', recipe.samples)} each, {how}",
+        f"answers of at most {limits.tokens_per_turn:,} tokens, thinking {'kept' if recipe.thinking == 'keep' else 'removed'}",
+    ]
+    if (engine := recipe.remote) is not None:
+        lines.append(
+            f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('request', engine.workers)} in flight"
+        )
+    else:
+        assert isinstance(recipe.engine, EngineRecipe)
+        lines.append(f"{recipe.engine.slots} answers in flight, {recipe.window} computed together before the next ones")
+    return [*lines, f"predictions: {recipe.predictions}"]
 
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:

@@ -11,8 +11,8 @@ from posttrain.recipe.rollout import SamplingRecipe
 _ELSEWHERE = {
     "messages": "the environment",
     "model": "engine.model",
-    "temperature": "evaluation.sampling.temperature",
-    "top_p": "evaluation.sampling.top_p",
+    "temperature": "the temperature of the recipe's sampling",
+    "top_p": "the top_p of the recipe's sampling",
     "max_tokens": "rollout.tokens_per_turn",
     "max_completion_tokens": "rollout.tokens_per_turn",
     "stop": "rollout.stop_strings",
@@ -60,13 +60,13 @@ class OpenAIEngineRecipe(Part):
         return value
 
 
-def refuse_unknown_sampling(sampling: SamplingRecipe) -> None:
-    """ValueError for sampling that the protocol of chat completions has no field for."""
+def refuse_unknown_sampling(sampling: SamplingRecipe, key: str) -> None:
+    """ValueError for sampling that the protocol of chat completions has no field for. `key`: its section."""
     for name in ("top_k", "min_p"):
         value = getattr(sampling, name)
         if value != SamplingRecipe.model_fields[name].default:
             raise ValueError(
-                f"`evaluation.sampling.{name}` is no field of the OpenAI protocol; where the server knows it, give "
+                f"`{key}.{name}` is no field of the OpenAI protocol; where the server knows it, give "
                 f"`engine.extra_body.{name}={value:g}` instead"
             )
 

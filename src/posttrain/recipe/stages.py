@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from posttrain.recipe.generate import GenerateRecipe
 from posttrain.recipe.remote import OpenAIEngineRecipe, refuse_unknown_sampling
 from posttrain.recipe.reward import RewardSource
 from posttrain.recipe.rl import RlRecipe
@@ -32,7 +33,7 @@ class EvaluateRecipe(PlayedRecipe):
     @model_validator(mode="after")
     def _what_a_server_can_do(self):
         if self.remote is not None:
-            refuse_unknown_sampling(self.evaluation.sampling)
+            refuse_unknown_sampling(self.evaluation.sampling, "evaluation.sampling")
             if self.reward is not None:
                 raise ValueError(
                     "`reward.path` reads the tokens of an answer, which a server does not tell; remove `reward`, or name a "
@@ -41,13 +42,24 @@ class EvaluateRecipe(PlayedRecipe):
         return self
 
 
-Recipe = Annotated[RlRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe, Field(discriminator="stage")]
+Recipe = Annotated[
+    RlRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe, Field(discriminator="stage")
+]
 
-STAGES: dict[str, type[RlRecipe] | type[SftRecipe] | type[RewardRecipe] | type[DpoRecipe] | type[EvaluateRecipe]] = {
+STAGES: dict[
+    str,
+    type[RlRecipe]
+    | type[SftRecipe]
+    | type[RewardRecipe]
+    | type[DpoRecipe]
+    | type[EvaluateRecipe]
+    | type[GenerateRecipe],
+] = {
     "rl": RlRecipe,
     "sft": SftRecipe,
     "reward": RewardRecipe,
     "dpo": DpoRecipe,
     "evaluate": EvaluateRecipe,
+    "generate": GenerateRecipe,
 }
 """Name of a stage -> schema of its recipe."""

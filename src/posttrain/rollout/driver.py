@@ -34,6 +34,10 @@ class Place:
     stream: tuple[int | str, ...]
     """Name of the sampling stream, for example (run seed, "train", step, group, index)."""
 
+    def request_seed(self, attempt: int, turn: int) -> int:
+        """The seed of the answer of a turn, both counted from 0."""
+        return derive_seed(*self.stream, attempt, turn)
+
 
 class Scorer(Protocol):
     """Pays played episodes besides what their environment paid."""
@@ -195,7 +199,7 @@ class Player(EpisodePlayer[Conversation]):
         request = Request(
             prompt_ids=tuple(dialogue.context),
             sampling=self.sampling,
-            seed=derive_seed(*place.stream, attempt, len(dialogue.turns)),
+            seed=place.request_seed(attempt, len(dialogue.turns)),
             max_tokens=min(self.rollout.tokens_per_turn, room),
             stop_strings=tuple(self.rollout.stop_strings),
         )
@@ -208,25 +212,31 @@ class EnvironmentFailure(Exception):
 
 
 def play_all(player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
-    """Play all episodes, `player.capacity` at a time; returns them in the order of `places`.
+    """Play all episodes, `player.capacity` at a time; returns them in the order of `places`."""
+    episodes: dict[int, Episode] = {}
+    play_each(player, places, episodes.__setitem__)
+    played = [episodes[number] for number in range(len(places))]
+    if player.scorer is not None:
+        player.scorer(played)
+    return played
+
+
+def play_each(player: EpisodePlayer[Any], places: Sequence[Place], ended: Callable[[int, Episode], None]) -> None:
+    """Play all episodes, `player.capacity` at a time; `ended` is called with the number of a place, from 0, and its
+    episode as soon as that has ended. Nothing is scored.
 
     An engine keeps as many in its cache: more at a time would push each other's earlier turns out of it, and every
     turn would compute its whole context again. A player that ends an episode begins the next one in the same breath, so that what is in flight
     does not depend on timing.
     """
     remaining = deque(enumerate(places))
-    episodes: dict[int, Episode] = {}
 
     async def play_on() -> None:
         while remaining:
             number, place = remaining.popleft()
-            episodes[number] = await player.play(place)
+            ended(number, await player.play(place))
 
     async def run() -> None:
         await asyncio.gather(*(play_on() for _ in range(min(len(places), player.capacity))))
 
     asyncio.run(run())
-    played = [episodes[number] for number in range(len(places))]
-    if player.scorer is not None:
-        player.scorer(played)
-    return played

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.environments.protocol import Message
 from posttrain.environments.remote import Written, complete
@@ -15,12 +15,16 @@ from posttrain.recipe.remote import OpenAIEngineRecipe, has_thinking, no_primer
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodePlayer, Place, Scorer
 from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
-from posttrain.seeds import derive_seed
 
 THOUGHTS = "thoughts"
 """Key of a turn's info that holds what the server gave as thinking, where the environment's format has none."""
 _SEEDS = 2**31
 """Seeds are below this: some servers take 32 bits."""
+
+
+def server_seed(place: Place, attempt: int, turn: int) -> int:
+    """The seed that a server is sent with the request of a turn."""
+    return place.request_seed(attempt, turn) % _SEEDS
 
 
 class Chat:
@@ -60,6 +64,14 @@ class Chat:
         return []
 
 
+class FaultCounter(Protocol):
+    """Takes note of every episode, and says when there were too many failures to go on."""
+
+    def count(self, episode: Episode) -> None:
+        """Take note of a played episode; RunError where it is one failure too many."""
+        ...
+
+
 class Faults:
     """The failed episodes of an evaluation. Too many of them end it: what is left would not speak for the model."""
 
@@ -92,7 +104,7 @@ class RemotePlayer(EpisodePlayer[Chat]):
     client: Any
     """That of `chat_client`."""
     engine: OpenAIEngineRecipe
-    faults: Faults
+    faults: FaultCounter
     environment: EnvironmentRecipe
     rollout: RolloutRecipe
     sampling: SamplingRecipe
@@ -117,7 +129,7 @@ class RemotePlayer(EpisodePlayer[Chat]):
 
     async def answer(self, dialogue: Chat, place: Place, attempt: int) -> str:
         """The next answer. Raises RemoteFailure where the server gives none."""
-        seed = derive_seed(*place.stream, attempt, len(dialogue.turns)) % _SEEDS
+        seed = server_seed(place, attempt, len(dialogue.turns))
         written = await self._asked(dialogue.seen, seed)
         thinking = has_thinking(self.environment)
         text, at_string = self._ended_text(written, written.with_thoughts() if thinking else written.text)

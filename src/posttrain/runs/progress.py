@@ -16,11 +16,19 @@ class Progress:
 
     In a terminal a few lines follow the run: step and time left; the latest held-out measurement with its 95%
     interval; success and return, or loss, accuracy and margin, of the latest step, its gradient norm and its tokens
-    per second. Elsewhere each update is one plain line.
+    per second. Elsewhere each update is one plain line. `unit`: what a step is called.
     """
 
-    def __init__(self, total_steps: int, title: str, start_step: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        title: str,
+        start_step: int = 0,
+        console: Console | None = None,
+        unit: str = "step",
+    ) -> None:
         self.total_steps = total_steps
+        self.unit = unit
         self.title = title
         self.step = start_step
         self.console = console or Console(highlight=False)
@@ -36,7 +44,7 @@ class Progress:
             self._live = Live(get_renderable=self._display, console=self.console, refresh_per_second=4)
             self._live.start()
         else:
-            self._print(f"{self.title}: step {self.step} of {self.total_steps}")
+            self._print(f"{self.title}: {self.unit} {self.step} of {self.total_steps}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -57,7 +65,7 @@ class Progress:
                 cells = ["evaluation", *_joined(_measured(values))]
             else:
                 cells = [*_joined(_trained(values)), f"left {self.time_left()}"]
-            self._print("  ".join([f"step {step}/{self.total_steps}", *cells]))
+            self._print("  ".join([f"{self.unit} {step}/{self.total_steps}", *cells]))
 
     def message(self, text: str) -> None:
         """Print a line; the live display stays below it."""
@@ -84,7 +92,7 @@ class Progress:
         bar.add_row(
             Text(self.title, style="bold", no_wrap=True, overflow="ellipsis"),
             ProgressBar(total=max(1, self.total_steps), completed=self.step, width=24),
-            Text(f"step {self.step}/{self.total_steps}"),
+            Text(f"{self.unit} {self.step}/{self.total_steps}"),
             Text(f"left {self.time_left()}", style="cyan"),
         )
         told: list[Table | Text] = [bar]

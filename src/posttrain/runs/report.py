@@ -36,15 +36,15 @@ def write_report(
     lines = read_metrics(run.metrics)
     parts = [
         f"# {title or run.path.resolve().name}",
-        _what_was_run(run, lines),
+        markdown_table(("what", "value"), facts(run, lines)),
         "## Result",
         *(f"{table.markdown()}\n\n{table.note}" for table in tables),
         _by_checkpoint(lines),
-        _changed(run),
+        _changed(changed_rows(run)),
         _plots(run),
         _checkpoint(model_directory, run.load_recipe().stage),
         _episodes(run),
-        _trouble(lines, warnings),
+        "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in trouble(lines, warnings)),
     ]
     write_atomically(run.report, "\n\n".join(part for part in parts if part) + "\n")
     return run.report
@@ -71,12 +71,13 @@ def changed_keys(part: Part, default: Part | None = None, prefix: str = "") -> d
     return found
 
 
-def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
+def facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What was run, where and how far, as (what, value) in Markdown; `lines` are its metrics."""
     recipe, machine = run.load_recipe(), run.load_environment()
     packages = ", ".join(f"{name} {machine['packages'][name]}" for name in ("posttrain", "torch", "transformers"))
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
     seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
-    rows = [
+    return [
         ("stage", recipe.stage),
         ("model", _model(recipe)),
         *_data(recipe),
@@ -89,11 +90,10 @@ def _what_was_run(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
         ("command", f"`{machine['command']}`"),
         ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
     ]
-    return markdown_table(("what", "value"), rows)
 
 
 def _model(recipe: "Recipe") -> str:
-    if recipe.stage == "evaluate" and recipe.remote is not None:
+    if (recipe.stage == "evaluate" or recipe.stage == "generate") and recipe.remote is not None:
         return f"`{recipe.remote.model}` at {recipe.remote.url}"
     return f"`{recipe.model.path}`, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")
 
@@ -103,6 +103,8 @@ def _of(done: int, steps: int | None) -> str:
 
 
 def _data(recipe: "Recipe") -> list[tuple[str, str]]:
+    if recipe.stage == "generate":
+        return [("test rows", ", ".join(f"`{source.path}`" for source in recipe.data.test))]
     found = []
     data = getattr(recipe, "data", None)
     if data is not None:
@@ -147,11 +149,15 @@ def _by_checkpoint(lines: list[dict[str, Any]]) -> str:
     return "" if table is None else f"## Scores by checkpoint\n\n{table.markdown()}\n\n{table.note}"
 
 
-def _changed(run: RunDirectory) -> str:
+def changed_rows(run: RunDirectory) -> list[tuple[str, str]]:
+    """(key, value) of the recipe where it is not the default, in Markdown."""
     changed = changed_keys(run.load_recipe())
-    rows = [
+    return [
         (f"`{key}`", f"`{_written(value)}`") for key, value in changed.items() if key not in ("name", "runs", "stage")
     ]
+
+
+def _changed(rows: list[tuple[str, str]]) -> str:
     return "## Recipe keys that differ from the defaults\n\n" + (
         markdown_table(("key", "value"), rows) if rows else "None."
     )
@@ -204,7 +210,8 @@ def _episodes(run: RunDirectory) -> str:
     )
 
 
-def _trouble(lines: list[dict[str, Any]], warnings: Sequence[str]) -> str:
+def trouble(lines: list[dict[str, Any]], warnings: Sequence[str] = ()) -> list[str]:
+    """What failed, counted; then `warnings` and those of the metrics, each once with how often it was said."""
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] in ("evaluation", "baseline", "final")]
     counts = {"skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train)}
@@ -219,4 +226,4 @@ def _trouble(lines: list[dict[str, Any]], warnings: Sequence[str]) -> str:
     items = [f"{name}: {count:g}" for name, count in counts.items()]
     grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *told])]
     items += [text if count == 1 else f"{text} ({count} times)" for text, count in grouped]
-    return "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in items)
+    return items

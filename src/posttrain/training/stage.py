@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.runs.directory import RunDirectory
 
 
@@ -37,8 +37,11 @@ def run_stage(
             from posttrain.training import reward
 
             reward.train(recipe, run, resume, console)
+        elif isinstance(recipe, GenerateRecipe):
+            from posttrain.training import generate
+
+            generate.run(recipe, run, resume, console)
         else:
-            assert isinstance(recipe, EvaluateRecipe)
             from posttrain.training import evaluate
 
             evaluate.run(recipe, run, console)

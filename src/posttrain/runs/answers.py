@@ -1,0 +1,159 @@
+"""The answers of a generation: whole lines, appended as they come, and put in order at the end."""
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import InputError, RunError
+from posttrain.runs.files import PARTIAL, partial_path, process_runs, storage_errors, sync_directory
+
+Key = tuple[int | str, int]
+"""Id of a row, and which sample it is."""
+_FORMAT = "posttrain_answers"
+
+
+class AnswerLog:
+    """An append-only file of JSON lines, the first of which says what the answers are of.
+
+    Each line reaches the operating system before `append` returns, so a killed process loses none; a last line that
+    a kill tore is cut off when the file is opened. A context manager; leaving it syncs the file to disk.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Open the log at `path`, or begin it; `about` (JSON values) is its first line.
+
+        InputError where the log there is about something else, naming what differs; RunError for a damaged line.
+        """
+        self.path = path
+        self._places: dict[Key, tuple[int, int]] = {}
+        """Where the line of an answer begins, and its bytes."""
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = io.FileIO(path, "a+")
+        try:
+            self._read(json.loads(json.dumps(about)))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "AnswerLog":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with storage_errors(self.path):
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def append(self, key: Key, answer: Mapping[str, Any]) -> None:
+        """Keep an answer (JSON values with `id` and `sample` as in `key`) that is not there yet."""
+        if key in self._places:
+            raise ValueError(f"the answer {key} is there already")
+        self._places[key] = self._append(answer)
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        """The answer as it was kept."""
+        return json.loads(self._line(key))
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """All answers in the order in which they came, one at a time."""
+        return (self[key] for key in self._places)
+
+    def publish(self, path: Path, keys: Iterable[Key]) -> int:
+        """Write the lines of those `keys` that are there to `path`, in that order, whole or not at all; how many.
+
+        Raises RunError where the disk refuses.
+        """
+        found = [key for key in keys if key in self._places]
+        write_lines(path, (self._line(key) for key in found))
+        return len(found)
+
+    def _line(self, key: Key) -> bytes:
+        start, size = self._places[key]
+        return os.pread(self._file.fileno(), size, start)
+
+    def _append(self, value: Mapping[str, Any]) -> tuple[int, int]:
+        line = line_of(value)
+        end = os.fstat(self._file.fileno()).st_size
+        with storage_errors(self.path):
+            try:
+                view = memoryview(line)
+                while view:
+                    view = view[self._file.write(view) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
+        return end, len(line)
+
+    def _read(self, about: dict[str, Any]) -> None:
+        end = 0
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                if number == 1:
+                    self._check(_object(line, self.path, number), about)
+                else:
+                    answer = _object(line, self.path, number)
+                    self._places[answer["id"], answer["sample"]] = (end, len(line))
+                end += len(line)
+        with storage_errors(self.path):
+            self._file.truncate(end)
+        if end == 0:
+            self._append({_FORMAT: 1, **about})
+
+    def _check(self, found: dict[str, Any], about: dict[str, Any]) -> None:
+        differs = [name for name, value in about.items() if found.get(name) != value]
+        if differs:
+            raise InputError(
+                f"{self.path} holds answers to another {' and another '.join(differs)}, so it is not gone on with; restore "
+                "what has changed, or generate under another `name`"
+            )
+
+
+def line_of(value: Mapping[str, Any]) -> bytes:
+    """`value` as a line of JSON."""
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write `lines` to `path`, whole or not at all, one at a time; removes what killed processes left half-written.
+
+    Raises RunError where the disk refuses.
+    """
+    aside = partial_path(path)
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for other in path.parent.glob(f".{path.name}.*.partial"):
+            writer = PARTIAL.match(other.name)
+            if writer and not process_runs(int(writer[1])):
+                other.unlink(missing_ok=True)
+        try:
+            with open(aside, "wb") as file:
+                for line in lines:
+                    file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+        if number > 1 and not (isinstance(found["id"], int | str) and isinstance(found["sample"], int)):
+            raise TypeError("no id and sample")
+        return dict(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}, line {number} is damaged; delete that line and go on with `--resume`") from error
