@@ -146,8 +146,8 @@ class Group(Part):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """What tables call the group."""
-    grid: dict[str, list[Any]] = Field(min_length=1)
-    """Recipe key -> its values. Later groups run with the best values of earlier ones."""
+    grid: dict[str, Values] = Field(min_length=1)
+    """Recipe key -> its values, or a name -> `together`. Later groups run with the best values of earlier ones."""
 
 
 def _as_list(value: Any) -> Any:
@@ -198,13 +198,17 @@ class StudyRecipe(Part):
                     raise ValueError(f"`{key}` has no effect with `groups`, which run their grids; remove it")
             if self.pruner.type != "none":
                 raise ValueError("`pruner` has no place with `groups`, whose table shows every value; remove it")
+        for group in self.groups:
+            for key, values in group.grid.items():
+                if isinstance(values, Range):
+                    raise ValueError(f"`{key}` of group {group.name} is a range, which has no grid; list its values")
         names = [group.name for group in self.groups]
         keys = [key for group in self.groups for key in group.grid]
         for what, found in (("groups", names), ("keys", keys)):
             twice = [one for one in found if found.count(one) > 1]
             if twice:
                 raise ValueError(f"two of the {what} in `groups` are {twice[0]}; keep one of them")
-        for key, values in [*self.search.items(), *(item for group in self.groups for item in group.grid.items())]:
+        for key, values in self.spaces.items():
             choices = choices_of(values) or []
             if not isinstance(values, Range) and len(choices) < (2 if self.search else 1):
                 raise ValueError(f"`{key}` has too few values to search; put a single one under `keys`")
@@ -226,9 +230,9 @@ class StudyRecipe(Part):
         return self.trials or 20
 
     @property
-    def searched(self) -> list[str]:
-        """The keys that are searched, in the order of the file."""
-        return list(self.search) or [key for group in self.groups for key in group.grid]
+    def spaces(self) -> dict[str, Values]:
+        """Everything that is searched, in the order of the file."""
+        return self.search | {name: values for group in self.groups for name, values in group.grid.items()}
 
 
 def choices_of(values: Any) -> list[Any] | None:
@@ -240,5 +244,5 @@ def grid_of(group: Group) -> list[dict[str, Any]]:
     """Every combination of the group's values, the last key changing fastest."""
     points: list[dict[str, Any]] = [{}]
     for key, values in group.grid.items():
-        points = [point | {key: value} for point in points for value in values]
+        points = [point | {key: value} for point in points for value in choices_of(values) or []]
     return points

@@ -43,7 +43,7 @@ class Study:
         """Recipe key -> value at `point`, settings that change together taken apart."""
         found: dict[str, Any] = {}
         for name, value in point.items():
-            found |= value if isinstance(self.recipe.search.get(name), Together) else {name: value}
+            found |= value if isinstance(self.recipe.spaces.get(name), Together) else {name: value}
         return found
 
     def at(self, point: Point, runs: Path | None = None, name: str = "trial", **keys: Any) -> Recipe:

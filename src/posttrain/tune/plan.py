@@ -6,6 +6,7 @@ from posttrain.recipe.plan import batch_arithmetic
 from posttrain.recipe.study import Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.tables import Table
+from posttrain.tune.report import short_names
 from posttrain.tune.space import check_space
 
 
@@ -27,6 +28,7 @@ def show_study(study: Study, console: Console) -> None:
     say(f"{objective.direction} {objective.metric}, the best evaluation after the start{within}")
     if recipe.groups:
         console.print(_trials(study).rich())
+        say("best: of the values that its group tried")
     else:
         console.print(_searched(study).rich())
         for point in recipe.start:
@@ -62,12 +64,12 @@ def _searched(study: Study) -> Table:
 
 
 def _trials(study: Study) -> Table:
-    keys = study.recipe.searched
+    keys = list(study.recipe.spaces)
     rows: list[tuple[str, ...]] = []
     earlier: dict[str, str] = {}
     for group in study.recipe.groups:
         for point in grid_of(group):
-            cells = [shown(point[key]) if key in point else earlier.get(key, "") for key in keys]
+            cells = [shown(point[key], narrow=True) if key in point else earlier.get(key, "") for key in keys]
             rows.append((str(len(rows)), group.name, *cells))
-        earlier |= dict.fromkeys(group.grid, f"best of {group.name}")
-    return Table("", ("trial", "group", *keys), rows, "", ("group",))
+        earlier |= dict.fromkeys(group.grid, "best")
+    return Table("", ("trial", "group", *short_names(keys)), rows, "", ("group",))

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from optuna.trial import FrozenTrial, TrialState
 
-from posttrain.recipe.study import Range
+from posttrain.recipe.study import Range, Together
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.drawing import OUTSIDE, STYLE
 from posttrain.runs.files import storage_errors, write_atomically
@@ -113,7 +113,7 @@ def draw_importance(study: Study, trials: Sequence[FrozenTrial]) -> Figure | Non
 def draw_parallel(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
     """Each finished trial as a line across an axis for every key, coloured by its value; the best one is thick."""
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    names = [name for name in study.recipe.searched if any(name in trial.params for trial in finished)]
+    names = [name for name in list(study.recipe.spaces) if any(name in trial.params for trial in finished)]
     if len(finished) < 2 or not names:
         return None
     values = [trial.value or 0.0 for trial in finished]
@@ -158,7 +158,7 @@ class _Scale:
 
     def __init__(self, study: Study, name: str, trials: Sequence[FrozenTrial]) -> None:
         self.study, self.name = study, name
-        searched = study.recipe.search.get(name)
+        searched = study.recipe.spaces.get(name)
         self.range = searched if isinstance(searched, Range) else None
         self.base = _base_value(study, name) if study.recipe.groups else None
         if self.range is not None:
@@ -238,7 +238,14 @@ def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
 
 
 def _base_value(study: Study, key: str) -> Any:
+    space = study.recipe.spaces[key]
     value: Any = study.at({}).model_dump(mode="json")
+    if isinstance(space, Together):
+        return next((c for c in space.together if all(_in(value, k) == v for k, v in c.items())), None)
+    return _in(value, key)
+
+
+def _in(value: Any, key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value

@@ -33,7 +33,7 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
     `narrow` is for a terminal: keys by their last word, and short notes.
     """
     objective, best = study.recipe.objective, best_of(study, trials)
-    named = list(study.recipe.search) or study.recipe.searched
+    named = list(study.recipe.spaces)
     groups = ("group",) if study.recipe.groups else ()
     titles = short_names(named) if narrow else named
     headings = ("trial", *groups, "state", objective.metric, "step", *objective.within, *titles, "minutes", "note")

@@ -23,8 +23,7 @@ _MOST_TRIED = 64
 
 def distributions(study: Study) -> dict[str, BaseDistribution]:
     """Name -> its distribution, in the order of the file; those of groups are their values."""
-    grids = {key: values for group in study.recipe.groups for key, values in group.grid.items()}
-    return {name: _distribution(values) for name, values in (study.recipe.search | grids).items()}
+    return {name: _distribution(values) for name, values in study.recipe.spaces.items()}
 
 
 def stored(point: Point) -> dict[str, Any]:
@@ -36,10 +35,7 @@ def restored(study: Study, params: Point) -> dict[str, Any]:
     """The point that was `stored`."""
     values: dict[str, Any] = {}
     for name, value in params.items():
-        searched = study.recipe.search.get(name)
-        choices = choices_of(searched) if searched is not None else None
-        for group in study.recipe.groups:
-            choices = group.grid.get(name, choices)
+        choices = choices_of(study.recipe.spaces.get(name, []))
         values[name] = next((choice for choice in choices or [] if _stored(choice) == value), value)
     return values
 
@@ -70,10 +66,7 @@ def check_space(study: Study) -> list[str]:
 
 def _corners(study: Study) -> Iterator[dict[str, Any]]:
     """Points at the ends of ranges and at the choices; of groups, each value beside the first ones of the others."""
-    searched: dict[str, Any] = dict(study.recipe.search)
-    for group in study.recipe.groups:
-        searched |= group.grid
-    sides = {name: _ends(values) for name, values in searched.items()}
+    sides = {name: _ends(values) for name, values in study.recipe.spaces.items()}
     count = 1
     for side in sides.values():
         count *= len(side)
