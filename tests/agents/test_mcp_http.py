@@ -17,6 +17,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from posttrain.agents.mcp_http import Guard, listener, token_of
 from posttrain.errors import InputError
+from tests.agents.mcp_served import written
 from tests.agents.scripts import NOTES, code, reply
 from tests.agents.servers import serving, turns
 
@@ -56,11 +57,7 @@ def running(folder, *words, **variables):
 
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory):
-    root = tmp_path_factory.mktemp("memory")
-    for path, text in NOTES.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return root
+    return written(tmp_path_factory.mktemp("memory"))
 
 
 @pytest.fixture(scope="module")

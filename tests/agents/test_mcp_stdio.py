@@ -14,6 +14,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 from posttrain.environments.memory.storage import DiskStorage
+from tests.agents.mcp_served import written
 from tests.agents.scripts import NOTES, code, reply
 from tests.agents.servers import serving, turns
 
@@ -31,11 +32,7 @@ HELLO = {
 
 @pytest.fixture
 def folder(tmp_path):
-    root = tmp_path / "notes"
-    for path, text in NOTES.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return root
+    return written(tmp_path / "notes")
 
 
 def started(folder, *words):

@@ -19,7 +19,9 @@ PATH = "/mcp"
 _TOKEN_CHARS = 16
 """Shortest token that a user may choose."""
 _BODY_BYTES = 262_144
+"""Largest body of a request; a larger one gets 413."""
 _CONNECTIONS = 64
+"""Most connections at once."""
 
 App = Callable[
     [MutableMapping[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]
@@ -43,12 +45,12 @@ class Guard:
     """An ASGI application that lets to `app` what a client on this machine with the token sends.
 
     Each refusal has its status and one sentence: 403 for a Host that is not this address, as behind a name that a web
-    page turned to it, and for any Origin, which only web pages send; 401 without the token; 413 for a body that says it
-    is too large (`app` counts those that do not say).
+    page turned to it, and for any Origin, which only web pages send; 401 without the token. Bodies are not read for it;
+    the size of those that are let in is the matter of `app`.
     """
 
-    def __init__(self, app: App, port: int, token: str, most: int = _BODY_BYTES) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: App, port: int, token: str) -> None:
+        self._app = app
         self._hosts = (f"{ADDRESS}:{port}".encode(), f"localhost:{port}".encode())
         self._expected = b"Bearer " + token.encode()
 
@@ -73,7 +75,7 @@ class Guard:
         def of(name: bytes) -> list[bytes]:
             return [value for key, value in scope["headers"] if key.lower() == name]
 
-        hosts, tokens, lengths = of(b"host"), of(b"authorization"), of(b"content-length")
+        hosts, tokens = of(b"host"), of(b"authorization")
         if scope["type"] != "http":
             return 403, "this is no HTTP request"
         if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
@@ -82,8 +84,6 @@ class Guard:
             return 403, "web pages may not use this server"
         if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._expected):
             return 401, "send the token that the server printed at its start, as `Authorization: Bearer TOKEN`"
-        if lengths and (not lengths[0].isdigit() or int(lengths[0]) > self._most):
-            return 413, f"a request may have {self._most} bytes"
         return None
 
 
