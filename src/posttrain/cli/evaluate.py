@@ -11,22 +11,28 @@ from posttrain.cli.evaluate_judge import judge
 from posttrain.cli.evaluate_text import text
 
 _DEFAULT = "model"
-_HELP = ("--help",)
+_ABOUT = """Evaluate a model in an environment, or files of predictions.
+
+Without one of the words below, a model in an environment is evaluated.
+
+Examples:
+
+posttrain evaluate environment.type=sokoban name=before
+
+posttrain evaluate text predictions.jsonl --out results.json
+"""
 
 
 class _ModelUnlessNamed(TyperGroup):
     """`posttrain evaluate recipe.yaml key=value` is `posttrain evaluate model recipe.yaml key=value`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in (*self.commands, *_HELP):
+        if not args or args[0] not in (*self.commands, "--help"):
             args = [_DEFAULT, *args]
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=_ModelUnlessNamed,
-    help="Evaluate a model in an environment (also without the word `model`), or files of predictions.",
-)
+app = typer.Typer(cls=_ModelUnlessNamed, help=_ABOUT)
 
 
 def model(

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.evaluation.comparisons import holm
-from posttrain.evaluation.paired import Paired, paired
+from posttrain.evaluation.paired import DRAWS, Paired, paired
 from posttrain.evaluation.sides import Run, Side
 from posttrain.runs.files import write_atomically
 from posttrain.runs.tables import Table
@@ -86,7 +86,7 @@ class Comparison:
         write_atomically(path, json.dumps(_plain(values), ensure_ascii=False, indent=1) + "\n")
 
 
-def compare(sides: Sequence[Side], common: bool = False, seed: int = 0) -> Comparison:
+def compare(sides: Sequence[Side], common: bool = False, seed: int = 0, draws: int = DRAWS) -> Comparison:
     """Compare every other side with the first, in all metrics that all sides have.
 
     InputError where sides are of different items, unless `common`, which compares the items that all runs have.
@@ -110,7 +110,7 @@ def compare(sides: Sequence[Side], common: bool = False, seed: int = 0) -> Compa
                 remarks.append(f"{name}: {len(shared) - len(items)} of {len(shared)} items have no value on some side")
             if len(items) < 2:
                 raise InputError(f"{name}: {len(items)} items have a value on both sides; a comparison needs two")
-            tests.append((side.name, paired(name, runs[0].metrics[name].better, a, b, items, seed)))
+            tests.append((side.name, paired(name, runs[0].metrics[name].better, a, b, items, seed, draws)))
             if len(items) < _FEW_ITEMS:
                 warnings.append(f"{name}: {len(items)} items are few, and bootstrap intervals over them too narrow")
     for (name, test), corrected in zip(list(tests), holm([test.p for _, test in tests]), strict=True):

@@ -55,7 +55,13 @@ def evaluate_text(
     predictions: Predictions, options: TextOptions, progress: Callable[[str], None] = lambda _: None
 ) -> Results:
     """Every metric of `options`; those that fail are in `Results.failed` with their reason."""
-    found = Results(predictions.path, len(predictions.rows), predictions.items, predictions.problems.summary(), [], {})
+    found = Results(
+        predictions.path,
+        len(predictions.rows),
+        predictions.items,
+        predictions.problems.summary(),
+        digests=predictions.digests(),
+    )
     for name in options.metrics:
         progress(name)
         try:

@@ -1,0 +1,179 @@
+"""`posttrain evaluate text`, `reward` and `model`, and `posttrain compare`, from the command line on."""
+
+import json
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.evaluation.results import read_results
+from tests.evaluation.made import predictions, write
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """Recipes that `posttrain evaluate` would run."""
+    import posttrain.training.stage as module
+
+    called = []
+    monkeypatch.setattr(module, "run_stage", lambda recipe, **_: called.append(recipe))
+    return called
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["environment.type=frozen_lake", "name=x"],
+        ["model", "environment.type=frozen_lake", "name=x"],
+        ["--environment.type", "frozen_lake", "--name=x"],
+        ["--overwrite", "environment.type=frozen_lake", "name=x"],
+        ["model", "--overwrite", "--environment.type", "frozen_lake", "name=x"],
+    ],
+)
+def test_a_model_is_evaluated_with_and_without_its_word(stage, words):
+    assert main(["evaluate", *words]) == 0
+    [recipe] = stage
+    assert (recipe.stage, recipe.environment.type, recipe.name) == ("evaluate", "frozen_lake", "x")
+
+
+def test_recipe_files_and_dry_runs_stay_as_they_were(stage, tmp_path, capsys):
+    file = tmp_path / "text.yaml"
+    file.write_text("stage: evaluate\nenvironment: {type: sokoban}\n")
+    assert main(["evaluate", str(file)]) == 0
+    assert stage[0].environment.type == "sokoban"
+    assert main(["evaluate", "--dry-run", "environment.type=bandit"]) == 0
+    assert "recipe (evaluate)" in capsys.readouterr().out
+    assert len(stage) == 1
+    assert main(["evaluate", "nothing.yaml"]) == 2
+    assert "no recipe file nothing.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["text", "reward", "model"])
+def test_every_word_explains_itself(verb, capsys):
+    assert main(["evaluate", verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"posttrain evaluate {verb}" in said
+    assert "Examples:" in said
+    assert main(["evaluate", "--help"]) == 0
+    assert verb in capsys.readouterr().out
+
+
+def test_text_prints_and_keeps_what_it_measures(tmp_path, capsys):
+    file = predictions(tmp_path / "p.jsonl", 0.3, samples=2)
+    file.write_text(file.read_text() + '{"id": 40, "predic')
+    out = tmp_path / "deep" / "results.json"
+    rule = "posttrain.environments.rules:exact"
+    assert main(["evaluate", "text", str(file), "--verifier", rule, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("bleu", "chrf", "exact", "verifier", "tok:13a|smooth:exp"))
+    assert "1 row dropped: broken JSON" in said
+    values = json.loads(out.read_text())
+    assert (values["rows"], values["items"]) == (60, 30)
+    bleu = values["metrics"]["bleu"]
+    assert bleu["low"] < bleu["value"] < bleu["high"]
+    metrics, digests = read_results(out)
+    assert len(metrics["exact"].scores) == len(digests) == 30
+    assert metrics["bleu"].about["signature"] == bleu["about"]["signature"]
+
+
+def test_text_keeps_what_it_has_when_an_encoder_is_missing(tmp_path, capsys):
+    file, out = predictions(tmp_path / "p.jsonl", 0.3), tmp_path / "results.json"
+    assert main(["evaluate", "text", str(file), "--encoder", str(tmp_path), "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert "no config.json (the other metrics are kept)" in said.err
+    assert "chrf" in said.out
+    values = json.loads(out.read_text())
+    assert set(values["metrics"]) == {"bleu", "chrf", "exact"}
+    assert "bertscore" in values["failed"]
+
+
+def test_text_with_a_model(tmp_path, tiny_model, capsys):
+    file, out = predictions(tmp_path / "p.jsonl", 0.3, items=3), tmp_path / "results.json"
+    assert (
+        main(["evaluate", "text", str(file), "--metrics", "perplexity", "--model", str(tiny_model), "--out", str(out)])
+        == 0
+    )
+    metrics, _ = read_results(out)
+    assert list(metrics) == ["perplexity_reference", "perplexity_prediction", "perplexity_unconditional"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--metrics", "bleu,rouge"], "there is no metric 'rouge'; use some of bleu, chrf"),
+        (["--metrics", "bertscore"], "--metrics bertscore needs --encoder"),
+        (["--metrics", "bleu", "--model", "x"], "--model has no effect without perplexity in --metrics"),
+        (["--metrics", ","], "--metrics names none"),
+        (["--layer", "3"], "--layer has no effect without --encoder"),
+        (["columns.gold=x"], "'columns.gold=x' is no key of a predictions file"),
+        (["columns.prediction=x"], "no usable prediction"),
+    ],
+)
+def test_text_refuses_what_makes_no_sense(tmp_path, capsys, words, told):
+    assert main(["evaluate", "text", str(predictions(tmp_path / "p.jsonl", 0.3, items=2)), *words]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert told in said[-1]
+    assert said[-1].startswith("posttrain: ")
+
+
+def test_reward_tells_which_model_it_could_not_have(tmp_path, tiny_model, capsys):
+    from posttrain.models.reward import RewardModel
+    from posttrain.recipe.model import ModelRecipe
+
+    model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
+    model.set_statistics(0.0, 0.5)
+    model.export(tmp_path / "rm")
+    file, out = predictions(tmp_path / "p.jsonl", 0.3, items=4), tmp_path / "rewards.json"
+    words = ["evaluate", "reward", str(file), "--model", str(tmp_path / "rm"), "--out", str(out)]
+    assert main(words) == 0
+    assert "normalised (r - 0) / 0.5, kept with the model" in capsys.readouterr().out
+    assert read_results(out)[0]["reward"].texts == 4
+    assert main([*words, "--model", str(tmp_path / "gone")]) == 2
+    said = capsys.readouterr()
+    assert "/rm" in said.out
+    assert f"{tmp_path / 'gone'} is not a model directory" in said.err
+    assert "(the other metrics are kept)" in said.err
+
+
+def test_compare_ends_with_its_sentence(tmp_path, capsys):
+    a, b = predictions(tmp_path / "a.jsonl", 0.6), predictions(tmp_path / "b.jsonl", 0.05, seed=1)
+    out = tmp_path / "c.json"
+    assert main(["compare", f"old={a}", f"new={b}", "--metrics", "bleu,exact", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "A is old, B is new" in said
+    assert "warning: one training run a side" in said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("On items like these, new is better than old in bleu by ")
+    assert json.loads(out.read_text())["conclusion"] == last
+    few = write(tmp_path / "few.jsonl", [json.loads(line) for line in b.read_text().splitlines()[:9]])
+    assert main(["compare", str(a), str(few)]) == 2
+    assert "9 are shared, and 21 of 30 of" in capsys.readouterr().err
+    assert main(["compare", str(a), str(few), "--common", "--metrics", "exact"]) == 0
+    said = capsys.readouterr().out
+    assert "compared on 9 shared items; left out: 21 of 30" in said
+    assert "9 items are few" in said
+    assert main(["compare", str(a)]) == 2
+
+
+def test_columns_may_have_other_names(tmp_path, capsys):
+    rows = [{"q": f"Question {n}", "out": "Up", "gold": "up"} for n in range(5)]
+    file = write(tmp_path / "p.jsonl", rows)
+    words = ["columns.prompt=q", "columns.prediction=out", "columns.reference=gold"]
+    assert main(["evaluate", "text", str(file), *words, "--metrics", "exact"]) == 0
+    assert "100.0%" in capsys.readouterr().out
+
+
+def test_a_model_that_tries_several_times_gets_pass_at_k(tmp_path, tiny_model, capsys):
+    seeds = ["evaluation.final_seeds.count=4", "evaluation.episodes_per_seed=3", "evaluation.sampling.temperature=1"]
+    where = ["environment.type=bandit", f"model.path={tiny_model}", f"runs={tmp_path}", "name=tries"]
+    assert main(["evaluate", *where, *seeds, "rollout.tokens_per_turn=4", "rollout.tokens_per_episode=400"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "tries" / "metrics.jsonl").read_text().splitlines()]
+    [final] = [line for line in lines if line["kind"] == "final"]
+    assert [key for key in final if "@k/" in key and not key.endswith(("_low", "_high"))] == [
+        "mean@k/3",
+        "pass@k/1",
+        "pass@k/2",
+        "pass@k/3",
+    ]
+    assert final["pass@k/1"] == final["mean@k/3"] == final["success"]
+    assert final["pass@k/1_high"] > final["pass@k/1"]
+    assert "pass@3" in (tmp_path / "tries" / "report.md").read_text()

@@ -1,0 +1,205 @@
+"""Whole comparisons: what is read, what is refused, and what is said at the end."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import InputError
+from posttrain.evaluation.compare import compare as compare_sides
+from posttrain.evaluation.comparisons import holm
+from posttrain.evaluation.predictions import read_predictions
+from posttrain.evaluation.sides import read_sides
+from posttrain.evaluation.text import TextOptions, evaluate_text
+from posttrain.rollout.store import write_episodes
+from posttrain.rollout.streams import Outcome
+from posttrain.runs.directory import RunDirectory
+from tests.evaluation.made import predictions, write
+from tests.rollout.episodes import played
+
+compare = partial(compare_sides, draws=500)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Predictions of three models, the later the worse, and of another seed of the first."""
+    made = {"good": (0.05, 0), "fair": (0.4, 1), "bad": (0.8, 2), "again": (0.05, 3)}
+    return {
+        name: str(predictions(tmp_path / f"{name}.jsonl", wrong, seed=seed)) for name, (wrong, seed) in made.items()
+    }
+
+
+def run_directory(tmp_path, name, episodes, environment="type: bandit", final=5):
+    from posttrain.recipe.compose import load_recipe
+
+    recipe = load_recipe(
+        [],
+        [f"runs={tmp_path}", f"name={name}", environment.replace(": ", "=").replace("type", "environment.type", 1)],
+        "rl",
+    )
+    run = RunDirectory.create(recipe)
+    if episodes:
+        write_episodes(run.episodes, 0, "final", [played(seed=9, success=False)])
+        write_episodes(run.episodes, final, "final", episodes)
+    return str(run.path)
+
+
+def test_the_better_file_is_named_and_p_values_are_corrected(files, tmp_path):
+    found = compare(read_sides([files["bad"], files["good"], files["again"]]))
+    assert {(name, test.metric) for name, test in found.tests} == {
+        (name, metric) for name in ("good.jsonl", "again.jsonl") for metric in ("exact", "bleu", "chrf")
+    }
+    assert [test.corrected for _, test in found.tests] == holm([test.p for _, test in found.tests])
+    assert all(test.better_side == "B" for _, test in found.tests if test.metric != "exact")
+    sentence = found.sentence()
+    assert sentence.startswith("On items like these, good.jsonl is better than bad.jsonl in ")
+    assert sentence.endswith("trained with other seeds cannot be concluded.")
+    assert "one training run a side" in found.warnings[0]
+    found.write(tmp_path / "out" / "c.json")
+    kept = json.loads((tmp_path / "out" / "c.json").read_text())
+    assert kept["conclusion"] == sentence
+    assert len(kept["tests"]) == 6
+
+
+def test_the_order_turns_it_round(files):
+    there = compare(read_sides([files["good"], files["fair"]], ["bleu"])).tests[0][1]
+    back = compare(read_sides([files["fair"], files["good"]], ["bleu"])).tests[0][1]
+    assert there.better_side == "A"
+    assert back.better_side == "B"
+    assert (there.difference.value, there.difference.low) == pytest.approx(
+        (-back.difference.value, -back.difference.high)
+    )
+
+
+def test_models_that_are_alike_are_told_apart_by_nothing(files):
+    found = compare(read_sides([files["good"], files["again"]], ["bleu", "chrf"]))
+    assert all(test.better_side is None for _, test in found.tests)
+    assert "no difference can be told between again.jsonl and good.jsonl in bleu" in found.sentence()
+
+
+def test_several_runs_of_a_side(files):
+    sides = read_sides([f"new={files['good']},{files['again']}", f"old={files['fair']},{files['bad']}"])
+    assert [(side.name, len(side.runs)) for side in sides] == [("new", 2), ("old", 2)]
+    found = compare(sides)
+    assert "rough" in found.warnings[0]
+    assert "other seeds" not in found.sentence()
+    assert found.tests[0][1].runs == (2, 2)
+    single = compare(read_sides([f"{files['good']},{files['again']}", files["bad"]]))
+    assert "one training run of bad.jsonl" in single.warnings[0]
+    assert "other seeds" in single.sentence()
+
+
+def test_results_files_hold_what_predictions_do(files, tmp_path):
+    words = []
+    for name in ("good", "fair"):
+        results = evaluate_text(read_predictions(files[name]), TextOptions(("bleu", "chrf", "exact")))
+        results.write(tmp_path / f"{name}.json")
+        words.append(str(tmp_path / f"{name}.json"))
+    of_results, of_files = (
+        compare(read_sides(words, ["bleu", "exact"])),
+        compare(read_sides([files["good"], files["fair"]], ["bleu", "exact"])),
+    )
+    assert [test for _, test in of_results.tests] == [test for _, test in of_files.tests]
+
+
+def test_other_items_are_refused_with_counts_unless_shared_ones_will_do(tmp_path):
+    a = write(tmp_path / "a.jsonl", [{"id": n, "score": n % 3} for n in range(30)])
+    b = write(tmp_path / "b.jsonl", [{"id": n, "score": 1 + n % 3} for n in range(5, 40)])
+    sides = read_sides([str(a), str(b)])
+    with pytest.raises(InputError, match=r"25 are shared, and 5 of 30 of .*a.jsonl, 10 of 35 of .*b.jsonl are not"):
+        compare(sides)
+    found = compare(sides, common=True)
+    assert found.tests[0][1].n == 25
+    assert found.tests[0][1].difference.value == pytest.approx(1.0)
+    assert "compared on 25 shared items; left out: 5 of 30" in found.remarks[0]
+    far = write(tmp_path / "far.jsonl", [{"id": n, "score": 1} for n in range(100, 110)])
+    with pytest.raises(InputError, match="no item in common"):
+        compare(read_sides([str(a), str(far)]), common=True)
+
+
+def test_a_score_that_is_missing_is_left_out_and_not_zero(tmp_path):
+    rows = [{"id": n, "score": 2.0} for n in range(25)]
+    a = write(tmp_path / "a.jsonl", rows)
+    b = write(tmp_path / "b.jsonl", [*rows[:-1], {"id": 24, "score": None, "passed": True}])
+    c = write(tmp_path / "c.jsonl", rows)
+    with pytest.raises(InputError, match="different items"):
+        compare(read_sides([str(a), str(b)], ["score"]))
+    found = compare(read_sides([str(a), str(b)], ["score"]), common=True)
+    assert (found.tests[0][1].b, found.tests[0][1].n) == (2.0, 24)
+    assert any("1 rows without a number in score" in line for line in found.remarks)
+    c.write_text(c.read_text()[:-4])
+    assert "1 row dropped: broken JSON" in read_sides([str(a), str(c)])[1].runs[0].remarks[0]
+
+
+def test_runs_are_compared_by_the_final_episodes_of_their_trained_models(tmp_path):
+    seeds = range(30)
+    a = run_directory(tmp_path, "a", [played(seed=s, rewards=(0.0,), success=s < 5) for s in seeds])
+    b = run_directory(tmp_path, "b", [played(seed=s, rewards=(1.0,), success=s < 20) for s in seeds])
+    found = compare(read_sides([a, b]))
+    success, paid = (test for _, test in found.tests)
+    assert (success.metric, success.test, success.a, success.b) == ("success", "McNemar, exact", 5 / 30, 20 / 30)
+    assert success.p == pytest.approx(2 / 2**15)
+    assert (paid.metric, paid.difference.value) == ("return", 1.0)
+    assert "a: final episodes of step 5" in found.remarks[0]
+
+
+def test_failed_episodes_are_not_successful_and_have_no_return(tmp_path):
+    episodes = [played(seed=s, success=True) for s in range(25)]
+    failed = [*episodes[:-1], played(seed=24, success=True, outcome=Outcome.FAILED, failure="time-out")]
+    found = compare(read_sides([run_directory(tmp_path, "a", episodes), run_directory(tmp_path, "b", failed)]))
+    success, paid = (test for _, test in found.tests)
+    assert (success.b, success.n) == (24 / 25, 25)
+    assert (paid.b, paid.n) == (1.0, 24)
+    assert "return: 1 of 25 items have no value on some side" in found.remarks
+
+
+def test_runs_of_other_environments_are_refused_and_other_keys_told(tmp_path):
+    episodes = [played(seed=s) for s in range(20)]
+    a = run_directory(tmp_path, "a", episodes)
+    other = run_directory(tmp_path, "c", episodes, "type: frozen_lake")
+    with pytest.raises(InputError, match=r"played bandit and .* played frozen_lake"):
+        compare(read_sides([a, other]))
+    with pytest.raises(InputError, match="no final episodes yet"):
+        read_sides([a, run_directory(tmp_path, "d", [])])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["good"], "needs two sides"),
+        (["good", "good"], "stands on two sides"),
+        (["good", "nothing"], "no such file"),
+        (["good,good", "bad"], "names a run twice"),
+        (["good", "columns.text=x", "bad"], "no key of a predictions file"),
+        (["good", "numbers"], "no metric in common"),
+        (["good", "empty"], "there are no rows"),
+        (["good", "other"], "30 of 30 items have another prompt or reference"),
+        (["good", "broken"], "no results file"),
+        (["good", "texts"], "holds nothing to compare by"),
+    ],
+)
+def test_what_is_refused(files, tmp_path, words, told):
+    paths = files | {"nothing": str(tmp_path / "nothing.jsonl"), "empty": str(tmp_path / "empty.jsonl")}
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.json").write_text('{"format": 1, "metr')
+    paths["broken"] = str(tmp_path / "broken.json")
+    paths["numbers"] = str(write(tmp_path / "numbers.jsonl", [{"id": n, "score": n} for n in range(30)]))
+    rows = [json.loads(line) for line in Path(files["good"]).read_text().splitlines()]
+    paths["other"] = str(write(tmp_path / "other.jsonl", [row | {"prompt": "Another?"} for row in rows]))
+    paths["texts"] = str(write(tmp_path / "texts.jsonl", [{"id": 1, "text": "x"}]))
+    given = [",".join(paths.get(part, part) for part in word.split(",")) for word in words]
+    with pytest.raises(InputError, match=told):
+        compare(read_sides(given))
+
+
+def test_values_measured_otherwise_are_not_compared(files, tmp_path):
+    for name, verifier in (("good", "final_number"), ("fair", "contains")):
+        options = TextOptions(("verifier",), verifier=f"posttrain.environments.rules:{verifier}")
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"reference": "', '"reference": "7 '))
+        evaluate_text(read_predictions(str(path)), options).write(tmp_path / f"{name}.json")
+    with pytest.raises(InputError, match=r"verifier of .* is with verifier .*final_number and of .*contains"):
+        compare(read_sides([str(tmp_path / "good.json"), str(tmp_path / "fair.json")]))
+    with pytest.raises(InputError, match="has no metric 'bleu'; it has verifier"):
+        read_sides([str(tmp_path / "good.json"), str(tmp_path / "fair.json")], ["bleu"])

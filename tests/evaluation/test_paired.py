@@ -1,0 +1,198 @@
+"""Paired tests: closed forms, scipy, coverage, and what a bootstrap must be like."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from posttrain.evaluation.comparisons import holm, mcnemar, odds_ratio, paired_rates, standardised_difference
+from posttrain.evaluation.paired import paired, run_draws
+from posttrain.evaluation.scores import item_means, item_sums
+from posttrain.evaluation.statistics import difference_interval, success_rate
+
+COUNTS = st.tuples(*[st.integers(0, 30)] * 4).filter(lambda counts: sum(counts) > 1)
+
+
+def scores(values, kind="mean"):
+    return item_means(kind, ((str(place), value) for place, value in enumerate(values)))
+
+
+def names(n):
+    return [str(place) for place in range(n)]
+
+
+def answers(counts):
+    """0 and 1 of both sides on items that both, only A, only B and neither got right."""
+    both, only_a, only_b, neither = counts
+    return [1.0] * (both + only_a) + [0.0] * (only_b + neither), [1.0] * both + [0.0] * only_a + [1.0] * only_b + [
+        0.0
+    ] * neither
+
+
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_mcnemar_is_scipys_binomial_test(only_a, only_b):
+    known = stats.binomtest(only_a, only_a + only_b, 0.5).pvalue if only_a + only_b else 1.0
+    assert mcnemar(only_a, only_b) == pytest.approx(known, rel=1e-9)
+    assert mcnemar(only_a, only_b) == mcnemar(only_b, only_a)
+
+
+def test_mcnemar_of_few_items():
+    assert mcnemar(0, 5) == pytest.approx(2 / 32)
+    assert mcnemar(1, 6) == pytest.approx(2 * 8 / 128)
+    assert mcnemar(3, 3) == 1.0
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_the_odds_ratio_has_clopper_and_pearsons_interval(only_a, only_b):
+    found = odds_ratio(only_a, only_b)
+    if not only_a + only_b:
+        assert math.isnan(found.value)
+        return
+    known = stats.binomtest(only_b, only_a + only_b).proportion_ci(method="exact")
+    for limit, share in ((found.low, known.low), (found.high, known.high)):
+        assert limit == (math.inf if share == 1 else pytest.approx(share / (1 - share), rel=1e-6, abs=1e-12))
+    assert found.value == (pytest.approx(only_b / only_a) if only_a else math.inf)
+    assert found.low <= found.value <= found.high
+
+
+@given(COUNTS)
+def test_the_difference_of_paired_rates_turns_round_and_stays_within_one(counts):
+    a, b = answers(counts)
+    there, back = paired_rates(a, b), paired_rates(b, a)
+    assert there.value == pytest.approx((counts[2] - counts[1]) / sum(counts))
+    assert (back.value, back.low, back.high) == pytest.approx((-there.value, -there.high, -there.low))
+    assert -1 <= there.low <= there.value <= there.high <= 1
+    assert there.low < there.high
+
+
+def test_without_correlation_it_is_the_interval_of_independent_samples():
+    a, b = answers((6, 4, 9, 6))  # 6 * 6 = 4 * 9
+    found, known = paired_rates(a, b), difference_interval(success_rate(15, 25), success_rate(10, 25))
+    assert (found.low, found.high) == pytest.approx((known.low, known.high))
+    alike = paired_rates(*answers((12, 1, 2, 10)))
+    assert alike.high - alike.low < found.high - found.low
+
+
+def test_the_interval_of_paired_rates_covers():
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(500):
+        skill = generator.random(60)
+        a, b = generator.random(60) < skill * 0.8, generator.random(60) < skill * 0.8 + 0.1
+        found = paired_rates(a, b)
+        hits += found.low <= 0.1 <= found.high
+    assert 0.93 <= hits / 500 <= 0.995
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm(p_values):
+    found = holm(p_values)
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    assert all(one >= p for one, p in zip(found, p_values, strict=True))
+    assert [found[i] for i in order] == sorted(found)
+    assert found[order[0]] == min(1, len(p_values) * p_values[order[0]])
+    assert max(found) <= 1
+
+
+def test_holm_of_a_textbook_family():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_the_standardised_difference():
+    found = standardised_difference([1.0, 2.0, 3.0, 2.0])
+    assert found.value == pytest.approx(2 / np.std([1, 2, 3, 2], ddof=1))
+    assert found.low <= found.value <= found.high
+    assert math.isnan(standardised_difference([1.0, 1.0]).value)
+
+
+@pytest.mark.parametrize("counts", [(5, 1, 9, 5), (10, 0, 0, 10), (3, 4, 4, 0)])
+def test_right_or_wrong_answers_of_one_run_get_mcnemars_test(counts):
+    a, b = answers(counts)
+    found = paired("success", "higher", [scores(a, "rate")], [scores(b, "rate")], names(len(a)))
+    assert (found.test, found.p, found.n) == ("McNemar, exact", mcnemar(counts[1], counts[2]), sum(counts))
+    assert found.difference == paired_rates(a, b)
+    assert (found.a, found.b) == (np.mean(a), np.mean(b))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20))
+def test_the_bootstrap_turns_round_and_holds_the_difference(pairs):
+    a, b = ([pair[side] for pair in pairs] for side in (0, 1))
+    there = paired("score", "higher", [scores(a)], [scores(b)], names(len(a)), draws=300)
+    back = paired("score", "higher", [scores(b)], [scores(a)], names(len(a)), draws=300)
+    assert there.difference.value == pytest.approx(np.mean(b) - np.mean(a), abs=1e-9)
+    assert there.difference.low <= there.difference.value <= there.difference.high
+    assert (back.difference.low, back.difference.high) == pytest.approx(
+        (-there.difference.high, -there.difference.low), abs=1e-9
+    )
+    assert back.p == there.p
+    assert 1 / 301 <= there.p <= 1
+
+
+def test_pairs_remove_what_the_items_have_in_common():
+    generator = np.random.default_rng(3)
+    hard = generator.normal(0, 10, size=80)
+    found = paired("score", "higher", [scores(hard)], [scores(hard + 1 + generator.normal(0, 0.2, 80))], names(80))
+    assert 0.9 < found.difference.low < 1 < found.difference.high < 1.1
+    assert found.p == pytest.approx(1 / 5001)
+    assert found.with_correction(found.p).better_side == "B"
+
+
+def test_p_values_are_uniform_where_there_is_no_difference():
+    generator = np.random.default_rng(0)
+    drawn = [
+        paired(
+            "s",
+            "higher",
+            [scores(generator.normal(size=40))],
+            [scores(generator.normal(size=40))],
+            names(40),
+            draws=200,
+        ).p
+        for _ in range(200)
+    ]
+    assert 0.02 <= np.mean(np.array(drawn) < 0.05) <= 0.11
+    assert 0.35 <= np.median(drawn) <= 0.65
+
+
+def test_the_same_answers_are_no_difference():
+    same = scores([0.5, 1.5, 2.5])
+    found = paired("score", "higher", [same], [same], names(3), draws=100)
+    assert (found.difference.value, found.p, found.better_side) == (0.0, 1.0, None)
+    assert math.isnan(found.effect.value)
+    with pytest.raises(ValueError, match="two items"):
+        paired("score", "higher", [same], [same], names(1))
+
+
+def test_a_lower_perplexity_is_better():
+    a = item_sums("perplexity", ((str(i), (3.0 + i % 3, 2)) for i in range(40)))
+    b = item_sums("perplexity", ((str(i), (2.0 + i % 3, 2)) for i in range(40)))
+    found = paired("perplexity", "lower", [a], [b], names(40), draws=300)
+    assert found.b < found.a
+    assert found.with_correction(found.p).better_side == "B"
+    assert found.effect is None
+
+
+def test_runs_that_differ_widen_the_interval():
+    items = np.random.default_rng(1).normal(size=50)
+    a = [scores(items + shift) for shift in (-0.5, 0.0, 0.5)]
+    b = [scores(items + 0.2 + shift) for shift in (-0.5, 0.0, 0.5)]
+    one = paired("score", "higher", a[1:2], b[1:2], names(50), draws=500)
+    several = paired("score", "higher", a, b, names(50), draws=2000)
+    assert one.difference.high - one.difference.low < 1e-6
+    assert several.difference.value == pytest.approx(0.2)
+    assert several.runs == (3, 3)
+    # Nothing but the runs varies: the variance is that of two means of three runs of standard deviation 0.5.
+    width = several.difference.high - several.difference.low
+    assert width == pytest.approx(2 * 1.96 * 0.5 * math.sqrt(2 / 3), rel=0.15)
+
+
+def test_draws_of_runs_are_unbiased():
+    table = [np.full(20_000, value) for value in (0.0, 1.0, 5.0)]
+    drawn = run_draws(table, "a", 0)
+    assert drawn.mean() == pytest.approx(2.0, abs=0.05)
+    assert drawn.var() == pytest.approx(np.var([0, 1, 5], ddof=1) / 3, rel=0.05)
+    assert (run_draws(table[:1], "a", 0) == 0).all()

@@ -1,0 +1,107 @@
+"""Perplexities of a tiny model against transformers' own log-probabilities."""
+
+import math
+
+import pytest
+import torch
+
+from posttrain.errors import InputError
+from posttrain.evaluation.perplexity import LanguageModel, conditional, unconditional
+from posttrain.evaluation.predictions import read_predictions
+from posttrain.evaluation.scores import estimate
+from tests.evaluation.made import write
+
+ROWS = [
+    {"id": 0, "prompt": "Reach the goal", "prediction": "go Up", "reference": "Up Up Down"},
+    {"id": 0, "prompt": "Reach the goal", "prediction": "go", "reference": "Up Up Down"},
+    {
+        "id": 1,
+        "prompt": "Where are the holes?",
+        "prediction": "row 1 column 2",
+        "reference": "row 3",
+        "stop_reason": "length",
+    },
+    {"id": 2, "prompt": "Anything", "prediction": "  "},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return LanguageModel(str(tiny_model), tokens_per_batch=24)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model).eval(), AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return read_predictions(str(write(tmp_path / "p.jsonl", ROWS))).rows
+
+
+def nats(plain, prompt, text):
+    """-log p of the tokens of `text` after those of `prompt`, by transformers, and their number."""
+    model, tokenizer = plain
+    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, text))
+    with torch.no_grad():
+        logits = model(torch.tensor([before + after])).logits[0].float()
+    logprobs = torch.log_softmax(logits, -1)
+    return -sum(float(logprobs[len(before) - 1 + i, token]) for i, token in enumerate(after)), len(after)
+
+
+def asked(question):
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_references_given_their_prompts(model, plain, rows):
+    found = conditional(rows, model, "reference")
+    one = nats(plain, asked("Reach the goal"), "Up Up Down<|im_end|>")
+    other = nats(plain, asked("Where are the holes?"), "row 3<|im_end|>")
+    assert found.about["tokens"] == one[1] + other[1]
+    assert estimate(found.scores, draws=50).value == pytest.approx(
+        math.exp((one[0] + other[0]) / (one[1] + other[1])), rel=1e-4
+    )
+    assert (found.texts, found.left_out, found.better) == (2, {"empty reference": 1}, "lower")
+
+
+def test_predictions_given_their_prompts(model, plain, rows):
+    found = conditional(rows, model, "prediction")
+    known = [
+        nats(plain, asked("Reach the goal"), "go Up<|im_end|>"),
+        nats(plain, asked("Reach the goal"), "go<|im_end|>"),
+        nats(plain, asked("Where are the holes?"), "row 1 column 2"),  # cut off, so without its end
+    ]
+    assert estimate(found.scores, draws=50).value == pytest.approx(
+        math.exp(sum(own for own, _ in known) / sum(count for _, count in known)), rel=1e-4
+    )
+    assert found.left_out == {"empty prediction": 1}
+
+
+def test_the_published_one_is_a_mean_over_texts_without_prompts(model, plain, rows):
+    found = unconditional(rows, model)
+    known = [nats(plain, "<|im_start|>", text) for text in ("Up Up Down", "row 3")]
+    expected = sum(math.exp(own / count) for own, count in known) / 2
+    assert estimate(found.scores, draws=50).value == pytest.approx(expected, rel=1e-4)
+    assert found.left_out == {"no reference": 1}
+
+
+def test_texts_that_are_too_long_are_left_out_or_cut_and_counted(model, rows, monkeypatch):
+    monkeypatch.setattr(model, "limit", 5)
+    with pytest.raises(InputError, match=r"perplexity_reference: no text could be scored .*too long for the model"):
+        conditional(rows, model, "reference")
+    assert unconditional(rows, model).about["share of texts truncated"] > 0
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match=r"--model: .* is not a model directory"):
+        LanguageModel(str(tmp_path))
+
+
+def test_numbers_that_are_none_are_left_out(model, rows, monkeypatch):
+    monkeypatch.setattr(model, "nats", lambda texts: [(math.nan, 3), *[(3.0, 3)] * (len(texts) - 1)])
+    found = conditional(rows, model, "prediction")
+    assert found.left_out["not a finite number"] == 1
+    assert estimate(found.scores, draws=20).value == pytest.approx(math.e)
