@@ -201,3 +201,19 @@ def test_other_names_of_a_label_are_known_without_a_theme():
     view = Filter(["Hide the birthday of Bo."], files).view
     assert "1990" not in view["bo.md"]
     assert "70 kg" in view["bo.md"]
+
+
+def test_a_second_text_cannot_widen_what_the_first_alone_allows():
+    files = {
+        "user.md": "# Me\n\n- friend: [[entities/ada.md|Ada Lind]]\n",
+        "entities/ada.md": "# Ada Lind\n\n- city: Bern\n- job: baker\n",
+    }
+    city, job = "You may only share the city of Ada Lind.", "You may only share the job of Ada Lind."
+    note = "entities/ada.md"
+    both = Filter([f"{city} {job}"], files).view[note]
+    assert "Bern" in both
+    assert "baker" in both
+    apart = Filter([city, job], files).view[note]
+    assert "Bern" not in apart
+    assert "baker" not in apart
+    assert "Bern" in Filter([city, city], files).view[note]

@@ -43,7 +43,8 @@ class Filter:
     """What the rules of one conversation hide, in one vault."""
 
     def __init__(self, rules: Sequence[str], files: Mapping[str, str], theme: str | None = None) -> None:
-        """`rules` are texts of rules, `files` the vault (path -> text), `theme` that of a made-up world if it is known.
+        """`rules` are texts of rules, all in force at once, `files` the vault (path -> text), `theme` that of a made-up
+        world if it is known. A text cannot allow what another forbids, or does not allow.
 
         Without a theme, sentences that state a fact cannot all be known, and more of them is hidden.
         """
@@ -52,6 +53,8 @@ class Filter:
         self._facts = facts_of(files, theme) if rules else []
         self._names = names_of(files) if rules else {}
         self.rules: list[Rule] = []
+        self._allowing: list[list[Rule]] = []
+        """What alone may be told, by the text that says so: one text adds to itself, another takes away from it."""
         self.problem: NotUnderstood | None = None
         """The first sentence that is no rule; then nothing at all is shown."""
         labels = frozenset(label for fact in self._facts for label in fact.labels)
@@ -61,6 +64,7 @@ class Filter:
                 self.problem = self.problem or found
             else:
                 self.rules += found
+                self._allowing += [allowing] if (allowing := [rule for rule in found if rule.allow]) else []
         self.view = self._view()
         """Path -> text of the notes that the model may work with."""
         self._values = self._secret_values()
@@ -84,8 +88,9 @@ class Filter:
         """Whether the rules forbid to say this fact."""
         if any(self._names_fact(rule, fact) for rule in self.rules if not rule.allow):
             return True
-        allowing = [rule for rule in self.rules if rule.allow]
-        return bool(allowing) and fact.kind != "link" and not any(self._names_fact(rule, fact) for rule in allowing)
+        if fact.kind == "link":
+            return False
+        return any(not any(self._names_fact(rule, fact) for rule in allowing) for allowing in self._allowing)
 
     def _names_fact(self, rule: Rule, fact: Fact) -> bool:
         """Whether `rule` is about `fact`: forbidden ones widely, allowed ones only exactly."""
@@ -177,7 +182,7 @@ class Filter:
         for start, end, target, _ in links(text):
             if resolve(target, self._files) in gone:
                 yield start, end
-        if any(rule.allow for rule in self.rules):
+        if self._allowing:
             yield from prose(text, [fact for fact in self._facts if fact.note == path])
         elif self._theme is None:
             for rule in self.rules:
