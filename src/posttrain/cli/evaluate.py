@@ -6,8 +6,8 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain.cli import stages
-from posttrain.cli.evaluate_reward import reward
 from posttrain.cli.evaluate_judge import judge
+from posttrain.cli.evaluate_reward import reward
 from posttrain.cli.evaluate_text import text
 
 _DEFAULT = "model"
