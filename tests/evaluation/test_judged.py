@@ -128,6 +128,14 @@ def test_what_is_no_verdict_is_counted_with_its_reason_and_never_scored(trouble,
     assert any(line.startswith(f"{kind}: p.jsonl row 2: judge m") for line in found.remarks)
 
 
+def test_what_a_judge_replied_cannot_steer_a_terminal():
+    with serving(lambda frames, number: "\x1b[2J\nscore: 5\r5") as server:
+        found = judge_predictions(rows(["3"]), options(server))
+    (line,) = found.remarks
+    assert line.isprintable()
+    assert "\x1b" in found.records[0]["failure"]
+
+
 @pytest.mark.parametrize(
     "trouble", [Trouble(429, headers={"Retry-After": "1"}), Trouble(503, headers={"Retry-After": "1"})]
 )

@@ -121,7 +121,8 @@ def unanswered(records: Sequence[Record]) -> int:
 
 def empty_results(predictions: Predictions) -> Results:
     """The results of a file of which nothing is measured yet."""
-    return Results(predictions.path, len(predictions.rows), predictions.items, predictions.problems.summary())
+    dropped, digests = predictions.problems.summary(), predictions.digests()
+    return Results(predictions.path, len(predictions.rows), predictions.items, dropped, digests=digests)
 
 
 def remarks(records: Sequence[Record], longest: int) -> list[str]:
@@ -131,7 +132,12 @@ def remarks(records: Sequence[Record], longest: int) -> list[str]:
         told.append(f"{in_part} rows hold a text of more than {longest:,} characters, whose end the judge did not see")
     for kind, count in left_out(records).items():
         own = [record for record in records if record["left_out"] == kind]
-        told += [f"{kind}: {record['row']}: {record['failure']}" for record in own[:3]]
+        told += [f"{kind}: {record['row']}: {_printable(record['failure'])}" for record in own[:3]]
         if count > 3:
             told.append(f"{kind}: {count - 3:,} more")
     return told
+
+
+def _printable(text: str) -> str:
+    """On one line and without signs that steer a terminal: it may quote what a judge replied."""
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
