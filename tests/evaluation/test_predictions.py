@@ -56,7 +56,8 @@ def test_what_could_not_be_had_is_left_out_and_never_zero(tmp_path):
     ]
     found = read(write(tmp_path / "p.jsonl", rows))
     assert [row.item for row in found.rows] == ["0", "2", "3"]
-    assert "no prediction" in found.problems.summary()[0]
+    assert "no prediction" in found.notes()[0]
+    assert found.notes()[1] == "1 of 3 predictions are empty, which is an answer like any other"
     measured = exact_match(found.rows)
     assert measured.left_out == {"no reference": 1}
     assert measured.scores.items.keys() == {"0", "3"}

@@ -59,6 +59,15 @@ class Predictions:
     def items(self) -> int:
         return len({row.item for row in self.rows})
 
+    def notes(self) -> list[str]:
+        """What to know of the rows: which could not be used, and how many answers have no end or no text."""
+        found = self.problems.summary()
+        if cut_off := sum(row.cut_off for row in self.rows):
+            found.append(f"{cut_off} of {len(self.rows)} predictions were cut off before their end")
+        if empty := sum(not row.text.strip() for row in self.rows):
+            found.append(f"{empty} of {len(self.rows)} predictions are empty, which is an answer like any other")
+        return found
+
     def digests(self) -> dict[str, str]:
         """Item -> digest of its prompt and reference, by which two files are known to speak of the same items."""
         return {row.item: _digest([row.prompt, row.reference]) for row in self.rows}

@@ -28,7 +28,7 @@ class Results:
     rows: int
     items: int
     dropped: Sequence[str] = ()
-    """What was wrong with rows that are in no metric, in sentences."""
+    """What was wrong with rows, in sentences: those in no metric, and answers that are cut off or empty."""
     measured: list[Measured] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Metrics that could not be had, and why."""

@@ -36,7 +36,7 @@ def evaluate_rewards(
         predictions.path,
         len(predictions.rows),
         predictions.items,
-        predictions.problems.summary(),
+        predictions.notes(),
         digests=predictions.digests(),
     )
     for name, path in zip(_names(models), models, strict=True):

@@ -166,7 +166,7 @@ def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColu
         wanted = metrics is None or name in metrics
         if wanted and name not in found and any(row.reference is not None for row in predictions.rows):
             found[name] = exact_match(predictions.rows) if name == "exact" else _corpus(name, predictions.rows)
-    dropped = [f"{path}: {line}" for line in predictions.problems.summary()]
+    dropped = [f"{path}: {line}" for line in predictions.notes()]
     return Run(path, found, predictions.digests(), None, dropped)
 
 

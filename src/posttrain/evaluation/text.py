@@ -59,7 +59,7 @@ def evaluate_text(
         predictions.path,
         len(predictions.rows),
         predictions.items,
-        predictions.problems.summary(),
+        predictions.notes(),
         digests=predictions.digests(),
     )
     for name in options.metrics:
