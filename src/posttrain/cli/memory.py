@@ -24,30 +24,41 @@ class Opener(StrEnum):
     template = "template"
 
 
+VaultFolder = Annotated[Path, typer.Argument(help="Folder of the memory.")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="Path or hub id of a model, or with --url its name at the server.")
+]
+Url = Annotated[
+    str | None, typer.Option("--url", help="An OpenAI-compatible server, such as http://localhost:8000/v1.")
+]
+Key = Annotated[str | None, typer.Option("--key", help="Environment variable that holds the server's key.")]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option("--filter", help="A privacy rule for every question or call; may be given several times."),
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 is greedy, the default; with --url, the server's own by default.", min=0)
+]
+MaxTurns = Annotated[int | None, typer.Option(help="Most messages of the model to a question; 8.", min=2)]
+NoThinking = Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")]
+Prompt = Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")]
+OpenedBy = Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")]
+ReadOnly = Annotated[bool, typer.Option("--read-only", help="Change nothing, whatever is asked; take no lock.")]
+
+
 @app.command()
 def chat(
-    vault: Annotated[Path, typer.Argument(help="Folder of the memory.")],
-    model: Annotated[
-        str | None, typer.Option(help="Path or hub id of a model, or with --url its name at the server.")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible server, such as http://localhost:8000/v1.")
-    ] = None,
-    key: Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")] = None,
-    rules: Annotated[
-        list[str] | None,
-        typer.Option("--filter", help="A privacy rule for every question; may be given several times."),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy, the default; with --url, the server's own by default.", min=0)
-    ] = None,
-    max_turns: Annotated[int | None, typer.Option(help="Most messages of the model to a question; 8.", min=2)] = None,
-    no_thinking: Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")] = False,
-    prompt: Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")] = (
-        PromptLength.full
-    ),
-    opened_by: Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")] = Opener.policy,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Change nothing; others may write meanwhile.")] = False,
+    vault: VaultFolder,
+    model: ModelName = None,
+    url: Url = None,
+    key: Key = None,
+    rules: Rules = None,
+    temperature: Temperature = None,
+    max_turns: MaxTurns = None,
+    no_thinking: NoThinking = False,
+    prompt: Prompt = PromptLength.full,
+    opened_by: OpenedBy = Opener.policy,
+    read_only: ReadOnly = False,
     new: Annotated[
         bool, typer.Option("--new", help="Make the memory where there is none, with an empty user.md.")
     ] = False,

@@ -1,36 +1,38 @@
 """`posttrain memory mcp`: the memory for other programs."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from posttrain.cli.memory import Opener, PromptLength
+from posttrain.cli.memory import (
+    Key,
+    MaxTurns,
+    ModelName,
+    NoThinking,
+    OpenedBy,
+    Opener,
+    Prompt,
+    PromptLength,
+    ReadOnly,
+    Rules,
+    Temperature,
+    Url,
+    VaultFolder,
+)
 
 
 def mcp(
-    vault: Annotated[Path, typer.Argument(help="Folder of the memory.")],
-    model: Annotated[
-        str | None, typer.Option(help="Path or hub id of a model, or with --url its name at the server; for `ask`.")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible server, such as http://localhost:8000/v1.")
-    ] = None,
-    key: Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")] = None,
-    rules: Annotated[
-        list[str] | None,
-        typer.Option("--filter", help="A privacy rule for every call; may be given several times."),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy, the default; with --url, the server's own by default.", min=0)
-    ] = None,
-    max_turns: Annotated[int | None, typer.Option(help="Most messages of the model to a question; 8.", min=2)] = None,
-    no_thinking: Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")] = False,
-    prompt: Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")] = (
-        PromptLength.full
-    ),
-    opened_by: Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")] = Opener.policy,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Change nothing, whatever is asked.")] = False,
+    vault: VaultFolder,
+    model: ModelName = None,
+    url: Url = None,
+    key: Key = None,
+    rules: Rules = None,
+    temperature: Temperature = None,
+    max_turns: MaxTurns = None,
+    no_thinking: NoThinking = False,
+    prompt: Prompt = PromptLength.full,
+    opened_by: OpenedBy = Opener.policy,
+    read_only: ReadOnly = False,
     http: Annotated[
         int | None,
         typer.Option(metavar="PORT", help="HTTP on 127.0.0.1 instead of stdio; 0 is any free port.", min=0, max=65_535),
