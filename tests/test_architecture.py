@@ -34,6 +34,8 @@ ALLOWED = {
         "rollout",
         "evaluation",
     },
+    "tune": {"recipe", "runs", "training", "evaluation"},
+    "reports": {"recipe", "runs", "rollout", "credit.units", "models.load", "training.table"},
 }
 """Folder -> what it may import of the package besides itself and `errors` and `seeds`."""
 

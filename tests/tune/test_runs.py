@@ -1,0 +1,121 @@
+"""Studies of real runs: processes of their own, on a tiny model."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from optuna.trial import TrialState
+
+from posttrain.recipe.compose import load_recipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import read_metrics
+from tests.training import preferences
+
+from . import studies
+
+DEADLY = Path(__file__).parent / "deadly.py"
+
+
+def keys(tiny: Path, **changes) -> dict:
+    """A few steps of RL on a toy task."""
+    values = {
+        "stage": "rl",
+        "model": {"path": str(tiny), "threads": 1},
+        "environment": {"type": str(DEADLY)},
+        "steps": 2,
+        "seeds": {"start": 0, "count": 8},
+        "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 3, "tokens_per_episode": 200},
+        "evaluation": {"every": 1, "seeds": {"start": 1000, "count": 2}, "final_seeds": {"start": 2000, "count": 2}},
+        "checkpoint": {"every": 1},
+    }
+    return values | changes
+
+
+def test_supervised_trials_two_at_a_time(tiny_model, tmp_path):
+    base = preferences.recipe_values("sft", tiny_model, tmp_path, steps=3, evaluation={"every": 2})
+    base = {key: value for key, value in base.items() if key not in ("name", "runs")}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    changes = {
+        "recipe": "base.yaml",
+        "keys": None,
+        "search": {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-2, "log": True}},
+        "objective": {"metric": "validation/loss", "direction": "minimize"},
+        "start": [{"optimizer.learning_rate": 1e-2}],
+    }
+    assert studies.tune(tmp_path, "workers=2", "trials=3", **changes) == 0
+    found = studies.trials(tmp_path)
+    assert [trial.state for trial in found] == [TrialState.COMPLETE] * 3
+    for trial in found:
+        run = RunDirectory.open(tmp_path / f"runs/s/trials/{trial.number:04d}")
+        losses = {
+            line["step"]: line["validation/loss"] for line in read_metrics(run.metrics) if line["kind"] == "evaluation"
+        }
+        assert trial.intermediate_values == {step: loss for step, loss in losses.items() if step > 0}
+        assert trial.value == min(trial.intermediate_values.values())
+        assert run.load_recipe().optimizer.learning_rate == trial.params["optimizer.learning_rate"]
+        assert (run.path / "model" / "config.json").is_file()
+    best = min(found, key=lambda trial: trial.value)
+    recipe = load_recipe([str(tmp_path / "base.yaml"), str(tmp_path / "runs/s/best.yaml")], [], "sft")
+    assert recipe.optimizer.learning_rate == best.params["optimizer.learning_rate"]
+
+
+def test_a_run_that_dies_is_a_failed_trial_with_its_reason(tiny_model, tmp_path):
+    search = {"environment.end": ["kill", "raise", "none"]}
+    start = [{"environment.end": end} for end in search["environment.end"]]
+    made = keys(tiny_model, steps=1)
+    assert studies.tune(tmp_path, keys=made, search=search, start=start, trials=3) == 0
+    killed, raised, sound = studies.trials(tmp_path)
+    assert killed.state == raised.state == TrialState.FAIL
+    assert killed.user_attrs["reason"].startswith("killed by SIGKILL")
+    assert "no room left" in raised.user_attrs["reason"]
+    assert sound.state == TrialState.COMPLETE
+    assert yaml.safe_load((tmp_path / "runs/s/best.yaml").read_text()) == {"environment": {"end": "none"}}
+
+
+def test_a_pruned_run_saves_a_checkpoint_and_ends(tiny_model, tmp_path):
+    settings = [{"environment.pay": 1.0, "steps": 2}, {"environment.pay": 0.1, "steps": 2000}]
+    start = [{"both": setting} for setting in settings]
+    changes = {"search": {"both": {"together": settings}}, "start": start, "trials": 2}
+    made = keys(tiny_model, checkpoint={"every": 1000})
+    assert studies.tune(tmp_path, keys=made, pruner={"type": "median", "startup_trials": 1}, **changes) == 0
+    first, pruned = studies.trials(tmp_path)
+    assert (first.state, pruned.state) == (TrialState.COMPLETE, TrialState.PRUNED)
+    assert list(pruned.intermediate_values) == [1]
+    assert pruned.value == pruned.intermediate_values[1] < first.value
+    run = RunDirectory.open(tmp_path / "runs/s/trials/0001")
+    assert 1 <= run.saved_step() < 2000
+    assert "saved as step_" in (run.logs / "output.txt").read_text()
+    assert not run.report.exists()
+    assert not list(run.path.rglob("*.partial"))
+    with run.lock():
+        pass
+
+
+@pytest.mark.timeout(300)
+def test_a_study_killed_during_a_run_goes_on_with_its_checkpoint(tiny_model, tmp_path):
+    search = {"optimizer.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
+    changes = {"keys": keys(tiny_model, steps=6), "search": search, "trials": 2}
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    assert studies.tune(tmp_path / "whole", **changes) == 0
+    process = multiprocessing.get_context("spawn").Process(
+        target=studies.tune, args=(tmp_path / "killed",), kwargs=changes
+    )
+    process.start()
+    run = RunDirectory(tmp_path / "killed/runs/s/trials/0001")
+    while run.saved_step() < 2 and process.is_alive():
+        time.sleep(0.02)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -9
+    assert not run.report.exists()
+    assert studies.tune(tmp_path / "killed", "--resume", **changes) == 0
+    assert studies.summary(tmp_path / "killed") == studies.summary(tmp_path / "whole")
+    steps = [line["step"] for line in read_metrics(run.metrics) if line["kind"] == "train"]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert not list(tmp_path.rglob("*.partial"))

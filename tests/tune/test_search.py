@@ -1,0 +1,246 @@
+"""Studies on stand-ins for runs: what is tried, kept, chained, pruned, limited and retested."""
+
+import re
+
+import optuna
+import pytest
+import yaml
+from optuna.trial import TrialState
+
+from posttrain.recipe.compose import load_recipe
+
+from . import studies
+
+GROUPS = [
+    {"name": "one", "grid": {"rollout.groups_per_step": [2, 4], "rollout.episodes_per_group": [2, 4, 6]}},
+    {"name": "two", "grid": {"optimizer.learning_rate": [1e-5, 1e-4, 1e-3]}},
+]
+
+
+FIGURES = (
+    "test_the_search_finds_the_optimum_and_writes_it_as_a_recipe",
+    "test_groups_run_their_grids_and_chain_the_best_values",
+)
+"""Tests that look at figures; drawing them takes longer than all the rest."""
+
+
+@pytest.fixture(autouse=True)
+def without_figures(monkeypatch, request):
+    if request.node.name not in FIGURES:
+        monkeypatch.setattr("posttrain.tune.plots.draw_study", lambda study, kept: [])
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    return studies.stand_in(monkeypatch)
+
+
+def report(folder):
+    return (folder / "runs/s/report.md").read_text()
+
+
+def best(folder):
+    return yaml.safe_load((folder / "runs/s/best.yaml").read_text())
+
+
+def test_the_same_seed_makes_the_same_trials(begun, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        assert studies.tune(tmp_path / name, sampler={"seed": seed, "startup_trials": 2}) == 0
+    a, b, c = (studies.summary(tmp_path / name) for name in "abc")
+    assert a == b
+    assert len(a) == 6
+    assert not {t[2]["optimizer.learning_rate"] for t in a} & {t[2]["optimizer.learning_rate"] for t in c}
+    assert len({t[2]["optimizer.learning_rate"] for t in a}) == 6
+
+
+def test_the_search_finds_the_optimum_and_writes_it_as_a_recipe(begun, tmp_path):
+    assert studies.tune(tmp_path, trials=40) == 0
+    found = best(tmp_path)
+    assert 1e-5 < found["optimizer"]["learning_rate"] < 1e-3
+    assert found["rollout"]["episodes_per_group"] in (4, 5, 6)
+    assert set(found) == {"optimizer", "rollout"}
+    recipe = load_recipe([str(tmp_path / "runs/s/best.yaml")], [], "rl")
+    finished = [t for t in studies.trials(tmp_path) if t.state == TrialState.COMPLETE]
+    winner = max(finished, key=lambda t: t.value)
+    assert recipe.optimizer.learning_rate == winner.params["optimizer.learning_rate"]
+    assert winner.value == pytest.approx(studies.quality(recipe))
+    for name in ("history", "importance", "parallel"):
+        assert (tmp_path / f"runs/s/plots/{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_trial_is_a_run_with_the_recipe_that_reproduces_it(begun, tmp_path):
+    assert studies.tune(tmp_path) == 0
+    for trial in studies.trials(tmp_path):
+        recipe = load_recipe([str(tmp_path / f"runs/s/trials/{trial.number:04d}/recipe.yaml")], [], "rl")
+        assert recipe.optimizer.learning_rate == trial.params["optimizer.learning_rate"]
+        assert recipe.steps == 4
+
+
+def test_failed_trials_keep_their_reason_and_are_not_the_end(begun, tmp_path, capsys):
+    start = [{"optimizer.learning_rate": 9e-3, "rollout.episodes_per_group": 5}, {"optimizer.learning_rate": 1e-4}]
+    assert studies.tune(tmp_path, start=start) == 0
+    first, second, *_ = studies.trials(tmp_path)
+    assert first.state == TrialState.FAIL
+    assert "SIGKILL, as the system does where memory runs out" in first.user_attrs["reason"]
+    assert second.params["optimizer.learning_rate"] == 1e-4
+    assert second.state == TrialState.COMPLETE
+    assert re.search(r"\| 0 \| failed \| – .*memory runs out", report(tmp_path))
+    assert "failed, killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_a_combination_that_makes_no_recipe_is_a_failed_trial(begun, tmp_path):
+    search = {"credit.type": ["rloo", "reinforce"], "rollout.episodes_per_group": [1, 4]}
+    start = [{"credit.type": kind, "rollout.episodes_per_group": n} for kind in search["credit.type"] for n in (1, 4)]
+    assert studies.tune(tmp_path, search=search, start=start, trials=4) == 0
+    states = [trial.state for trial in studies.trials(tmp_path)]
+    assert states == [TrialState.FAIL, *[TrialState.COMPLETE] * 3]
+    assert "compares the episodes of a group" in studies.trials(tmp_path)[0].user_attrs["reason"]
+    assert begun == ["0001", "0002", "0003"]
+
+
+def test_where_all_fail_there_is_no_best_and_one_sentence_why(begun, tmp_path, capsys):
+    search = {"optimizer.learning_rate": {"low": 4e-3, "high": 1e-2}}
+    assert studies.tune(tmp_path, search=search, trials=3) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "all 3 trials failed, because: killed by SIGKILL" in said
+    assert not (tmp_path / "runs/s/best.yaml").exists()
+    assert report(tmp_path).count("| failed |") == 3
+
+
+def test_limits_are_kept_by_the_best_and_shown(begun, tmp_path):
+    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"most": 0.01}}}
+    start = [{"optimizer.learning_rate": rate, "rollout.episodes_per_group": 5} for rate in (1e-4, 2e-5, 1e-6)]
+    assert studies.tune(tmp_path, objective=objective, start=start, trials=3) == 0
+    # The KL of the stand-in is 100 x the learning rate x the step, 4 where the return is best.
+    limited = [trial.user_attrs["limited"]["policy/kl"] for trial in studies.trials(tmp_path)]
+    assert limited == pytest.approx([0.04, 0.008, 0.0004])
+    assert [trial.constraints["policy/kl"] > 0 for trial in studies.trials(tmp_path)] == [True, False, False]
+    assert best(tmp_path)["optimizer"]["learning_rate"] == 2e-5
+    assert re.search(r"\| 0 \| finished .*beyond its limits", report(tmp_path))
+
+
+def test_where_nothing_keeps_its_limits_the_nearest_is_told(begun, tmp_path, capsys):
+    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"most": 1e-9}}}
+    search = {"optimizer.learning_rate": [1e-5, 1e-4]}
+    start = [{"optimizer.learning_rate": 1e-5}, {"optimizer.learning_rate": 1e-4}]
+    assert studies.tune(tmp_path, objective=objective, search=search, start=start, trials=2) == 1
+    said = capsys.readouterr().err
+    assert (
+        "none of the 2 finished trials keeps its limits, nearest is trial 0 (policy/kl 0.004 where at most 1e-09"
+        in said
+    )
+
+
+def test_a_metric_that_is_not_there_is_the_reason(monkeypatch, tmp_path, capsys):
+    studies.stand_in(monkeypatch, lambda recipe, step: {"success": 0.5})
+    search = {"optimizer.learning_rate": [1e-5, 1e-4]}
+    assert studies.tune(tmp_path, search=search, trials=2) == 1
+    assert "its evaluations have no return; they have success" in capsys.readouterr().err
+
+
+def test_a_worse_trial_is_pruned(begun, tmp_path):
+    pruner = {"type": "median", "startup_trials": 2}
+    search = {"optimizer.learning_rate": {"low": 1e-6, "high": 1e-2, "log": True}}
+    start = [{"optimizer.learning_rate": rate} for rate in (1e-4, 2e-4, 1e-6, 1.5e-4)]
+    assert studies.tune(tmp_path, search=search, start=start, pruner=pruner, trials=4) == 0
+    found = studies.trials(tmp_path)
+    assert [trial.state.name for trial in found] == ["COMPLETE", "COMPLETE", "PRUNED", "COMPLETE"]
+    assert list(found[2].intermediate_values) == [1]
+    assert found[2].user_attrs["step"] == 1
+
+
+def test_hyperband_runs(begun, tmp_path):
+    assert studies.tune(tmp_path, pruner={"type": "hyperband", "max_steps": 4, "reduction": 2}, trials=12) == 0
+    states = {trial.state for trial in studies.trials(tmp_path)}
+    assert {TrialState.COMPLETE, TrialState.PRUNED} <= states
+
+
+def test_groups_run_their_grids_and_chain_the_best_values(begun, tmp_path):
+    assert studies.tune(tmp_path, search=None, trials=None, groups=GROUPS) == 0
+    found = studies.trials(tmp_path)
+    assert [trial.user_attrs["group"] for trial in found] == ["one"] * 6 + ["two"] * 3
+    grid = [(2, 2), (2, 4), (2, 6), (4, 2), (4, 4), (4, 6)]
+    assert [(t.params["rollout.groups_per_step"], t.params["rollout.episodes_per_group"]) for t in found[:6]] == grid
+    chosen = max(found[:6], key=lambda trial: (trial.value, -trial.number)).params
+    assert chosen["rollout.episodes_per_group"] in (4, 6)
+    for trial in found[6:]:
+        assert {key: trial.params[key] for key in chosen} == chosen
+    assert [trial.params["optimizer.learning_rate"] for trial in found[6:]] == [1e-5, 1e-4, 1e-3]
+    assert best(tmp_path)["optimizer"]["learning_rate"] == 1e-4
+    assert len(re.findall(r"^\| \d", report(tmp_path), re.M)) == 9
+    for name in ("history", "importance", "parallel"):
+        assert (tmp_path / f"runs/s/plots/{name}.png").is_file()
+
+
+def test_a_group_that_fails_whole_ends_the_study_with_its_table(begun, tmp_path, capsys):
+    groups = [{"name": "rates", "grid": {"optimizer.learning_rate": [4e-3, 5e-3]}}, GROUPS[0]]
+    assert studies.tune(tmp_path, search=None, trials=None, groups=groups) == 1
+    assert "group rates: none of its 2 trials can be chained" in capsys.readouterr().err
+    assert report(tmp_path).count("| failed |") == 2
+    assert not (tmp_path / "runs/s/best.yaml").exists()
+
+
+@pytest.mark.parametrize("distance", [0.2, 0.0])
+def test_a_retest_says_whether_the_winner_can_be_told_apart(monkeypatch, tmp_path, distance, capsys):
+    def measure(recipe, step):
+        noise = 0.01 * ((recipe.seed * 7 + recipe.rollout.episodes_per_group * 5) % 4)
+        return {"return": distance * (recipe.rollout.episodes_per_group == 4) + noise}
+
+    studies.stand_in(monkeypatch, measure)
+    search = {"rollout.episodes_per_group": [2, 4]}
+    start = [{"rollout.episodes_per_group": 2}, {"rollout.episodes_per_group": 4}]
+    retest = {"best": 2, "seeds": [1, 2, 3, 4]}
+    assert studies.tune(tmp_path, search=search, start=start, trials=2, retest=retest) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("it is distinguishable from the next" in said) == (distance > 0)
+    assert ("cannot be told apart" in said) == (distance == 0)
+    table = report(tmp_path).split("## retest")[1]
+    assert re.search(r"\| 1 \| 0\.\d+ \| \[", table)
+    assert sorted(path.name for path in (tmp_path / "runs/s/retest").iterdir()) == [
+        f"{trial}-seed{seed}" for trial in ("0000", "0001") for seed in (1, 2, 3, 4)
+    ]
+
+
+def test_a_finished_study_that_goes_on_runs_nothing_and_may_grow(begun, tmp_path, capsys):
+    assert studies.tune(tmp_path, trials=3) == 0
+    begun.clear()
+    before = studies.summary(tmp_path)
+    assert studies.tune(tmp_path, "--resume", trials=3) == 0
+    assert begun == []
+    assert studies.tune(tmp_path, "--resume", "trials=5") == 0
+    assert studies.summary(tmp_path)[:3] == before
+    assert begun == ["0003", "0004"]
+    assert studies.tune(tmp_path) == 2
+    assert "exists; go on with `--resume`" in capsys.readouterr().err
+    assert studies.tune(tmp_path, "--resume", "keys.steps=9") == 2
+    assert "the recipe of the study has changed" in capsys.readouterr().err
+    assert studies.tune(tmp_path, "--resume", "search.optimizer.learning_rate.high=1e-3") == 2
+    assert "search of the study has changed" in capsys.readouterr().err
+    assert studies.tune(tmp_path, "--resume", "name=other") == 2
+    assert "there is no study in runs/other" in capsys.readouterr().err
+
+
+def test_another_storage_may_be_given_and_is_readable_by_optuna(begun, tmp_path, capsys):
+    url = f"sqlite:///{tmp_path}/shared.db"
+    assert studies.tune(tmp_path, f"storage={url}") == 0
+    study = optuna.load_study(study_name="s", storage=url)
+    assert len(study.trials) == 6
+    assert study.best_value == max(t.value for t in study.trials if t.value is not None)
+    assert not (tmp_path / "runs/s/study.db").exists()
+    assert studies.tune(tmp_path, f"storage={url}", "runs=elsewhere") == 2
+    assert "has a study s" in capsys.readouterr().err
+    assert studies.tune(tmp_path, "storage=nonsense://x", "name=t") == 2
+    assert "storage nonsense://x cannot be opened" in capsys.readouterr().err
+
+
+def test_the_trials_of_another_machine_are_left_alone(begun, tmp_path):
+    url = f"sqlite:///{tmp_path}/shared.db"
+    assert studies.tune(tmp_path, f"storage={url}", "trials=2") == 0
+    study = optuna.load_study(study_name="s", storage=url)
+    theirs = study.ask()
+    theirs.set_user_attr("owner", "elsewhere:/s")
+    assert studies.tune(tmp_path, "--resume", f"storage={url}", "trials=4") == 0
+    study = optuna.load_study(study_name="s", storage=url)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE"]
