@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from posttrain.cli.main import main
 from posttrain.evaluation.results import read_results
+from posttrain.evaluation.rubrics import load_rubric
 
 from .judge_server import Trouble, serving
 
@@ -184,6 +186,13 @@ def test_a_rubric_of_ones_own(file, tmp_path, capsys):
     with serving(lambda frames, number: {"score": 2}) as server:
         assert main(words(file, server, rubric=str(path))) == 0
     assert file.with_name("made.politeness.jsonl").exists()
+
+
+def test_the_rubric_of_the_guide_is_one(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
+    path = tmp_path / "politeness.yaml"
+    path.write_text(guide.split("```yaml\n")[1].split("```")[0])
+    assert load_rubric(str(path)).name == "politeness"
 
 
 @pytest.mark.parametrize(

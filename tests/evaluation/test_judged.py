@@ -263,7 +263,7 @@ def test_predictions_without_a_counterpart_are_told():
         with pytest.raises(InputError, match=r"p\.jsonl and q\.jsonl have no prediction for the same prompt"):
             judge_pairs(strangers, rows(["1"], path="q.jsonl"), options(server))
     assert found.results.measured[0].left_out == {"only in p.jsonl": 1}
-    assert any("only in p.jsonl" in line for line in found.remarks)
+    assert any("1 left out: only in p.jsonl" in line for line in found.results.remarks())
 
 
 def test_samples_are_paired_by_their_number():
@@ -281,6 +281,13 @@ def test_one_prompt_has_no_interval_and_none_is_made_up():
     assert (value.value, value.n) == (4, 1)
     assert math.isnan(value.low)
     assert math.isnan(value.high)
+
+
+def test_scores_that_are_all_alike_are_called_no_certainty():
+    with serving(points) as server:
+        found = judge_predictions(rows(["4"] * 3), options(server))
+        assert "no certainty" in found.remarks[0]
+        assert not judge_predictions(rows(["4", "3"]), options(server)).remarks
 
 
 def test_order_of_completion_changes_nothing():

@@ -68,9 +68,8 @@ def show(found: "Judgement", records: Path, kept: Path) -> None:
     if found.results.measured:
         table = found.results.table()
         Console(highlight=False).print(table.rich())
-        for line in [table.note, *found.results.remarks()]:
-            typer.echo(line)
-    for line in found.remarks:
+        typer.echo(table.note)
+    for line in [*found.results.remarks(), *found.remarks]:
         typer.echo(line)
     typer.echo(f"records: {records}" + (f", numbers: {records.with_suffix('.json')}" if found.results.measured else ""))
     if found.unanswered:

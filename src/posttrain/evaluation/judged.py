@@ -77,12 +77,14 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
         )
         if score is not None:
             samples.append((row.item, score))
-    found = empty_results(predictions)
+    found, told = empty_results(predictions), remarks(records, options.longest)
     if samples:
         scores = item_means("mean", samples)
+        if len(scores) > 1 and len(set(scores.values().tolist())) == 1:
+            told.append("all prompts have the same mean score: the interval has no width, which is no certainty")
         missing = left_out(records)
         found.measured = [Measured(options.rubric.name, scores, "higher", len(samples), missing, options.about())]
-    return Judgement(records, found, unanswered(records), remarks(records, options.longest))
+    return Judgement(records, found, unanswered(records), told)
 
 
 def questions_of(predictions: Predictions, options: Options) -> list[Question]:
@@ -119,10 +121,12 @@ def unanswered(records: Sequence[Record]) -> int:
     return sum(record["left_out"] in (SILENT, NOT_ASKED) for record in records)
 
 
-def empty_results(predictions: Predictions) -> Results:
-    """The results of a file of which nothing is measured yet."""
-    dropped, digests = predictions.problems.summary(), predictions.digests()
-    return Results(predictions.path, len(predictions.rows), predictions.items, dropped, digests=digests)
+def empty_results(judged: Predictions, against: Predictions | None = None) -> Results:
+    """The results of a file, or of one against another, of which nothing is measured yet."""
+    files = [judged] if against is None else [judged, against]
+    problems = [line for file in files for line in file.problems.summary()]
+    name = " against ".join(file.path for file in files)
+    return Results(name, len(judged.rows), judged.items, problems, digests=judged.digests())
 
 
 def remarks(records: Sequence[Record], longest: int) -> list[str]:

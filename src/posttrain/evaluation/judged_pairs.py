@@ -71,15 +71,11 @@ def judge_pairs(
     for pair, own in zip(pairing.pairs, asked, strict=True):
         told = [] if isinstance(own, str) else [next(replies) for _ in own]
         records.append(_record(pair, own, told, options))
-    found = empty_results(one)
-    found.predictions = f"{one.path} against {other.path}"
-    found.dropped = [*found.dropped, *other.problems.summary()]
+    found = empty_results(one, other)
     missing = {**pairing.left_out, **left_out(records)}
     if any(record["value"] is not None for record in records):
         found.measured = _measured(pairing.pairs, records, missing, options)
-    told_of = remarks(records, options.longest)
-    told_of += [f"{count:,} predictions left out: {reason}" for reason, count in pairing.left_out.items()]
-    return Judgement(records, found, unanswered(records), told_of)
+    return Judgement(records, found, unanswered(records), remarks(records, options.longest))
 
 
 def questions_of_pairs(one: Predictions, other: Predictions, options: Options) -> list[Question]:
@@ -163,5 +159,7 @@ def _measured(
     return found
 
 
-_BIAS = {"scale": "share of verdicts for the text shown first less that for the second; 0 is none, 1 always the first"}
-_AGREE = {"scale": "share of pairs on which both orders say the same"}
+_BIAS = {
+    "measures": "the share of verdicts for the text shown first less that for the second; 0 is none, 1 always the first"
+}
+_AGREE = {"measures": "the share of pairs on which both orders say the same"}
