@@ -16,7 +16,7 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     for line in block.splitlines()
 ]
-LONG = ("rl", "sft", "reward", "dpo", "evaluate", "pipeline")
+LONG = ("rl", "sft", "reward", "dpo", "evaluate", "generate", "pipeline")
 
 
 @pytest.fixture(autouse=True)

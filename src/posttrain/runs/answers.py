@@ -19,7 +19,8 @@ class AnswerLog:
     """An append-only file of JSON lines, the first of which says what the answers are of.
 
     Each line reaches the operating system before `append` returns, so a killed process loses none; a last line that
-    a kill tore is cut off when the file is opened. A context manager; leaving it syncs the file to disk.
+    a kill tore is cut off when the file is opened. A context manager; leaving it syncs the file to disk, or deletes
+    it where no answer came.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -28,13 +29,14 @@ class AnswerLog:
         InputError where the log there is about something else, naming what differs; RunError for a damaged line.
         """
         self.path = path
+        self._about = json.loads(json.dumps(about))
         self._places: dict[Key, tuple[int, int]] = {}
         """Where the line of an answer begins, and its bytes."""
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = io.FileIO(path, "a+")
         try:
-            self._read(json.loads(json.dumps(about)))
+            self._read()
         except BaseException:
             self._file.close()
             raise
@@ -46,6 +48,8 @@ class AnswerLog:
         with storage_errors(self.path):
             os.fsync(self._file.fileno())
             self._file.close()
+            if not self._places:
+                self.path.unlink(missing_ok=True)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._places
@@ -57,6 +61,8 @@ class AnswerLog:
         """Keep an answer (JSON values with `id` and `sample` as in `key`) that is not there yet."""
         if key in self._places:
             raise ValueError(f"the answer {key} is there already")
+        if os.fstat(self._file.fileno()).st_size == 0:
+            self._append({_FORMAT: 1, **self._about})
         self._places[key] = self._append(answer)
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
@@ -93,25 +99,23 @@ class AnswerLog:
                 raise
         return end, len(line)
 
-    def _read(self, about: dict[str, Any]) -> None:
+    def _read(self) -> None:
         end = 0
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.endswith(b"\n"):
                     break
                 if number == 1:
-                    self._check(_object(line, self.path, number), about)
+                    self._check(_object(line, self.path, number))
                 else:
                     answer = _object(line, self.path, number)
                     self._places[answer["id"], answer["sample"]] = (end, len(line))
                 end += len(line)
         with storage_errors(self.path):
             self._file.truncate(end)
-        if end == 0:
-            self._append({_FORMAT: 1, **about})
 
-    def _check(self, found: dict[str, Any], about: dict[str, Any]) -> None:
-        differs = [name for name, value in about.items() if found.get(name) != value]
+    def _check(self, found: dict[str, Any]) -> None:
+        differs = [name for name, value in self._about.items() if found.get(name) != value]
         if differs:
             raise InputError(
                 f"{self.path} holds answers to another {' and another '.join(differs)}, so it is not gone on with; restore "

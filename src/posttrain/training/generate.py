@@ -1,52 +1,41 @@
 """The generate stage: every row of a data set is answered, and the answers become a file of predictions."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
-from posttrain.data.rendering import Renderer
-from posttrain.environments.remote import chat_client
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import success_rate
 from posttrain.recipe.generate import GenerateRecipe
-from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe
-from posttrain.rollout.driver import EpisodePlayer, play_each
-from posttrain.rollout.remote_player import RemotePlayer
+from posttrain.rollout.driver import Place, play_each
 from posttrain.rollout.streams import CUT_OFF, Episode, Outcome
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.progress import Progress, duration
+from posttrain.training.answerers import Asked, LocalAnswerer, Outage, RemoteAnswerer
 from posttrain.training.interrupt import Interrupts
-from posttrain.training.predictions import Question, key_of, prediction
-from posttrain.training.questions import digest_of, read_questions, task_of, too_long
+from posttrain.training.predictions import key_of, prediction
+from posttrain.training.questions import digest_of, read_questions
 
-_FAILURES_IN_A_ROW = 16
-"""Failed requests with no answer between them after which a server is taken to be down; twice `engine.workers` if more."""
 _SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
 
-Asked = tuple[Question, int]
-"""A row, and which sample of its answers."""
 
-
-class Outage(RunError):
-    """The server answers nobody."""
-
-
-def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, console: Console) -> None:
+def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite: bool, console: Console) -> None:
     """Answer what is not answered yet and write `recipe.predictions`, in the order of the data.
 
     Answers are kept in the run directory as they come, so a run that ends in any way goes on with `resume`. Raises
-    RunError at the end if some answers could not be had; those are listed beside the predictions.
+    RunError at the end if some answers could not be had; those are listed beside the predictions. A file of that name
+    is replaced with `overwrite` only.
     """
-    if not resume and recipe.out is not None and recipe.predictions.exists():
-        raise InputError(f"{recipe.predictions} exists; move it away, or choose another `out`")
+    if not (resume or overwrite) and recipe.predictions.exists():
+        raise InputError(f"{recipe.predictions} exists; replace it with `--overwrite`, or choose another `out`")
     questions, problems = read_questions(recipe)
-    answerer = _Remote(recipe) if recipe.remote is not None else _Local(recipe, questions)
+    answerer = RemoteAnswerer(recipe) if recipe.remote is not None else LocalAnswerer(recipe, questions)
     for line in [*problems.summary(), *answerer.remarks]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     everything = [(question, sample) for question in questions for sample in range(recipe.samples)]
@@ -61,90 +50,9 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, console: 
         except KeyboardInterrupt:
             console.print(f"{len(log)} of {len(wanted)} answers are kept; {_again(directory)}", soft_wrap=True)
             raise
-        log.publish(recipe.predictions, [key_of(*asked) for asked in wanted])
+        if len(log):
+            log.publish(recipe.predictions, [key_of(*asked) for asked in wanted])
         _finish(recipe, directory, everything, generation, console)
-
-
-class _Local:
-    """The model of `model.path` answers, in this process."""
-
-    def __init__(self, recipe: GenerateRecipe, questions: list[Question]) -> None:
-        from posttrain.models.policy import Policy
-
-        self.recipe = recipe
-        self.policy = Policy(recipe.model, recipe.seed)
-        self.renderer = Renderer(self.policy.tokenizer, self.policy.end_tokens)
-        asked = recipe.rollout.tokens_per_episode
-        self.most = min(asked, getattr(self.policy.model.config, "max_position_embeddings", None) or asked)
-        self.left_out, problems = too_long(recipe, questions, self.renderer, self.most)
-        self.remarks = [*self.renderer.remarks(), *problems.summary()]
-
-    def windows(self, wanted: list[Asked], there: AnswerLog) -> Iterator[list[Asked]]:
-        """Windows with something missing, whole: what is computed together must not depend on where a run was killed."""
-        size = self.recipe.window
-        for start in range(0, len(wanted), size):
-            window = wanted[start : start + size]
-            if any(key_of(*asked) not in there for asked in window):
-                yield window
-
-    def player(self) -> EpisodePlayer[Any]:
-        """A player with an engine that has computed nothing yet."""
-        from posttrain.engines.local import LocalEngine
-        from posttrain.rollout.driver import Player
-
-        assert isinstance(self.recipe.engine, EngineRecipe)
-        return Player(
-            engine=LocalEngine(self.policy, self.recipe.engine),
-            renderer=self.renderer,
-            environment=task_of(self.recipe),
-            rollout=_limits(self.recipe, self.most),
-            sampling=self.recipe.sampling,
-            version=0,
-        )
-
-
-class _Remote:
-    """The model behind a server answers. How many tokens its prompts have is the server's to know."""
-
-    renderer = None
-
-    def __init__(self, recipe: GenerateRecipe) -> None:
-        assert recipe.remote is not None
-        self.recipe, self.engine = recipe, recipe.remote
-        how = (self.engine.url, self.engine.seconds, self.engine.retries, self.engine.api_key_variable)
-        self.client = chat_client("engine", *how)
-        self.left_out: dict[int, str] = {}
-        self.remarks: list[str] = []
-
-    def windows(self, wanted: list[Asked], there: AnswerLog) -> Iterator[list[Asked]]:
-        """Everything that is missing, at once."""
-        missing = [asked for asked in wanted if key_of(*asked) not in there]
-        if missing:
-            yield missing
-
-    def player(self) -> EpisodePlayer[Any]:
-        return RemotePlayer(
-            client=self.client,
-            engine=self.engine,
-            faults=_Patience(max(_FAILURES_IN_A_ROW, 2 * self.engine.workers)),
-            environment=task_of(self.recipe),
-            rollout=_limits(self.recipe, self.recipe.rollout.tokens_per_episode),
-            sampling=self.recipe.sampling,
-        )
-
-
-class _Patience:
-    """Ends the asking after `most` failures in a row."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._failures = 0
-
-    def count(self, episode: Episode) -> None:
-        """Outage where this is the failure that is one too many."""
-        self._failures = self._failures + 1 if episode.outcome is Outcome.FAILED else 0
-        if self._failures >= self.most:
-            raise Outage(f"{self._failures} requests in a row failed, the last one: {episode.failure}")
 
 
 @dataclass
@@ -152,7 +60,7 @@ class _Generation:
     """The answering itself, and what came of it in this process."""
 
     recipe: GenerateRecipe
-    answerer: _Local | _Remote
+    answerer: LocalAnswerer | RemoteAnswerer
     log: AnswerLog
     console: Console
     failed: dict[Key, str] = field(default_factory=dict)
@@ -224,10 +132,12 @@ def _finish(
     else:
         listed.unlink(missing_ok=True)
     values, lines = _summary(recipe, generation, len(everything))
-    with MetricsLog(directory, recipe.sinks) as metrics:
-        metrics.write(len(log), "generated", values)
-    lines += [f"{len(missing)} are listed in {listed}"] if missing else []
-    for line in [*lines, f"predictions: {recipe.predictions}"]:
+    if len(log):  # a run that came to nothing, as without its server, leaves its name free
+        with MetricsLog(directory, recipe.sinks) as metrics:
+            metrics.write(len(log), "generated", values)
+        lines.append(f"predictions: {recipe.predictions}")
+    lines += [f"{len(missing)} could not be had and are listed in {listed}"] if missing else []
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if generation.stopped is not None:
         told = f"{len(log)} of {len(everything)} answers are there, then {generation.stopped}"
@@ -292,12 +202,8 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, wanted: int) -> tu
     return values, lines
 
 
-def _places(recipe: GenerateRecipe, window: list[Asked]) -> list[Any]:
+def _places(recipe: GenerateRecipe, window: list[Asked]) -> list[Place]:
     return [question.place(recipe, sample) for question, sample in window]
-
-
-def _limits(recipe: GenerateRecipe, most: int) -> RolloutRecipe:
-    return RolloutRecipe(**recipe.rollout.model_dump() | {"tokens_per_episode": most})
 
 
 def _hash(recipe: GenerateRecipe) -> str:

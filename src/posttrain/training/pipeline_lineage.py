@@ -91,7 +91,7 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
         recipe = _renamed(recipe, str(pipeline.directory / name / "model"), f"the model of {name}")
     if stage.upstream is None and Path(stage.recipe.model.path).exists():
         inputs[f"the model {stage.recipe.model.path}"] = _digest(_files(Path(stage.recipe.model.path), digests=False))
-    for path in _texts(recipe):
+    for path in _texts({key: value for key, value in recipe.items() if key != "out"}):
         if path.split(":")[0] != path and not Path(path).exists():
             path = path.split(":")[0]
         if Path(path).is_file():

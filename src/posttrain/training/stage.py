@@ -40,7 +40,7 @@ def run_stage(
         elif isinstance(recipe, GenerateRecipe):
             from posttrain.training import generate
 
-            generate.run(recipe, run, resume, console)
+            generate.run(recipe, run, resume, overwrite, console)
         else:
             from posttrain.training import evaluate
 

@@ -1,0 +1,284 @@
+"""`posttrain generate` with the model in this process: its answers are the model's, and a kill changes none."""
+
+import json
+import random
+import signal
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.data.rendering import Renderer
+from posttrain.evaluation.predictions import read_predictions
+from tests.training import small
+
+TEXTS = ["Reach the goal and keep off the holes.", "You walk on a frozen lake.", "Left or Right?", "reward", "0 1 2 3"]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.chdir(tmp_path)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def some_rows(count):
+    chosen = random.Random(3)
+    return [{"prompt": " ".join(chosen.choices(TEXTS, k=1 + n % 4)), "completion": f"answer {n}"} for n in range(count)]
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def values(tiny, folder, rows, **changes):
+    folder.mkdir(exist_ok=True)
+    given = {
+        "stage": "generate",
+        "name": "small",
+        "runs": str(folder),
+        "model": {"path": str(tiny), "threads": 1},
+        "data": {"test": [{"path": write_rows(folder / "rows.jsonl", some_rows(rows))}]},
+        "engine": {"type": "local", "slots": 5},
+        "rollout": {"tokens_per_turn": 24, "tokens_per_episode": 700},
+        "sampling": {"temperature": 1.0},
+        "samples": 2,
+        "window": 7,
+    }
+    return given | changes
+
+
+def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_path, capsys):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    data = write_rows(tmp_path / "rows.jsonl", some_rows(9))
+    words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=20", "engine.slots=4"]
+    assert main(["generate", *words, "out=p.jsonl"]) == 0
+    found = lines_of(tmp_path / "p.jsonl")
+    assert [row["id"] for row in found] == list(range(9))
+    renderer = Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for row, given in zip(found, some_rows(9), strict=True):
+        assert row["prompt"] == [{"role": "user", "content": given["prompt"]}]
+        assert row["reference"] == given["completion"]
+        ids = torch.tensor([renderer.prompt(row["prompt"])])
+        with torch.no_grad():
+            made = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=20,
+                eos_token_id=sorted(tiny_policy.end_tokens),
+            )[0, ids.shape[1] :].tolist()
+        assert row["tokens"] == len(made)
+        assert row["prediction"] == renderer.answer_text(made)
+        assert row["stop_reason"] == ("end_token" if made[-1] in tiny_policy.end_tokens else "turn_budget")
+    said = capsys.readouterr().out
+    total = sum(row["tokens"] for row in found)
+    assert f"9 answers to 9 rows, {total} tokens; 9 of them in" in said
+    cut = sum(row["stop_reason"] == "turn_budget" for row in found)
+    assert f"{cut} of 9 cut off at rollout.tokens_per_turn = 20" in said
+
+
+def test_predictions_are_what_the_metrics_read(tiny_model, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", [{**row, "level": n} for n, row in enumerate(some_rows(4))])
+    words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=8", "samples=3"]
+    assert main(["generate", *words, "sampling.temperature=1", "keep=[level]", "name=a"]) == 0
+    path = tmp_path / "runs/a/predictions.jsonl"
+    read = read_predictions(str(path))
+    assert (len(read.rows), read.items, read.problems.total) == (12, 4, 0)
+    assert [row.reference for row in read.rows[::3]] == [f"answer {n}" for n in range(4)]
+    found = lines_of(path)
+    assert [(row["id"], row["sample"], row["level"]) for row in found] == [
+        (n, s, n) for n in range(4) for s in range(3)
+    ]
+    assert len({row["seed"] for row in found}) == 12
+
+
+def test_what_is_in_flight_changes_no_answer(tiny_model, tmp_path):
+    data, alone = write_rows(tmp_path / "rows.jsonl", some_rows(10)), None
+    words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=24"]
+    for slots, window in ((1, 100), (3, 100), (64, 4)):
+        engine = [f"engine.slots={slots}", f"window={window}", f"name=slots-{slots}"]
+        assert main(["generate", *words, *engine, "samples=2", "sampling.temperature=1"]) == 0
+        found = (tmp_path / f"runs/slots-{slots}/predictions.jsonl").read_text()
+        alone = alone or found
+        assert found == alone
+    assert len(alone.splitlines()) == 20
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    """The predictions of a run without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert small.run(values(tiny_model, folder, 16)) == 0, (folder / "log.txt").read_text()
+    return (folder / "small/predictions.jsonl").read_text()
+
+
+DEATHS = {
+    "first answer": [("posttrain.runs.answers:AnswerLog.append", 1)],
+    "in a window": [("posttrain.runs.answers:AnswerLog.append", 11)],
+    "twice": [("posttrain.runs.answers:AnswerLog.append", 3), ("posttrain.runs.answers:AnswerLog.append", 20)],
+    "at the end": [("posttrain.runs.answers:write_lines", 1)],
+    "while publishing": [("os:fsync", 6)],
+    "once published": [("os:replace", 3), ("os:fsync", 4)],
+    "before the summary": [("posttrain.training.generate:_summary", 1)],
+}
+
+
+@pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS)
+def test_killed_anywhere_it_resumes_to_the_same_file(deaths, tiny_model, tmp_path, whole):
+    recipe = values(tiny_model, tmp_path / "runs", 16)
+    run, torn = tmp_path / "runs/small", False
+    for death in deaths:
+        assert small.run(recipe, resume=run.exists(), die_at=death) == -signal.SIGKILL
+        journal = run / "checkpoints/answers.jsonl"
+        if journal.exists() and journal.stat().st_size:
+            with open(journal, "a") as file:
+                file.write('{"id": 3, "sam')
+            torn = True
+    assert journal.exists()
+    kept = {(row["id"], row["sample"]) for row in map(json.loads, journal.read_text().splitlines()[1:-1])}
+    assert torn == bool(kept)
+    assert small.run(recipe, resume=True) == 0, (tmp_path / "runs/log.txt").read_text()
+    assert (run / "predictions.jsonl").read_text() == whole
+    keys = [(row["id"], row["sample"]) for row in lines_of(journal)[1:]]
+    assert len(keys) == len(set(keys)) == 32
+    assert kept <= set(keys)
+    assert not list(run.glob(".*.partial"))
+
+
+def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
+    data = write_rows(tmp_path / "rows.jsonl", some_rows(4))
+    words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=6", "name=a"]
+    assert main(["generate", *words]) == 0
+    assert main(["generate", *words]) == 2, "a used name"
+    assert "the run runs/a exists" in capsys.readouterr().err
+    before = (tmp_path / "runs/a/predictions.jsonl").read_bytes()
+    assert main(["generate", "--resume", "runs/a", *words]) == 0, "the same command"
+    assert "0 of them in 0:00, 0 tokens/s; 4 were there" in capsys.readouterr().out
+    assert main(["generate", "--resume", "runs/a", *words, "seed=4", "samples=2", "sampling.temperature=1"]) == 2
+    assert "--resume runs/a goes on with the recipe of that run, and seed, sampling, samples is another here" in (
+        capsys.readouterr().err
+    )
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "other"}, *some_rows(4)[1:]])
+    # Rows are read once a process, so another one has to see the change.
+    recipe = {"stage": "generate", "name": "a", "runs": str(tmp_path / "runs"), "model": {"path": str(tiny_model)}}
+    more = {"data": {"test": [{"path": data}]}, "rollout": {"tokens_per_turn": 6}}
+    assert small.run(recipe | more, resume=True) != 0
+    assert "holds answers to another data" in (tmp_path / "runs/log.txt").read_text()
+    assert (tmp_path / "runs/a/predictions.jsonl").read_bytes() == before
+
+
+def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, capsys):
+    long = {"prompt": "phoenix " * 200, "completion": "x"}
+    data = write_rows(tmp_path / "rows.jsonl", [*some_rows(2), long, {"prompt": ""}])
+    words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=6", "name=a", "out=p.jsonl"]
+    assert main(["generate", *words, "rollout.tokens_per_episode=120"]) == 0
+    said = capsys.readouterr().out
+    assert "1 row dropped: prompt leaves no room for an answer within 120 tokens (rows.jsonl row 3;" in said
+    assert "rows.jsonl row 4" in said, "the reader leaves out the empty prompt, and says so"
+    assert [row["id"] for row in lines_of(tmp_path / "p.jsonl")] == [0, 1]
+    (missing,) = lines_of(tmp_path / "p.jsonl.failed.jsonl")
+    assert (missing["id"], missing["origin"]) == (2, "rows.jsonl row 3")
+    assert "leaves no room" in missing["error"]
+    assert main(["generate", *words[:-2], "name=b", "rollout.tokens_per_episode=120", "data.strict=true"]) == 2
+    write_rows(tmp_path / "long.jsonl", [long])
+    assert main(["generate", words[0], "data.test=long.jsonl", "name=c", "rollout.tokens_per_turn=2040"]) == 2
+    assert "no prompt leaves room for rollout.tokens_per_turn = 2040" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["samplez=3"], "the nearest is samples"),
+        (["samples=2"], "greedy answers to one row are all alike"),
+        (["keep=[prediction]"], "a prediction has already"),
+        (["keep=[nothing]"], "has no column `nothing`"),
+        (["data.id=prompt"], "is that of rows.jsonl row 1 too"),
+        (["data.id=nothing"], "no id"),
+        (["out=rows.jsonl"], "which `data.test` reads"),
+        (["out=p.csv"], "end in `.jsonl`"),
+        (["out=there.jsonl"], "there.jsonl exists"),
+        (["rollout.tokens_per_turn=5000"], "leaves no room for a prompt"),
+        (["data.test=nowhere.jsonl"], "no such file"),
+    ],
+)
+def test_bad_input_is_told_in_one_sentence_and_leaves_the_name_free(words, said, tiny_model, tmp_path, capsys):
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "same"}, {"prompt": "same"}])
+    (tmp_path / "there.jsonl").write_text("mine")
+    given = ["generate", f"model.path={tiny_model}", "data.test=rows.jsonl", "name=a", "rollout.tokens_per_turn=2"]
+    assert main([*given, *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told.splitlines()) == 1
+    assert (tmp_path / "there.jsonl").read_text() == "mine"
+    assert main(given) == 0
+
+
+def test_the_plan_says_what_would_be_done_and_does_nothing(tiny_model, tmp_path, capsys):
+    write_rows(tmp_path / "rows.jsonl", some_rows(2))
+    words = [f"model.path={tiny_model}", "data.test=rows.jsonl", "samples=4", "sampling.temperature=0.7"]
+    assert main(["generate", *words, "out=p.jsonl", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "every usable row of rows.jsonl, 4 answers each, at temperature 0.7" in said
+    assert "predictions: p.jsonl" in said
+    assert "key/value cache, at most" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_thinking_is_removed_by_its_tokens(tiny_policy):
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from posttrain.recipe.generate import GenerateRecipe
+    from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
+    from posttrain.training.predictions import Question, prediction
+
+    renderer = Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)
+    question = Question(0, 0, [{"role": "user", "content": "Left?"}], None, {}, "rows.jsonl row 1")
+
+    def row(text, thinking="remove", primer="", ended=True):
+        before = renderer.prompt(question.messages, primer)
+        ids = renderer.encode(text) + ([renderer.tokenizer.eos_token_id] if ended else [])
+        everything = np.array([*before, *ids])
+        reason = StopReason.END_TOKEN if ended else StopReason.TURN_BUDGET
+        turn = Turn(0, len(before), len(everything), 0.0, reason, renderer.answer_text(ids))
+        stream = SimpleNamespace(ids=everything)
+        assert isinstance(stream, Stream | SimpleNamespace)
+        episode = Episode(0, 0, 0, 0, [stream], [turn], Outcome.TERMINATED)
+        recipe = GenerateRecipe.model_validate({"data": {"test": "x"}, "thinking": thinking})
+        return prediction(recipe, question, 0, episode, renderer), len(ids)
+
+    block = "<think>first é\nthen</think>\n\n"
+    found, tokens = row(block + "Right é")
+    assert (found["prediction"], found["tokens"]) == ("Right é", tokens)
+    assert found["thinking_characters"] == len(block)
+    assert found["thinking_tokens"] == tokens - 1 - len(renderer.encode("Right é"))
+    assert row(block + "Right é", "keep")[0]["prediction"] == block + "Right é"
+    assert "thinking_tokens" not in row(block + "Right é", "keep")[0]
+    assert row("no thoughts")[0] | {"seed": 0} == row("no thoughts", "keep")[0] | {
+        "seed": 0,
+        "thinking_tokens": 0,
+        "thinking_characters": 0,
+    }
+    opened, _ = row("first</think>Right", primer="<think>\n")
+    assert (opened["prediction"], opened["thinking_characters"]) == ("Right", len("first</think>"))
+    cut, tokens = row("<think>and so on", ended=False)
+    assert (cut["prediction"], cut["thinking_tokens"]) == ("", tokens)
+
+
+@pytest.mark.slow
+def test_the_packaged_model_answers(tmp_path, capsys):
+    rows = [{"prompt": "What is the capital of France?", "completion": "Paris"}, {"prompt": "Say hello."}] * 3
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    words = [f"data.test={data}", "rollout.tokens_per_turn=24", "samples=2", "sampling.temperature=0.3", "out=p.jsonl"]
+    assert main(["generate", *words]) == 0
+    found = lines_of(tmp_path / "p.jsonl")
+    assert sum("Paris" in row["prediction"] for row in found if row["reference"]) >= 3
+    assert "12 answers to 6 rows" in capsys.readouterr().out

@@ -1,0 +1,228 @@
+"""`posttrain generate` with a model behind a server: what fails there is asked again, listed, and nothing is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import main
+from tests.rollout.chat_server import Reply, serving
+from tests.training.test_generate import lines_of, write_rows
+
+ROWS = 12
+COMMAND = [sys.executable, "-c", "import sys; from posttrain.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"question {n}", "label": n * n} for n in range(ROWS)])
+
+
+def words(url, *more):
+    engine = ["engine.type=openai", f"engine.url={url}", "engine.model=some-model", "engine.retries=1"]
+    return ["generate", f"data.test={Path.cwd() / 'rows.jsonl'}", *engine, "out=p.jsonl", "name=remote", *more]
+
+
+def number(request):
+    return int(request["messages"][-1]["content"].split()[-1])
+
+
+def square(request):
+    return Reply(str(number(request) ** 2), tokens=5)
+
+
+def test_rows_are_answered_in_order_each_with_its_seed(tmp_path, capsys):
+    def slow_first(request):
+        reply = square(request)
+        reply.delay = 0.3 if number(request) == 0 else 0.0
+        return reply
+
+    with serving(slow_first) as server:
+        more = ["samples=2", "sampling.temperature=0.7", "system=Be brief.", "rollout.tokens_per_turn=9"]
+        assert main(words(server.url, *more)) == 0
+        asked = server.asked
+    found = lines_of(tmp_path / "p.jsonl")
+    assert [(row["id"], row["sample"]) for row in found] == [(n, s) for n in range(ROWS) for s in range(2)]
+    assert all(row["prediction"] == row["reference"] == str(row["id"] ** 2) for row in found)
+    assert {row["tokens"] for row in found} == {5}
+    assert found[0]["prompt"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "question 0"},
+    ]
+    assert sorted((number(request), request["seed"]) for request in asked) == sorted(
+        (row["id"], row["seed"]) for row in found
+    )
+    assert {(request["temperature"], request["max_tokens"]) for request in asked} == {(0.7, 9)}
+    assert "24 answers to 12 rows, 120 tokens" in capsys.readouterr().out
+
+
+def test_faults_are_asked_again_and_what_still_fails_is_listed_and_tried_alone(tmp_path, capsys):
+    tries = {}
+
+    def faulty(request):
+        n = number(request)
+        tries[n] = tries.get(n, 0) + 1
+        if n == 1 and tries[n] == 1:
+            return Reply(status=429, body='{"error": "slow down"}')
+        if n == 2 and tries[n] == 1:
+            return Reply(status=500, body='{"error": "oh"}')
+        if n == 3:
+            return Reply(body="<html>no JSON")
+        if n == 4:
+            return Reply(status=400, body='{"error": "the prompt is too long"}')
+        if n == 5:
+            return Reply(status=503, body="{}")
+        return square(request)
+
+    with serving(faulty) as server:
+        assert main(words(server.url)) == 1
+        told = capsys.readouterr()
+        assert (
+            "3 of 12 answers could not be had and are listed in p.jsonl.failed.jsonl, the first to rows.jsonl row 4"
+            in (told.err)
+        )
+        assert len(told.err.splitlines()) == 1
+        assert "9 answers to 9 rows" in told.out
+        good = lines_of(tmp_path / "p.jsonl")
+        assert [row["id"] for row in good] == [0, 1, 2, *range(6, ROWS)]
+        missing = lines_of(tmp_path / "p.jsonl.failed.jsonl")
+        assert [row["id"] for row in missing] == [3, 4, 5]
+        assert "status 400" in missing[1]["error"]
+        assert "status 503" in missing[2]["error"]
+        assert (tries[1], tries[2], tries[5]) == (2, 2, 2)
+        assert main(["generate", "--resume", "runs/remote"]) == 1, "the server has not changed"
+        assert [row["id"] for row in lines_of(tmp_path / "p.jsonl.failed.jsonl")] == [3, 4, 5]
+        server.model = square
+        before = len(server.asked)
+        capsys.readouterr()
+        assert main(["generate", "--resume", "runs/remote"]) == 0
+        assert sorted(map(number, server.asked[before:])) == [3, 4, 5]
+    assert [row["id"] for row in lines_of(tmp_path / "p.jsonl")] == list(range(ROWS))
+    assert [row for row in lines_of(tmp_path / "p.jsonl") if row["id"] not in (3, 4, 5)] == good
+    assert not (tmp_path / "p.jsonl.failed.jsonl").exists()
+    assert "9 were there" in capsys.readouterr().out
+
+
+def test_a_server_that_is_down_is_given_up_and_what_came_before_is_kept(tmp_path, capsys):
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(60)])
+
+    def dies(request):
+        return square(request) if number(request) < 5 else Reply(status=500, body="{}")
+
+    more = ["engine.retries=0", "engine.workers=2"]
+    with serving(dies) as server:
+        assert main(words(server.url, *more)) == 1
+        assert len(server.asked) < 30
+    told = capsys.readouterr().err
+    assert "5 of 60 answers are there, then 16 requests in a row failed" in told
+    assert [row["id"] for row in lines_of(tmp_path / "p.jsonl")] == list(range(5))
+    with serving(square) as server:
+        # The server came back elsewhere: that is another recipe, and refused.
+        assert main([*words(server.url, *more), "--resume", "runs/remote"]) == 2
+        assert "engine is another here" in capsys.readouterr().err
+
+
+def test_nothing_at_all_leaves_the_name_free(tmp_path, capsys):
+    with serving(lambda request: Reply(status=500, body="{}")) as server:
+        assert main(words(server.url, "engine.retries=0")) == 1
+        assert not (tmp_path / "p.jsonl").exists()
+        assert len(lines_of(tmp_path / "p.jsonl.failed.jsonl")) == ROWS
+        server.model = square
+        assert main(words(server.url, "seed=3")) == 0
+    assert len(lines_of(tmp_path / "p.jsonl")) == ROWS
+    assert not (tmp_path / "p.jsonl.failed.jsonl").exists()
+
+
+def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
+    with serving(square) as server:
+        reference = [*COMMAND, *words(server.url, "out=whole.jsonl", "name=whole")]
+        subprocess.run(reference, check=True, capture_output=True)
+
+        def slow(request):
+            reply = square(request)
+            reply.delay = 0.02 if number(request) < 7 else 30.0
+            return reply
+
+        server.model = slow
+        with subprocess.Popen([*COMMAND, *words(server.url, "engine.workers=3")]) as process:
+            journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
+            deadline = time.monotonic() + 120
+            while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        assert not (tmp_path / "p.jsonl").exists()
+        with open(journal, "ab") as file:
+            file.write(b'{"id": 8, "predic')
+        server.model, before = square, len(server.asked)
+        assert main(["generate", "--resume", "runs/remote"]) == 0
+        assert sorted(map(number, server.asked[before:])) == list(range(7, ROWS))
+    assert (tmp_path / "p.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("thinking", ["keep", "remove"])
+def test_thinking_of_a_server_is_kept_or_removed(thinking, tmp_path, capsys):
+    replies = [
+        Reply("plain"),
+        Reply("<think>a b</think>\n\ntagged"),
+        Reply("apart", message={"reasoning_content": "c d"}),
+        Reply("", "length", message={"reasoning_content": "cut"}),
+        Reply("<think>cut too", "length"),
+        Reply("opened by the prompt</think>then"),
+    ]
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(len(replies))])
+    with serving(lambda request: replies[number(request)]) as server:
+        assert main(words(server.url, f"thinking={thinking}")) == 0
+    found = lines_of(tmp_path / "p.jsonl")
+    if thinking == "keep":
+        assert [row["prediction"] for row in found] == [
+            "plain",
+            "<think>a b</think>\n\ntagged",
+            "<think>c d</think>apart",
+            "<think>cut",
+            "<think>cut too",
+            "opened by the prompt</think>then",
+        ]
+        assert "thinking_characters" not in found[0]
+        return
+    assert [row["prediction"] for row in found] == ["plain", "tagged", "apart", "", "", "then"]
+    assert [row["thinking_characters"] for row in found] == [0, len("<think>a b</think>\n\n"), 3, 3, 14, 28]
+    assert "thinking removed from 5 answers; nothing is left of 2" in capsys.readouterr().out
+
+
+def test_the_plan_and_the_keys_without_effect(capsys):
+    more = ["--dry-run", "model.path=elsewhere", "window=3", "rollout.tokens_per_episode=600"]
+    assert main(words("http://nowhere/v1", *more)) == 0
+    said = capsys.readouterr().out
+    assert "some-model at http://nowhere/v1 answers, 8 requests in flight" in said
+    for key in ("model", "window", "rollout.tokens_per_episode"):
+        assert f"note: {key} has no effect" in said
+    assert main(words("http://nowhere/v1", "sampling.top_k=5", "sampling.temperature=1")) == 2
+    assert "engine.extra_body.top_k=5" in capsys.readouterr().err
+
+
+def test_no_torch_is_loaded():
+    with serving(square) as server:
+        run = f"import sys; from posttrain.cli.main import main; assert main({words(server.url)!r}) == 0; "
+        code = run + "print('loaded:', [name for name in ('torch', 'transformers') if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert "loaded: []" in done.stdout
+
+
+def test_the_journal_names_a_damaged_line(tmp_path, capsys):
+    with serving(square) as server:
+        assert main(words(server.url)) == 0
+    journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([*lines[:2], json.dumps({"id": None}), *lines[3:]]) + "\n")
+    assert main(["generate", "--resume", "runs/remote"]) == 1
+    assert "answers.jsonl, line 3 is damaged" in capsys.readouterr().err
