@@ -204,7 +204,9 @@ def test_the_rubric_of_the_guide_is_one(tmp_path):
         (("{prediction}", "it"), "template: it has to show {prediction} once"),
         (("type: points", "type: stars"), 'scale.type is "stars"; it must be points or claims'),
         (("points: 3", "points: 0"), "two anchors have the same points"),
-        (("points: 3", "points: high"), "line 6: scale.anchors is"),
+        (("points: 3", "points: high"), 'line 7: points is "high"; it must be a whole number'),
+        (("means: Kind.", "means: Kind, and short."), "line 7: there is no key and short."),
+        (("{points: 3, means: Kind.}", "Kind."), "line 6: scale.anchors is"),
         (("measures: Whether", "measures: [Whether"), "line 4"),
     ],
 )

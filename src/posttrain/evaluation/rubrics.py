@@ -13,8 +13,8 @@ from posttrain.environments.judge_replies import ChoiceReply, ClaimsReply, Point
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction
 from posttrain.recipe.complaints import complaints
-from posttrain.recipe.rubric import FIELD, PointsScale, Rubric
-from posttrain.recipe.sources import read_text
+from posttrain.recipe.rubric import FIELD, Anchor, PointsScale, Rubric
+from posttrain.recipe.sources import Layer, read_text
 
 _PACKAGED = Path(__file__).parent.parent / "rubrics"
 _ONE = (
@@ -63,12 +63,13 @@ def load_rubric(named: str) -> Rubric:
         layer = read_text(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--rubric: {file} cannot be read as text ({error}); name a YAML file") from error
+    sentences = _wrong_anchors(layer)
     try:
-        return Rubric.model_validate_json(json.dumps(layer.values, default=str), strict=True)
+        if not sentences:
+            return Rubric.model_validate_json(json.dumps(layer.values, default=str), strict=True)
     except ValidationError as error:
         sentences = complaints(error, Rubric, layer, Rubric)
-        told = [one if one.startswith(str(file)) else f"{file}: {one}" for one in sentences]
-        raise InputError("\n".join(told)) from error
+    raise InputError("\n".join(one if one.startswith(str(file)) else f"{file}: {one}" for one in sentences))
 
 
 def rubric_digest(rubric: Rubric) -> str:
@@ -131,6 +132,21 @@ def _words(rubric: Rubric, form: ReplyForm) -> str:
             else "List every claim of the framed prediction, and say of each whether it is supported."
         ]
     return "\n".join(told)
+
+
+def _wrong_anchors(layer: Layer) -> list[str]:
+    """What is wrong with single anchors, which are sections in a list and so have no dotted keys."""
+    scale = layer.values.get("scale")
+    anchors = scale.get("anchors") if isinstance(scale, dict) else None
+    sentences: list[str] = []
+    for place, anchor in enumerate(anchors if isinstance(anchors, list) else []):
+        if isinstance(anchor, dict):
+            try:
+                Anchor.model_validate_json(json.dumps(anchor, default=str), strict=True)
+            except ValidationError as error:
+                own = layer.part("scale", "anchors", str(place))
+                sentences += complaints(error, Anchor, own, Anchor)
+    return sentences
 
 
 def _prompt(row: Prediction) -> Texts:
