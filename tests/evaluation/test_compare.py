@@ -10,8 +10,10 @@ from posttrain.errors import InputError
 from posttrain.evaluation.compare import compare as compare_sides
 from posttrain.evaluation.comparisons import holm
 from posttrain.evaluation.predictions import read_predictions
-from posttrain.evaluation.sides import read_sides
+from posttrain.evaluation.scores import item_sums
+from posttrain.evaluation.sides import Run, Side, read_sides
 from posttrain.evaluation.text import TextOptions, evaluate_text
+from posttrain.evaluation.text_metrics import Measured
 from posttrain.rollout.store import write_episodes
 from posttrain.rollout.streams import Outcome
 from posttrain.runs.directory import RunDirectory
@@ -203,3 +205,17 @@ def test_values_measured_otherwise_are_not_compared(files, tmp_path):
         compare(read_sides([str(tmp_path / "good.json"), str(tmp_path / "fair.json")]))
     with pytest.raises(InputError, match="has no metric 'bleu'; it has verifier"):
         read_sides([str(tmp_path / "good.json"), str(tmp_path / "fair.json")], ["bleu"])
+
+
+@pytest.mark.parametrize("key", ["judge", "rubric", "encoder", "model"])
+def test_whatever_measured_a_value_has_to_be_the_same(key):
+    def side(name, by, kind="mean"):
+        scores = item_sums(kind, ((str(n), (n % 5, 1.0)) for n in range(25)))
+        return Side(name, [Run(name, {"score": Measured("score", scores, about={key: by})})])
+
+    assert compare([side("a", "x"), side("b", "x")]).tests[0][1].p == 1.0
+    with pytest.raises(InputError, match=f"score of a is with {key} x and of b with y"):
+        compare([side("a", "x"), side("b", "y")])
+    if key == "model":
+        found = compare([side("a", "x", "perplexity"), side("b", "y", "perplexity")])
+        assert any("comparable only where they share a tokenizer" in line for line in found.warnings)

@@ -16,7 +16,7 @@ from posttrain.runs.tables import Table
 
 _FEW_ITEMS = 20
 _FEW_RUNS = 5
-_SAME = ("signature", "encoder", "layer", "verifier", "normalised", "model")
+_SAME = ("signature", "encoder", "layer", "verifier", "judge", "rubric", "normalised", "model")
 """What has to be the same for two values of a metric to be compared."""
 
 
