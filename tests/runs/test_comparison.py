@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from scipy import stats
 from posttrain.errors import InputError
 from posttrain.runs.averages import bundles_of, mean_over_seeds, t_interval
 from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks, shared_metrics
+from posttrain.runs.figure_files import encode
 from posttrain.runs.metric_names import known_metrics, metric_of
 from posttrain.runs.panels import DOMAINS, Series
 from posttrain.runs.plot_files import compare, plot_files
@@ -233,3 +235,23 @@ def test_known_metrics_are_in_the_order_of_a_report():
     assert known_metrics(present) == ["success", "score/a", "score/b", "rollout/return", "policy/kl", "loss/total"]
     assert metric_of("speed/tokens_per_second").panel.title == "speed/tokens_per_second"
     assert metric_of("a b/../c").file == "a_b_.._c"
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    names = ["cost $\\frac$", "a\x1bb", "x" * 200]
+    sources = [
+        Source(name, Path("x"), [{"step": 1, "kind": "train", "policy/kl": 1.0}, final], {"stage": "rl", "i": name})
+        for name in names
+        for final in [{"step": 1, "kind": "final", "success": 0.5}]
+    ]
+    figures = dict(compare(sources).figures)
+    for figure in (figures["policy_kl"], figures["results"]):
+        svg = encode(figure, "svg").decode()
+        drawn = "".join(ElementTree.fromstring(svg).itertext())
+        assert "cost $\\frac$" in drawn
+        assert "a\ufffdb" in drawn
+        assert "x" * 39 in drawn
+        assert "x" * 120 not in drawn
+    figure, _ = draw_metric(metric_of("optimizer/gradient_norm"), bundles_of(open_sources(seeds(tmp_path)))[0])
+    drawn = "".join(ElementTree.fromstring(encode(figure, "svg").decode()).itertext())
+    assert "mathdefault" not in drawn, "numbers of a logarithmic axis are still set as powers"

@@ -32,7 +32,7 @@ def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitTex
     table.add_column("", overflow="fold")
     scale = float(np.abs(units.credits).max(initial=0.0))
     numbers = np.cumsum(units.spans.found)
-    for unit, start, stop, continued in _units_of(episode, turn, units):
+    for unit, start, stop, continued in units_of(episode, turn, units):
         credit, found = float(units.credits[unit]), bool(units.spans.found[unit])
         said = text(start, stop)
         if not found:
@@ -88,7 +88,7 @@ def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
     return said
 
 
-def _units_of(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterator[tuple[int, int, int, bool]]:
+def units_of(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterator[tuple[int, int, int, bool]]:
     """(unit, start, stop, whether it began in an earlier answer) of the units of `turn`; positions in its stream."""
     streams = episode.streams
     before = sum(int(stream.sampled.sum()) for stream in streams[: turn.stream])

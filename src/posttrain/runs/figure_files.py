@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from posttrain.runs.drawing import STYLE
 from posttrain.runs.files import storage_errors, write_atomically
@@ -24,9 +25,24 @@ def entitle(figure: Figure, title: str) -> None:
     figure.suptitle(title, x=0.012, ha="left", fontweight="bold", fontsize=12)
 
 
+def plain(text: str, longest: int = 120) -> str:
+    """What can be drawn of a name that somebody gave: no control characters, and not too long for a figure."""
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
+
+
 def encode(figure: Figure, form: Format) -> bytes:
-    """The content of a file."""
+    """The content of a file. Dollar signs in names are no mathematics."""
     content = io.BytesIO()
+    numbers = {
+        id(label)
+        for axes in figure.axes
+        for label in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both"))
+    }
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and id(text) not in numbers:
+            text.set_parse_math(False)
+            text.set_text(plain(text.get_text()))
     with matplotlib.rc_context(STYLE | _SVG):
         figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else None)
     return content.getvalue()

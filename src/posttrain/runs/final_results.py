@@ -13,13 +13,15 @@ from posttrain.recipe.rollout import SCORES
 from posttrain.runs.averages import Bundle, t_interval
 from posttrain.runs.comparison import looks
 from posttrain.runs.drawing import STYLE
-from posttrain.runs.figure_files import entitle
+from posttrain.runs.figure_files import entitle, plain
 from posttrain.runs.sources import Source
 from posttrain.runs.tables import Table
 
 _RATES = ("success", "test/accuracy")
 _FIRST = ("success", "return")
 _LAST = ("test/accuracy", "test/loss")
+_NAME = 40
+"""Characters of a run's name beside its points."""
 _LIMITS = ("_low", "_high")
 
 Result = tuple[float, float, float]
@@ -94,7 +96,7 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
             axes.set_title(key.removeprefix(SCORES))
             if key in _RATES:
                 axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-            axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+            axes.set_yticks(range(len(rows)), [plain(name, _NAME).replace("$", r"\$") for name, *_ in rows])
             axes.set_ylim(len(rows) - 0.5, -0.5)
         entitle(figure, "Final results, 95% intervals")
     return figure

@@ -82,7 +82,7 @@ def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
     present = {key for source in measured for key in keys_of(source.lines)}
     for key in metrics:
         check_metric(key, present)
-    compared.notes += _training_still(measured)
+    compared.notes += [f"{one.name} has done {one.unfinished}" for one in measured if one.unfinished]
     chosen, notes = ([metric_of(key) for key in dict.fromkeys(metrics)], []) if metrics else shared_metrics(bundles)
     compared.notes += notes
     if not metrics:
@@ -102,14 +102,3 @@ def _overviews(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Figure]]:
     for name, figure in (("results", draw_results(bundles)), ("scores", draw_scores_of_runs(bundles))):
         if figure is not None:
             yield name, figure
-
-
-def _training_still(sources: Sequence[Source]) -> Iterator[str]:
-    for source in sources:
-        steps = None if source.recipe is None else source.recipe.get("steps")
-        if (
-            isinstance(steps, int)
-            and source.steps < steps
-            and not any(line["kind"] == "final" for line in source.lines)
-        ):
-            yield f"{source.name} has done {source.steps} of {steps} steps"

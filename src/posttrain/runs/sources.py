@@ -40,6 +40,13 @@ class Source:
         """The last training step so far."""
         return max((line["step"] for line in self.lines if line["kind"] == "train"), default=0)
 
+    @property
+    def unfinished(self) -> str | None:
+        """How far a run has come that has not ended, as `3 of 60 steps`; None for one that has, or where it is not known."""
+        steps = None if self.recipe is None else self.recipe.get("steps")
+        ended = any(line["kind"] == "final" for line in self.lines)
+        return f"{self.steps} of {steps} steps" if isinstance(steps, int) and not ended else None
+
 
 def open_sources(paths: Sequence[Path]) -> list[Source]:
     """Every run and log of `paths`; a directory of logs may hold several.
