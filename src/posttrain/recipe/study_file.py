@@ -147,7 +147,7 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
     for key in list(values):
         if key not in StudyRecipe.model_fields:
             other = any(key in schema.model_fields for schema in STAGES.values())
-            hint = nearest_type(key, list(StudyRecipe.model_fields)) or (f" (write keys.{key})" if other else "")
+            hint = f" (write keys.{key})" if other else nearest_type(key, list(StudyRecipe.model_fields))
             keys = ", ".join(StudyRecipe.model_fields)
             sentences.append(f"{given.origin((key,))}: there is no key {key} in a study{hint}; the keys are {keys}")
             del values[key]
