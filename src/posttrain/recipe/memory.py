@@ -5,6 +5,7 @@ Not covered: what torch and the operating system take besides (about 0.5 GiB), a
 
 from dataclasses import dataclass
 
+from posttrain.recipe.cost_placement import ALONE, Placement
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe
@@ -13,7 +14,7 @@ from posttrain.recipe.units import EntropyUnits
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder. `parameters` counts tied weights once; `linear` those in the layers' matrices."""
+    """Sizes of a decoder. `parameters` counts tied weights once, and all experts."""
 
     parameters: int
     layers: int
@@ -23,46 +24,138 @@ class ModelSizes:
     key_value_heads: int
     head_size: int
     vocabulary: int
+    experts: int = 0
+    """Networks of a layer, each with `intermediate` inner units; 0 is one network that all tokens pass."""
+    experts_per_token: int = 0
+    """How many of them a token passes."""
+    tied: bool = True
+    """Whether the output projection is the embedding."""
 
     @property
     def linear_sizes(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the seven matrices of one layer, which is what `all-linear` adapters sit on."""
+        """(inputs, outputs) of the matrices of one layer that `all-linear` adapters sit on: seven, or, where there are
+        experts, the four of attention."""
         queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        if self.experts:
+            return attention
         return [*attention, *[(self.hidden, self.intermediate)] * 2, (self.intermediate, self.hidden)]
 
     @property
+    def expert(self) -> int:
+        """Parameters of one expert's three matrices; 0 without experts."""
+        return 3 * self.hidden * self.intermediate if self.experts else 0
+
+    @property
+    def shared_layer(self) -> int:
+        """Parameters of a layer's matrices that every token passes: all but the experts, their router included."""
+        return sum(inputs * outputs for inputs, outputs in self.linear_sizes) + self.hidden * self.experts
+
+    @property
+    def layer(self) -> int:
+        """Parameters of the matrices of one layer."""
+        return self.shared_layer + self.experts * self.expert
+
+    @property
+    def active_layer(self) -> int:
+        """Parameters of a layer's matrices that one token passes."""
+        return self.shared_layer + self.experts_per_token * self.expert
+
+    @property
+    def head(self) -> int:
+        """Parameters of the output projection."""
+        return self.vocabulary * self.hidden
+
+    @property
     def computed_parameters(self) -> int:
-        """Parameters by formula, for files that do not say: matrices, norms, and an embedding tied to the output."""
-        layer = sum(inputs * outputs for inputs, outputs in self.linear_sizes) + 2 * self.hidden
-        return self.vocabulary * self.hidden + self.layers * layer + self.hidden
+        """Parameters by formula, for files that do not say: matrices, two norms a layer, embedding and last norm."""
+        ends = self.head * (1 if self.tied else 2)
+        return ends + self.layers * (self.layer + 2 * self.hidden) + self.hidden
 
 
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Names of the seven matrices in the order of `ModelSizes.linear_sizes`."""
+"""Names of the matrices in the order of `ModelSizes.linear_sizes`."""
 
 
-def memory_estimate(recipe: Recipe, sizes: ModelSizes) -> dict[str, tuple[int, str]]:
-    """What -> (bytes, how it is counted). Activations are a rough figure, the others are sums of tensor sizes.
+def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
+    """What -> (bytes on a device of the learner, how it is counted). Activations are a rough figure, the others are sums
+    of tensor sizes. With engines apart their memory is that of `engine_memory` and not in here.
 
     `dtype: auto` is counted as float32, the larger of the two it may become.
     """
-    width = 2 if recipe.model.dtype == "bfloat16" else 4
+    width = weight_width(recipe.model)
     rows = {"weights": (width * sizes.parameters, f"{sizes.parameters:,} parameters of {width} bytes")}
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
         rows |= _training(recipe, sizes, width)
+    rows = _divided(rows, sizes, placement, width)
+    if placement.colocated:
+        rows |= engine_memory(recipe, sizes, placement)
+    return rows
+
+
+def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
+    """What -> (bytes on a device of an engine, how it is counted): weights of its own, if any, and its cache when full."""
     if isinstance(recipe, DpoRecipe | RewardRecipe):
-        return rows
+        return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
-        return rows
+        return {}
     assert isinstance(recipe.engine, EngineRecipe), "a remote model takes no memory here"
+    width = weight_width(recipe.model)
+    rows = {}
+    if placement.engines:
+        own = -(-width * sizes.parameters // placement.tensor)
+        rows["weights of the engine"] = (own, f"{width} bytes a parameter over {placement.tensor} devices")
     slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
-    cache = 2 * sizes.layers * sizes.key_value_heads * sizes.head_size * width
+    cache = cache_bytes(sizes, width, placement.tensor)
     rows["key/value cache, at most"] = (
         slots * tokens * cache,
         f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes",
     )
     return rows
+
+
+def weight_width(model: ModelRecipe) -> int:
+    """Bytes of a weight in use."""
+    return 2 if model.dtype == "bfloat16" else 4
+
+
+def cache_bytes(sizes: ModelSizes, width: int, tensor: int = 1) -> int:
+    """Bytes of keys and values of one token on one of `tensor` devices, at `width` bytes a number; a head is never cut."""
+    heads = -(-sizes.key_value_heads // tensor)
+    return 2 * sizes.layers * heads * sizes.head_size * width
+
+
+_DIVIDED = (
+    "weights",
+    "gradients",
+    "float32 masters and their gradients",
+    "AdamW state",
+    "reference model",
+    "reward model",
+    "critic",
+    "language model for entropies",
+)
+"""Rows that sharding divides; activations and logits are those of a device's own tokens."""
+_OFFLOADED = ("float32 masters and their gradients", "AdamW state")
+
+
+def _divided(
+    rows: dict[str, tuple[int, str]], sizes: ModelSizes, placement: Placement, width: int
+) -> dict[str, tuple[int, str]]:
+    """The rows as one of the learner's devices holds them."""
+    if placement.offloaded:
+        rows = {what: row for what, row in rows.items() if what not in _OFFLOADED}
+    if placement.shard == 1:
+        return rows
+    over = f", over {placement.shard} devices"
+    shared = {
+        what: (-(-count // placement.shard), how + over) if what in _DIVIDED else (count, how)
+        for what, (count, how) in rows.items()
+    }
+    layer = sizes.shared_layer + sizes.experts * sizes.expert // placement.expert_parallel
+    gathered = width * (3 * layer + 2 * sizes.head)
+    how = "two layers whole while one computes, gradients of one, the output projection with its gradients"
+    return {**shared, "gathered for a moment": (gathered, how)}
 
 
 def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
@@ -94,10 +187,10 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         # Those of policy and critic do not exist at the same time.
         width = max(width, _critic_width(recipe))
     if recipe.model.gradient_checkpointing:
-        per_token = width * (sizes.layers * sizes.hidden + _layer_activations(sizes))
+        per_token = width * (sizes.layers * sizes.hidden + layer_activations(sizes))
         how = "one layer whole, of the others their inputs"
     else:
-        per_token, how = width * sizes.layers * _layer_activations(sizes), "every layer"
+        per_token, how = width * sizes.layers * layer_activations(sizes), "every layer"
     rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
     if isinstance(recipe, RewardRecipe):
         return rows
@@ -129,13 +222,15 @@ def trained_parameters(model: ModelRecipe, sizes: ModelSizes) -> int:
     wanted = model.lora.targets
     adapted = [
         inputs + outputs
-        for name, (inputs, outputs) in zip(_MATRICES, sizes.linear_sizes, strict=True)
+        for name, (inputs, outputs) in zip(_MATRICES, sizes.linear_sizes, strict=False)
         if wanted == "all-linear" or name in ([wanted] if isinstance(wanted, str) else wanted)
     ]
     return sizes.layers * model.lora.rank * sum(adapted)
 
 
-def _layer_activations(sizes: ModelSizes) -> int:
-    """Numbers kept per token for the backward pass of one layer: inputs of norms, matrices, attention and gate."""
+def layer_activations(sizes: ModelSizes) -> int:
+    """Numbers kept per token for the backward pass of one layer: inputs of norms, matrices, attention and gate; where
+    there are experts, of those that a token passes, with a copy of the token for each."""
     queries, keys = sizes.heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
-    return 6 * sizes.hidden + 3 * queries + 4 * keys + 4 * sizes.intermediate
+    networks, copies = (sizes.experts_per_token, 2 * sizes.experts_per_token) if sizes.experts else (1, 0)
+    return (6 + copies) * sizes.hidden + 3 * queries + 4 * keys + 4 * networks * sizes.intermediate
