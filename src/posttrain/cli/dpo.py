@@ -6,6 +6,7 @@ from posttrain.cli import stages
 def dpo(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
+    on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
 ) -> None:
@@ -17,4 +18,4 @@ def dpo(
 
     posttrain dpo data.train=pairs_train.jsonl loss.type=simpo loss.beta=2.5 data.held_out=100
     """
-    stages.run("dpo", words or [], dry_run, resume, overwrite)
+    stages.run("dpo", words or [], dry_run, on, resume, overwrite)

@@ -38,6 +38,7 @@ app = typer.Typer(cls=_ModelUnlessNamed, help=_ABOUT)
 def model(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
+    on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
 ) -> None:
@@ -49,7 +50,7 @@ def model(
 
     posttrain evaluate environment.type=bandit model.path=runs/run/model evaluation.sampling.temperature=0.7
     """
-    stages.run("evaluate", words or [], dry_run, resume, overwrite)
+    stages.run("evaluate", words or [], dry_run, on, resume, overwrite)
 
 
 app.command(context_settings=stages.OPEN)(model)

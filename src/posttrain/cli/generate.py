@@ -6,6 +6,7 @@ from posttrain.cli import stages
 def generate(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
+    on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
 ) -> None:
@@ -22,4 +23,4 @@ def generate(
     if resume is not None and words:
         stages.require_same(words, resume, "generate")
         words = None
-    stages.run("generate", words or [], dry_run, resume, overwrite)
+    stages.run("generate", words or [], dry_run, on, resume, overwrite)

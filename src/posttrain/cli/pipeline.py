@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.stages import split_words
+from posttrain.cli.stages import On, planned_device, split_words
 
 if TYPE_CHECKING:
     from posttrain.recipe.memory import ModelSizes
@@ -24,6 +24,7 @@ def pipeline(
         str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stages would run, and show what.")] = False,
+    on: On = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
 ) -> None:
     """Run stages in order, each from the model of an earlier one; what is finished and unchanged is not run again.
@@ -41,6 +42,7 @@ def pipeline(
     from posttrain.errors import InputError
     from posttrain.recipe.pipeline import load_pipeline
 
+    device = planned_device(dry_run, on)
     sources, overrides = split_words(words or [])
     if sources:
         raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
@@ -59,7 +61,7 @@ def pipeline(
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
             if stage in chosen:
                 console.rule(f"stage {stage.name}")
-                show_plan(stage.recipe, start[stage.name], console)
+                show_plan(stage.recipe, start[stage.name], console, device)
         return
     from posttrain.training.pipeline import run_pipeline
 

@@ -6,6 +6,7 @@ from posttrain.cli import stages
 def reward(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
+    on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
 ) -> None:
@@ -17,4 +18,4 @@ def reward(
 
     posttrain reward recipes/helpsteer3/reward.yaml model.path=packaged:smollm2-135m --dry-run
     """
-    stages.run("reward", words or [], dry_run, resume, overwrite)
+    stages.run("reward", words or [], dry_run, on, resume, overwrite)

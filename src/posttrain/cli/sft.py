@@ -6,6 +6,7 @@ from posttrain.cli import stages
 def sft(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
+    on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
 ) -> None:
@@ -19,4 +20,4 @@ def sft(
 
     posttrain sft --resume runs/warm
     """
-    stages.run("sft", words or [], dry_run, resume, overwrite)
+    stages.run("sft", words or [], dry_run, on, resume, overwrite)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from posttrain.recipe.cost_devices import Device
     from posttrain.recipe.stages import Recipe
 
 WORDS = "[RECIPE.yaml ...] [key=value ...]"
@@ -14,20 +15,28 @@ WORDS_HELP = (
     "`--key=value`, with the key dotted as in `rollout.groups_per_step=4`. `posttrain recipe` lists the keys."
 )
 Words = Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run and the memory it takes.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run, and the memory and time it takes.")]
+On = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE",
+        help="With --dry-run: whose time is estimated, by name (such as h200) or a YAML file of its measured limits.",
+    ),
+]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of the same name first.")]
 OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Context settings of verbs that take `--key value` for every key of a recipe."""
 
 
-def run(stage: str, words: list[str], dry_run: bool, resume: Path | None, overwrite: bool) -> None:
+def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
     """Run one stage of the recipe in `words`, show its plan, or go on with the run `resume`."""
     from posttrain.errors import InputError
     from posttrain.recipe.compose import load_recipe
 
     if resume is not None and overwrite:
         raise InputError("--resume goes on with a run and --overwrite deletes it; give one of them")
+    device = planned_device(dry_run, on)
     sources, overrides = split_words(words)
     recipe = load_recipe(sources, overrides, stage) if resume is None else resumed(resume, sources, overrides, stage)
     if dry_run:
@@ -37,11 +46,21 @@ def run(stage: str, words: list[str], dry_run: bool, resume: Path | None, overwr
         from posttrain.recipe.plan import show_plan
 
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
-        show_plan(recipe, sizes, Console())
+        show_plan(recipe, sizes, Console(), device)
         return
     from posttrain.training.stage import run_stage
 
     run_stage(recipe, resume=resume is not None, overwrite=overwrite)
+
+
+def planned_device(dry_run: bool, on: str | None) -> "Device | None":
+    """The device that `--on` names; InputError for one without `--dry-run`."""
+    from posttrain.errors import InputError
+    from posttrain.recipe.cost_devices import device_of
+
+    if on is not None and not dry_run:
+        raise InputError("--on says whose time is estimated, which only --dry-run does; add that, or leave out --on")
+    return None if on is None else device_of(on)
 
 
 def require_same(words: list[str], run: Path, stage: str) -> None:
@@ -56,8 +75,8 @@ def require_same(words: list[str], run: Path, stage: str) -> None:
     changed = [key for key, value in given.items() if key not in ("runs", "name") and value != begun[key]]
     if changed:
         raise InputError(
-            f"--resume {run} goes on with the recipe of that run, and {', '.join(changed)} is another here; leave out what "
-            "has changed, or start a run with another name"
+            f"--resume {run} goes on with the recipe of that run, which has another value of {', '.join(changed)}; leave out "
+            "what has changed, or start a run with another name"
         )
 
 

@@ -4,7 +4,7 @@ Everything that a recipe leaves open is taken at its limit: episodes and rows as
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.recipe.cost_devices import Device
 from posttrain.recipe.cost_placement import ALONE, Placement
@@ -17,7 +17,7 @@ from posttrain.recipe.cost_time import (
     training_seconds,
 )
 from posttrain.recipe.cost_work import Episodes, Tokens, rows_of
-from posttrain.recipe.memory import ModelSizes, trained_parameters, weight_width
+from posttrain.recipe.memory import ModelSizes, trained_parameters
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
@@ -35,6 +35,8 @@ class Phase:
     """What was counted."""
     sampling: bool = False
     """Whether engines do it, and may do it ahead."""
+    tokens: float = 0.0
+    """That it goes through; 0 where it is no work on tokens."""
 
 
 def step_phases(
@@ -55,10 +57,25 @@ def step_phases(
     if isinstance(recipe, RlRecipe):
         return _rl(recipe, sizes, device, placement, episodes or episodes_at_most(recipe), reward or sizes)
     if isinstance(recipe, EvaluateRecipe):
-        return _sampling(recipe.engine, recipe.model, sizes, device, placement, episodes or evaluated_at_most(recipe))
+        return evaluation_phases(recipe, sizes, device, placement)
     if isinstance(recipe, GenerateRecipe):
         return []
     return _rows(recipe, sizes, device, placement, rows or rows_at_most(recipe))
+
+
+def evaluation_phases(
+    recipe: RlRecipe | SftRecipe | EvaluateRecipe, sizes: ModelSizes, device: Device, placement: Placement = ALONE
+) -> list[Phase]:
+    """Of one evaluation on held-out seeds, episodes as long as they may be; none where nothing is played."""
+    if recipe.environment is None or recipe.remote is not None:
+        return []
+    return _sampling(recipe.engine, recipe.model, sizes, device, placement, evaluated_at_most(recipe))
+
+
+def plain(sizes: ModelSizes) -> bool:
+    """Whether the sizes add up to the parameters, within a tenth: a decoder of another kind cannot be timed by them."""
+    found = [replace(sizes, tied=tied).computed_parameters for tied in (True, False)]
+    return any(abs(count / sizes.parameters - 1) < 0.1 for count in found)
 
 
 def total_seconds(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
@@ -108,19 +125,25 @@ def rows_at_most(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> Tokens:
     return rows_of(count, length, 0 if isinstance(recipe, RewardRecipe) else length)
 
 
+def _width(dtype: str, device: Device) -> int:
+    """Bytes of the numbers that are multiplied; `auto` takes the faster ones."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and device.bfloat16 > device.float32) else 4
+
+
 def _sampling(
     engine: object, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, episodes: Episodes
 ) -> list[Phase]:
     assert isinstance(engine, EngineRecipe), "a remote model takes no time here"
-    width, engines, tensor = weight_width(model), max(1, placement.engines), placement.tensor
+    width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
     prompts = episodes.prefilled
     read = prefill_seconds(sizes, device, prompts * (1 / engines), width, tensor, engine.tokens_per_forward)
     sampled = decoding_seconds(sizes, device, episodes, width, engine.slots, engines, tensor)
     answers = f"{episodes.count:,} answers of {episodes.answer:,.0f} tokens, {engine.slots} at a time"
+    answers += f" in each of {engines} engines" if engines > 1 else ""
     devices = engines * tensor
     return [
-        Phase("reading prompts", read, devices, f"{prompts.count:,.0f} tokens", sampling=True),
-        Phase("sampling", sampled, devices, answers + (f" in each of {engines} engines" if engines > 1 else ""), True),
+        Phase("reading prompts", read, devices, f"{prompts.count:,.0f} tokens", True, prompts.count),
+        Phase("sampling", sampled, devices, answers, True, episodes.count * episodes.answer),
     ]
 
 
@@ -132,17 +155,17 @@ def _rl(
     episodes: Episodes,
     reward: ModelSizes,
 ) -> list[Phase]:
-    learner, width = recipe.learner, weight_width(recipe.model)
+    learner, width = recipe.learner, _width(recipe.model.dtype, device)
     tokens, devices = episodes.learned, placement.devices
     phases = _sampling(recipe.engine, recipe.model, sizes, device, placement, episodes)
     words = f"{tokens.count:,.0f} tokens, prompts once for each group"
     if recipe.reward is not None:
-        read, own = episodes.whole, 2 if recipe.reward.dtype == "bfloat16" else 4
+        read, own = episodes.whole, _width(recipe.reward.dtype, device)
         scoring = forward_seconds(reward, device, placement, read, own, recipe.reward.tokens_per_batch)
-        phases.append(Phase("reward model", scoring, devices, f"{read.count:,.0f} tokens"))
+        phases.append(Phase("reward model", scoring, devices, f"{read.count:,.0f} tokens", tokens=read.count))
     if recipe.needs_reference:
         found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
-        phases.append(Phase("reference log-probabilities", found, devices, words))
+        phases.append(Phase("reference log-probabilities", found, devices, words, tokens=tokens.count))
     updates = learner.updates_per_step * learner.passes
     if recipe.has_critic and recipe.critic.trunk == "own":
         phases += _critic(recipe, sizes, device, placement, tokens)
@@ -159,12 +182,19 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes, device: Device, placement: Plac
     """Values before the updates, and the updates, of a critic as large as the policy; its head is one number a token."""
     learner = recipe.learner
     model, bare = recipe.critic.model(recipe.model), Tokens(tokens.count, tokens.pairs)
-    width, updates = weight_width(model), learner.updates_per_step * learner.passes
+    width, updates = _width(model.dtype, device), learner.updates_per_step * learner.passes
     values = forward_seconds(sizes, device, placement, bare, width, learner.tokens_per_batch)
     parts = _learning(model, sizes, device, placement, bare, learner.tokens_per_batch, updates, learner.passes)
     return [
-        Phase("values", values, placement.devices, f"{bare.count:,.0f} tokens"),
-        Phase("critic's updates", sum(part.seconds for part in parts), placement.devices, parts[0].how),
+        Phase("values", values, placement.devices, f"{bare.count:,.0f} tokens", tokens=bare.count),
+        Phase(
+            "critic's updates",
+            sum(part.seconds for part in parts),
+            placement.devices,
+            parts[0].how,
+            False,
+            parts[0].tokens,
+        ),
     ]
 
 
@@ -175,11 +205,11 @@ def _rows(
     placement: Placement,
     tokens: Tokens,
 ) -> list[Phase]:
-    phases, budget = [], recipe.learner.tokens_per_batch
+    phases, budget, words = [], recipe.learner.tokens_per_batch, f"{tokens.count:,.0f} tokens"
     if isinstance(recipe, DpoRecipe) and recipe.loss.needs_reference:
-        width = weight_width(recipe.model)
+        width = _width(recipe.model.dtype, device)
         found = forward_seconds(sizes, device, placement, tokens, width, budget)
-        phases.append(Phase("reference log-probabilities", found, placement.devices, f"{tokens.count:,.0f} tokens"))
+        phases.append(Phase("reference log-probabilities", found, placement.devices, words, tokens=tokens.count))
     return phases + _learning(recipe.model, sizes, device, placement, tokens, budget, 1, 1)
 
 
@@ -194,7 +224,7 @@ def _learning(
     passes: int,
 ) -> list[Phase]:
     """`updates` optimizer steps that go through `tokens` `passes` times."""
-    width, whole = weight_width(model), model.lora is None
+    width, whole = _width(model.dtype, device), model.lora is None
     each = tokens * (passes / updates)
     learned = updates * training_seconds(
         sizes, device, placement, each, width, tokens_per_batch, whole, model.gradient_checkpointing
@@ -203,6 +233,6 @@ def _learning(
     stepped = updates * optimizer_seconds(trained, device, placement, width)
     how = f"{passes * tokens.count:,.0f} tokens" + (f" in {updates} updates" if updates > 1 else "")
     return [
-        Phase("forward and backward passes", learned, placement.devices, how),
+        Phase("forward and backward passes", learned, placement.devices, how, tokens=passes * tokens.count),
         Phase("optimizer", stepped, placement.devices, f"{trained:,} parameters"),
     ]

@@ -91,9 +91,7 @@ class Device:
         """Bytes/s of a ring over `devices` devices, which is as fast as its slowest link."""
         found = self.link if devices <= self.per_node else self.network
         if found is None:
-            raise InputError(
-                f"hardware.limits: {self.name} has no link to other devices, so {devices} cannot be planned"
-            )
+            raise InputError(f"{self.name} has no link to other devices, so {devices} cannot be planned")
         return found * self.links
 
 
@@ -126,7 +124,7 @@ _NAMES = ", ".join(DEVICES)
 
 
 def device_of(limits: str) -> Device:
-    """The device that `hardware.limits` names: a key of `DEVICES`, or a YAML file with the fields of `Device`.
+    """The device that the option `--on` names: a key of `DEVICES`, or a YAML file with the fields of `Device`.
 
     A file may say `like: NAME`, whose numbers stand where it has none of its own; without it `bfloat16`, `float32` and
     `reading` are needed. `InputError` for what is neither, for unknown keys, and for numbers not above 0.
@@ -135,32 +133,30 @@ def device_of(limits: str) -> Device:
         return DEVICES[limits]
     file = Path(limits).expanduser()
     if not file.is_file():
-        raise InputError(f"hardware.limits: {limits} is no file, and no device known here; those are {_NAMES}")
+        raise InputError(f"--on: {limits} is no file, and no device known here; those are {_NAMES}")
     try:
         values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"hardware.limits: {limits} is not YAML; write a number after each key of a device") from error
+        raise InputError(f"--on: {limits} is not YAML; write a number after each key of a device") from error
     return _read(values, limits, file.stem)
 
 
 def _read(values: Any, where: str, name: str) -> Device:
     if not isinstance(values, dict):
-        raise InputError(f"hardware.limits: {where} holds no keys; say bfloat16, float32 and reading, or `like: NAME`")
+        raise InputError(f"--on: {where} holds no keys; say bfloat16, float32 and reading, or `like: NAME`")
     given = dict(values)
     base = given.pop("like", None)
     if base is not None and base not in DEVICES:
-        raise InputError(f"hardware.limits: {where} says `like: {base}`; the devices known here are {_NAMES}")
+        raise InputError(f"--on: {where} says `like: {base}`; the devices known here are {_NAMES}")
     known = {field.name for field in fields(Device)} - {"name"}
     if unknown := sorted(set(given) - known):
-        raise InputError(
-            f"hardware.limits: {where} has an unknown key {unknown[0]}; a device has {', '.join(sorted(known))}"
-        )
+        raise InputError(f"--on: {where} has an unknown key {unknown[0]}; a device has {', '.join(sorted(known))}")
     if base is None and (missing := [key for key in ("bfloat16", "float32", "reading") if key not in given]):
-        raise InputError(f"hardware.limits: {where} lacks {missing[0]}; give it, or say `like: NAME`")
+        raise InputError(f"--on: {where} lacks {missing[0]}; give it, or say `like: NAME`")
     for key, value in given.items():
         if key == "overlaps":
             if not isinstance(value, bool):
-                raise InputError(f"hardware.limits: {key} in {where} is true or false, not {value!r}")
+                raise InputError(f"--on: {key} in {where} is true or false, not {value!r}")
             continue
         given[key] = _number(key, value, where)
     return replace(DEVICES[base], name=name, **given) if base else Device(name, **given)
@@ -174,5 +170,5 @@ def _number(key: str, value: Any, where: str) -> float | int:
         number = 0.0
     least = 0.0 if key == "launch" else 1e-12
     if not least <= number < 1e30:
-        raise InputError(f"hardware.limits: {key} in {where} is a number above 0, not {value!r}")
+        raise InputError(f"--on: {key} in {where} is a number above 0, not {value!r}")
     return int(number) if key == "per_node" else number

@@ -1,4 +1,4 @@
-"""`--dry-run`: the recipe with its defaults, how its batches work out, and the memory it takes. Runs nothing."""
+"""`--dry-run`: the recipe with its defaults, how its batches work out, the memory and the time it takes. Runs nothing."""
 
 import math
 
@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.recipe.compose import dump_recipe
+from posttrain.recipe.cost_devices import Device
+from posttrain.recipe.cost_table import show_times
 from posttrain.recipe.memory import ModelSizes, memory_estimate
 from posttrain.recipe.notes import notes
 from posttrain.recipe.rollout import EngineRecipe
@@ -29,8 +31,9 @@ from posttrain.recipe.unit_credit import (
 )
 
 
-def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> None:
-    """Print the whole plan; `sizes` are those of the model, None where its files are not on this machine."""
+def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
+    """Print the whole plan; `sizes` are those of the model, None where its files are not on this machine, and `device` is
+    the one whose times are estimated, None for no times."""
     console.print(f"[bold]recipe[/bold] ({recipe.stage})")
     console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
     console.print("\n[bold]batches[/bold]")
@@ -43,7 +46,8 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console) -> Non
         unknown = f"  the files of {recipe.model.path} are not on this machine, so its sizes and memory are unknown"
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print(_memory_table(recipe, sizes))
+        console.print(_memory_table(recipe, sizes, device))
+        show_times(recipe, sizes, device, console)
     for note in notes(recipe):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
@@ -201,12 +205,15 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
     ]
 
 
-def _memory_table(recipe: Recipe, sizes: ModelSizes) -> Table:
+def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Table:
     rows = memory_estimate(recipe, sizes)
     table = Table("what", "memory", "counted as", box=None, show_header=False)
     for what, (count, how) in rows.items():
         table.add_row(f"  {what}", _bytes(count), how)
-    table.add_row("  [bold]together[/bold]", _bytes(sum(count for count, _ in rows.values())), "an estimate")
+    together, said = sum(count for count, _ in rows.values()), "an estimate"
+    if device is not None and device.memory is not None and together > device.memory:
+        said += f"; {device.name} has {_bytes(int(device.memory))}"
+    table.add_row("  [bold]together[/bold]", _bytes(together), said)
     table.columns[1].justify = "right"
     return table
 
