@@ -162,8 +162,9 @@ def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
     assert main(["generate", "--resume", "runs/a", *words]) == 0, "the same command"
     assert "0 of them in 0:00, 0 tokens/s; 4 were there" in capsys.readouterr().out
     assert main(["generate", "--resume", "runs/a", *words, "seed=4", "samples=2", "sampling.temperature=1"]) == 2
-    assert "--resume runs/a goes on with the recipe of that run, and seed, sampling, samples is another here" in (
-        capsys.readouterr().err
+    assert (
+        "--resume runs/a goes on with the recipe of that run, which has another value of seed, sampling, samples;"
+        in (capsys.readouterr().err)
     )
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "other"}, *some_rows(4)[1:]])
     # Rows are read once a process, so another one has to see the change.
@@ -231,6 +232,21 @@ def test_the_plan_says_what_would_be_done_and_does_nothing(tiny_model, tmp_path,
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_pipeline_generates_once_and_again_when_the_rows_change(tiny_model, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", some_rows(3))
+    (tmp_path / "p.yaml").write_text(
+        f"stage: pipeline\nname: p\ncommon: {{model: {{path: {tiny_model}}}}}\nstages:\n"
+        f"  - {{name: answers, stage: generate, data: {{test: {rows}}}, rollout: {{tokens_per_turn: 4}}, out: p.jsonl}}\n"
+    )
+    assert main(["pipeline", "p.yaml"]) == 0
+    assert "runs (not run yet)" in capsys.readouterr().out
+    assert main(["pipeline", "p.yaml"]) == 0
+    assert "finished, nothing has changed" in capsys.readouterr().out
+    assert main(["pipeline", "p.yaml", "common.seed=1"]) == 0
+    assert "its recipe has changed" in capsys.readouterr().out
+    assert len(lines_of(tmp_path / "p.jsonl")) == 3
+
+
 def test_thinking_is_removed_by_its_tokens(tiny_policy):
     from types import SimpleNamespace
 
@@ -282,3 +298,18 @@ def test_the_packaged_model_answers(tmp_path, capsys):
     found = lines_of(tmp_path / "p.jsonl")
     assert sum("Paris" in row["prediction"] for row in found if row["reference"]) >= 3
     assert "12 answers to 6 rows" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_packaged_model_killed_and_resumed_gives_the_same_bytes(tmp_path):
+    more = {"model": {"path": "packaged:smollm2-135m", "threads": 1}, "window": 6}
+    more["rollout"] = {"tokens_per_turn": 24, "tokens_per_episode": 700}
+    assert small.run(values("", tmp_path / "whole", 8, **more)) == 0
+    recipe = values("", tmp_path / "killed", 8, **more)
+    for resume, place in ((False, 3), (True, 6)):
+        death = ("posttrain.runs.answers:AnswerLog.append", place)
+        assert small.run(recipe, resume=resume, die_at=death) == -signal.SIGKILL
+    assert small.run(recipe, resume=True) == 0
+    found, whole = (tmp_path / f"{name}/small/predictions.jsonl" for name in ("killed", "whole"))
+    assert found.read_bytes() == whole.read_bytes()
+    assert "came out otherwise" not in (tmp_path / "killed/log.txt").read_text()

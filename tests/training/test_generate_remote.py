@@ -126,7 +126,7 @@ def test_a_server_that_is_down_is_given_up_and_what_came_before_is_kept(tmp_path
     with serving(square) as server:
         # The server came back elsewhere: that is another recipe, and refused.
         assert main([*words(server.url, *more), "--resume", "runs/remote"]) == 2
-        assert "engine is another here" in capsys.readouterr().err
+        assert "which has another value of engine;" in capsys.readouterr().err
 
 
 def test_nothing_at_all_leaves_the_name_free(tmp_path, capsys):
@@ -167,6 +167,28 @@ def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
         assert main(["generate", "--resume", "runs/remote"]) == 0
         assert sorted(map(number, server.asked[before:])) == list(range(7, ROWS))
     assert (tmp_path / "p.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_interrupted_it_says_what_is_kept_and_how_to_go_on(tmp_path):
+    def slow(request):
+        reply = square(request)
+        reply.delay = 0.02 if number(request) < 7 else 30.0
+        return reply
+
+    with serving(slow) as server:
+        command = [*COMMAND, *words(server.url, "engine.workers=3")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
+            deadline = time.monotonic() + 120
+            while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            said, told = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "7 of 12 answers are kept; go on with `posttrain generate --resume runs/remote`" in said
+    assert told.splitlines() == ["posttrain: interrupted"]
 
 
 @pytest.mark.parametrize("thinking", ["keep", "remove"])
