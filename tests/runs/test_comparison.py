@@ -185,6 +185,8 @@ def test_a_metric_that_nobody_has_names_one_that_is_near(tmp_path):
     path = make_run(tmp_path, "a")
     with pytest.raises(InputError, match=r"--metric rollout/retur: .* rollout/return"):
         plot_files([path], None, ("svg",), ["rollout/retur"])
+    with pytest.raises(InputError, match="at the end alone"):
+        plot_files([path], None, ("svg",), ["best_step"])
     files, _ = plot_files([path], None, ("svg",), ["rollout/return"])
     assert files == [path / "plots" / "rollout_return.svg"]
 
@@ -255,3 +257,18 @@ def test_names_are_drawn_as_they_are(tmp_path):
     figure, _ = draw_metric(metric_of("optimizer/gradient_norm"), bundles_of(open_sources(seeds(tmp_path)))[0])
     drawn = "".join(ElementTree.fromstring(encode(figure, "svg").decode()).itertext())
     assert "mathdefault" not in drawn, "numbers of a logarithmic axis are still set as powers"
+
+
+def test_models_that_were_only_evaluated_are_compared_by_their_results(tmp_path):
+    def source(name, success):
+        line = {"step": 0, "kind": "final", "success": success, "success_low": 0.1, "success_high": 0.9, "score/a": 0.5}
+        return Source(name, Path(name), [line | {"n": 7}], {"stage": "evaluate", "seed": 0, "model": name})
+
+    compared = compare([source("step 13", 0.25), source("step 21", 0.5)])
+    assert [name for name, _ in compared.figures] == ["results"]
+    (table,) = compared.tables
+    assert table.headings == ("run", "checkpoint", "n", "success", "a")
+    assert table.rows[1] == ("step 21", "–", "7", "50.0% [10.0, 90.0]", "0.500")
+    (figure,) = [figure for _, figure in compared.figures]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["success", "a"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["step 13", "step 21"]

@@ -1,6 +1,7 @@
 """Figures of several runs: one for each metric, a curve for each run, or for each recipe with its mean over seeds."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ MOST_CURVES = len(DOMAINS) * len(DASHES)
 _MOST_BANDS = 3
 """With more curves than this, intervals are bars at the end: bands of many curves hide each other."""
 _MOST_MARKED = 40
+_TITLE = 92
+"""Characters of a line above a panel."""
 _LISTED = 6
 _WIDE = 95
 """Characters of a legend that stand side by side."""
@@ -121,7 +124,7 @@ def _drawn(metric: Metric, drawn: list[tuple[Bundle, Look, list[Series]]]) -> tu
             continue
         (series,) = found
         shown += series.values
-        _single(axes, series, look, bundle.title, smooth)
+        _single(axes, series, look, bundle.title, smooth, faint=len(drawn) <= _MOST_BANDS)
         if not averaged and len(drawn) <= _MOST_BANDS:
             limits += draw_band(axes, bundle.sources[0].lines, metric.key, look.color)
     if not averaged and len(drawn) > _MOST_BANDS:
@@ -153,10 +156,12 @@ def _mean(axes: Axes, bundle: Bundle, look: Look, found: list[Series], geometric
     return [*mean.values, *mean.low, *mean.high]
 
 
-def _single(axes: Axes, series: Series, look: Look, label: str, smooth: bool) -> None:
+def _single(axes: Axes, series: Series, look: Look, label: str, smooth: bool, faint: bool) -> None:
+    """One run: as it is, or as its moving mean, with what that is of faint behind it."""
     marker = look.marker if len(series.steps) <= _MOST_MARKED else ""
     if smooth and len(series.steps) > 4:
-        axes.plot(series.steps, series.values, color=look.color, alpha=0.18, linewidth=0.8, label="_each step")
+        if faint:
+            axes.plot(series.steps, series.values, color=look.color, alpha=0.18, linewidth=0.8, label="_each step")
         series = _smooth(series)
     axes.plot(series.steps, series.values, color=look.color, linestyle=look.dash, marker=marker, label=label, zorder=3)
 
@@ -189,13 +194,13 @@ def _of_player(lines: list[Line], player: str, key: str) -> float | None:
 
 def _subtitle(metric: Metric, smooth: bool, averaged: bool, geometric: bool, limits: bool, count: int) -> str:
     parts = [part for part in (metric.what, metric.key if metric.what else "") if part]
-    parts += [f"mean of {SMOOTHED_STEPS} steps"] if smooth else []
+    parts += [f"moving mean of {SMOOTHED_STEPS} points"] if smooth else []
     parts += ["geometric means"] if geometric else []
     if limits and averaged:
         parts.append("95% interval over seeds shaded")
     elif limits:
         parts.append("95% interval shaded" if count <= _MOST_BANDS else "95% interval at the end")
-    return " · ".join(parts)
+    return textwrap.fill(" · ".join(parts), _TITLE)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

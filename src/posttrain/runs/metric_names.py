@@ -74,15 +74,14 @@ def known_metrics(present: Iterable[str]) -> list[str]:
     return [key for key in dict.fromkeys(ordered) if key in found]
 
 
-def check_metric(key: str, present: Iterable[str]) -> None:
-    """`InputError` with the nearest right names if `key` is not `present`."""
+def check_metric(key: str, present: Iterable[str], at_the_end: Iterable[str] = ()) -> None:
+    """`InputError` with the nearest right names if `key` is not `present`; `at_the_end` are those without a curve."""
     keys = sorted(present)
     if key in keys:
         return
+    if key in at_the_end:
+        raise InputError(f"--metric {key} is measured at the end alone; leave --metric out to see it in results.md")
     near = difflib.get_close_matches(key, keys, n=3) or [one for one in keys if key in one][:3] or keys[:3]
-    have = ", ".join(near)
-    raise InputError(
-        f"--metric {key}: nothing here has it; there is for example {have}"
-        if have
-        else f"--metric {key}: nothing has been measured yet; wait for the first step"
-    )
+    if not near:
+        raise InputError(f"--metric {key}: nothing has been measured yet; wait for the first step")
+    raise InputError(f"--metric {key}: nothing here has it; there is for example {', '.join(near)}")

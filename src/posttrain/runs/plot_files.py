@@ -80,8 +80,9 @@ def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
     if len(bundles) > MOST_CURVES:
         raise InputError(f"{len(bundles)} curves cannot be told apart in one figure; give at most {MOST_CURVES} runs")
     present = {key for source in measured for key in keys_of(source.lines)}
+    at_the_end = {key for source in measured for line in source.lines if line["kind"] == "final" for key in line}
     for key in metrics:
-        check_metric(key, present)
+        check_metric(key, present, at_the_end)
     compared.notes += [f"{one.name} has done {one.unfinished}" for one in measured if one.unfinished]
     chosen, notes = ([metric_of(key) for key in dict.fromkeys(metrics)], []) if metrics else shared_metrics(bundles)
     compared.notes += notes
