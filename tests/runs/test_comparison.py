@@ -13,6 +13,7 @@ from posttrain.errors import InputError
 from posttrain.runs.averages import bundles_of, mean_over_seeds, t_interval
 from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks, shared_metrics
 from posttrain.runs.figure_files import encode
+from posttrain.runs.final_results import draw_results, result_table
 from posttrain.runs.metric_names import known_metrics, metric_of
 from posttrain.runs.panels import DOMAINS, Series
 from posttrain.runs.plot_files import compare, plot_files
@@ -153,12 +154,16 @@ def test_stages_do_not_share_the_axes_of_their_losses():
     def source(stage):
         lines = [{"step": 1, "kind": "train", "loss/total": 1.0, "policy/entropy": 1.0}]
         lines += [{"step": 1, "kind": "evaluation", "validation/loss": 1.0}]
+        lines += [{"step": 1, "kind": "final", "test/loss": 1.0}]
         return Source(stage, Path(stage), lines, {"stage": stage, "seed": 0})
 
     metrics, notes = shared_metrics(bundles_of([source("sft"), source("dpo")])[0])
     assert [metric.key for metric in metrics] == ["policy/entropy"]
     assert "loss/total" in notes[0]
     assert "validation/loss" in notes[0]
+    assert draw_results(bundles_of([source("sft"), source("dpo")])[0]) is None
+    assert draw_results(bundles_of([source("sft"), source("sft")])[0]) is not None
+    assert "different things" in result_table(bundles_of([source("sft"), source("dpo")])[0]).note
     same, _ = shared_metrics(bundles_of([source("sft"), source("sft")])[0])
     assert "validation/loss" in [metric.key for metric in same]
 

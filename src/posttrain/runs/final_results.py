@@ -14,6 +14,7 @@ from posttrain.runs.averages import Bundle, t_interval
 from posttrain.runs.comparison import looks
 from posttrain.runs.drawing import STYLE
 from posttrain.runs.figure_files import entitle, plain
+from posttrain.runs.metric_names import metric_of
 from posttrain.runs.sources import Source
 from posttrain.runs.tables import Table
 
@@ -61,6 +62,8 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
         "Final held-out data, on which nothing was chosen. `n` is the number of environment seeds, or of rows. In brackets "
         "95% intervals: over seeds of the environment or over rows for a run, Student's t over the runs for a mean of seeds."
     )
+    if "test/loss" in keys and _stages(bundles) > 1:
+        note += " The losses of different stages are different things."
     headings = ("run", "checkpoint", "n", *(key.removeprefix(SCORES) for key in keys))
     return Table("Final results", headings, cells, note, words=("run",))
 
@@ -72,6 +75,8 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
         rows += [(one.name, look.color, found) for one in bundle.sources if (found := final_results(one))]
     counts = [key for _, _, found in rows for key in found]
     keys = [key for key in dict.fromkeys(counts) if counts.count(key) > 1]
+    if _stages(bundles) > 1:
+        keys = [key for key in keys if not metric_of(key).differs_by_stage]
     if len(rows) < 2 or not keys:
         return None
     with matplotlib.rc_context(STYLE):
@@ -100,6 +105,10 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
             axes.set_ylim(len(rows) - 0.5, -0.5)
         entitle(figure, "Final results, 95% intervals")
     return figure
+
+
+def _stages(bundles: Sequence[Bundle]) -> int:
+    return len({source.stage for bundle in bundles for source in bundle.sources} - {None})
 
 
 def _final(source: Source) -> Mapping[str, Any]:
