@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,13 +69,28 @@ def test_a_run_that_dies_is_a_failed_trial_with_its_reason(tiny_model, tmp_path)
     search = {"environment.end": ["kill", "raise", "none"]}
     start = [{"environment.end": end} for end in search["environment.end"]]
     made = keys(tiny_model, steps=1)
-    assert studies.tune(tmp_path, keys=made, search=search, start=start, trials=3) == 0
-    killed, raised, sound = studies.trials(tmp_path)
+    assert studies.tune(tmp_path, keys=made, search=search, start=start, trials=4, weights="best") == 0
+    killed, raised, sound, _ = studies.trials(tmp_path)
     assert killed.state == raised.state == TrialState.FAIL
     assert killed.user_attrs["reason"].startswith("killed by SIGKILL")
     assert "no room left" in raised.user_attrs["reason"]
     assert sound.state == TrialState.COMPLETE
     assert yaml.safe_load((tmp_path / "runs/s/best.yaml").read_text()) == {"environment": {"end": "none"}}
+    kept = {path.parent.name for path in (tmp_path / "runs/s/trials").glob("*/model")}
+    assert kept == {"0002"}
+
+
+def test_what_all_runs_share_touches_no_gpu():
+    """A process forked from one that has asked for GPUs cannot use them."""
+    code = (
+        "import torch\n"
+        "def refuse(*_): raise SystemExit('a GPU was asked for')\n"
+        "for name in ('is_available', 'device_count', 'current_device', '_lazy_init', 'get_device_capability'):\n"
+        "    setattr(torch.cuda, name, refuse)\n"
+        "import transformers, peft, posttrain.training.rl, posttrain.training.sft\n"
+        "import posttrain.training.dpo, posttrain.training.reward\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
 
 
 def test_a_pruned_run_saves_a_checkpoint_and_ends(tiny_model, tmp_path):

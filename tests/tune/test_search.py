@@ -235,7 +235,7 @@ def test_another_storage_may_be_given_and_is_readable_by_optuna(begun, tmp_path,
     assert "storage nonsense://x cannot be opened" in capsys.readouterr().err
 
 
-def test_the_trials_of_another_machine_are_left_alone(begun, tmp_path):
+def test_the_trials_of_another_machine_are_left_alone(begun, tmp_path, capsys):
     url = f"sqlite:///{tmp_path}/shared.db"
     assert studies.tune(tmp_path, f"storage={url}", "trials=2") == 0
     study = optuna.load_study(study_name="s", storage=url)
@@ -244,3 +244,4 @@ def test_the_trials_of_another_machine_are_left_alone(begun, tmp_path):
     assert studies.tune(tmp_path, "--resume", f"storage={url}", "trials=4") == 0
     study = optuna.load_study(study_name="s", storage=url)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE"]
+    assert "1 trials run elsewhere" in capsys.readouterr().out

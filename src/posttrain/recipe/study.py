@@ -185,6 +185,8 @@ class StudyRecipe(Part):
     """Trials that run at the same time, each in a process of its own."""
     devices: list[str] = []
     """GPUs that the workers take in turn, as in CUDA_VISIBLE_DEVICES; empty leaves each worker what the study sees."""
+    weights: Literal["all", "best"] = "all"
+    """Which runs keep their checkpoints and exported model: `best` deletes those of all but the best so far."""
     retest: Retest | None = None
     """The best points again with several seeds; null is no retest."""
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -104,6 +105,11 @@ class Attempt:
         if code is not None and code < 0:
             return f"ended by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}; see {self.run.logs / 'output.txt'}"
+
+    def forget_weights(self) -> None:
+        """Delete the checkpoints and the exported model; metrics, recipe and report stay."""
+        for directory in (self.run.checkpoints, self.run.path / "model"):
+            shutil.rmtree(directory, ignore_errors=True)
 
     @property
     def minutes(self) -> float:

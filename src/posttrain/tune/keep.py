@@ -20,7 +20,7 @@ from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.tune.sampler import NumberedSampler
 from posttrain.tune.space import stored
 
-_MAY_CHANGE = ("trials", "workers", "devices", "retest", "runs", "name", "storage")
+_MAY_CHANGE = ("trials", "workers", "devices", "weights", "retest", "runs", "name", "storage")
 """What of a study may be otherwise when it goes on."""
 
 

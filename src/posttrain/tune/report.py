@@ -48,10 +48,10 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
             note = f"{note[: _NARROW_NOTE - 1]}…"
         limited = attrs.get("limited", {})
         cells = [str(trial.number), *([attrs.get("group", "")] if groups else []), _STATES[trial.state]]
-        cells += ["–" if trial.value is None else f"{trial.value:.4g}", str(attrs.get("step", "–"))]
+        cells += ["–" if trial.value is None else f"{trial.value:.4g}", _step(trial)]
         cells += [shown(limited[metric]) if metric in limited else "–" for metric in objective.within]
         cells += [shown(point[name], narrow) if name in point else "–" for name in named]
-        cells += [f"{attrs['minutes']:.1f}" if "minutes" in attrs else "–", note]
+        cells += [f"{attrs['minutes']:.2g}" if "minutes" in attrs else "–", note]
         rows.append(tuple(cells))
     return Table(f"{study.recipe.name}: trials", headings, rows, _note(study), ("group", "state", "note"))
 
@@ -65,6 +65,13 @@ def short_names(keys: Sequence[str]) -> list[str]:
         ends = [".".join(parts[-count:]) for count in range(min(fewest, len(parts)), len(parts) + 1)]
         found.append(next(end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1))
     return found
+
+
+def _step(trial: FrozenTrial) -> str:
+    """The step that counts: of a pruned trial its last."""
+    if trial.state == TrialState.PRUNED and trial.intermediate_values:
+        return str(max(trial.intermediate_values))
+    return str(trial.user_attrs.get("step", "–"))
 
 
 def retest_table(study: Study, results: Sequence[Retested]) -> Table:

@@ -42,15 +42,20 @@ def retest(study: Study, points: Sequence[FrozenTrial], console: Console) -> lis
     assert study.recipe.retest is not None
     results = [Retested(trial) for trial in points]
     jobs = [_Again(study, result, seed, console) for result in results for seed in study.recipe.retest.seeds]
-    jobs.reverse()
-    work(lambda: jobs.pop() if jobs else None, study.recipe.workers, study.recipe.devices)
+    waiting = list(reversed(jobs))
+    work(lambda: waiting.pop() if waiting else None, study.recipe.workers, study.recipe.devices)
     sign = -1 if study.recipe.objective.direction == "maximize" else 1
 
     def order(result: Retested) -> tuple[bool, bool, float]:
         estimate = result.estimate
         return not result.feasible, estimate is None, sign * estimate.value if estimate is not None else 0.0
 
-    return sorted(results, key=order)
+    results.sort(key=order)
+    if study.recipe.weights == "best":
+        for job in jobs:
+            if job.result is not results[0]:
+                job.attempt.forget_weights()
+    return results
 
 
 def verdict(study: Study, results: Sequence[Retested]) -> str:

@@ -1,6 +1,7 @@
 """Running a study from its first trial to its report, and on from wherever it was stopped."""
 
 import optuna
+from optuna.trial import TrialState
 from rich.console import Console
 
 from posttrain.errors import RunError
@@ -34,7 +35,13 @@ def run_study(study: Study, resume: bool, console: Console) -> None:
             trials = kept.get_trials(deepcopy=False)
             results: list[Retested] = []
             points = ranked(study, trials)
-            if study.recipe.retest is not None and points and not unchained:
+            elsewhere = sum(trial.state == TrialState.RUNNING for trial in trials)
+            if elsewhere:
+                said = (
+                    f"{elsewhere} trials run elsewhere; what follows is without them. Once they have ended, `--resume`"
+                )
+                console.print(said, highlight=False, soft_wrap=True)
+            if study.recipe.retest is not None and points and not unchained and not elsewhere:
                 results = retest(study, points[: study.recipe.retest.best], console)
         except KeyboardInterrupt:
             console.print(f"the study {study.directory} goes on with `--resume`", highlight=False, soft_wrap=True)
@@ -63,5 +70,8 @@ def _conclude(study: Study, kept: optuna.Study, results: list[Retested], unchain
         console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)
         raise RunError(unchained or why_none(study, trials))
     winner = next((result for result in results if result.found and result.feasible), None)
-    write_best(study, winner.trial if winner is not None else best, winner)
-    console.print(f"report: {report}\nbest: {file}", highlight=False, markup=False, soft_wrap=True)
+    chosen = winner.trial if winner is not None else best
+    write_best(study, chosen, winner)
+    console.print(
+        f"report: {report}\nbest: {file} (trial {chosen.number})", highlight=False, markup=False, soft_wrap=True
+    )

@@ -112,6 +112,8 @@ class _Told(TrialJob):
 
     def end(self) -> None:
         super().end()
+        if self.study.recipe.weights == "best":
+            self._forget()
         ended = self.kept.get_trials(deepcopy=False)[self.trial.number]
         metric = self.study.recipe.objective.metric
         if ended.state == TrialState.FAIL:
@@ -120,6 +122,14 @@ class _Told(TrialJob):
             how = "pruned, " if ended.state == TrialState.PRUNED else ""
             said = f"{how}{metric} {ended.value:.4g} at step {ended.user_attrs['step']}"
         self.console.print(f"trial {ended.number}: {said}", highlight=False, markup=False, soft_wrap=True)
+
+    def _forget(self) -> None:
+        """Keep the weights of the best trial alone."""
+        trials = self.kept.get_trials(deepcopy=False)
+        best = best_of(self.study, trials)
+        for trial in trials:
+            if trial.state.is_finished() and trial is not best:
+                Attempt(self.attempt.recipe.model_copy(update={"name": f"{trial.number:04d}"})).forget_weights()
 
 
 def _of_group(kept: optuna.Study, group: Group) -> list[FrozenTrial]:

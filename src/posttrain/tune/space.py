@@ -17,7 +17,7 @@ from posttrain.recipe.study import Range, choices_of
 from posttrain.recipe.study_file import Point, Study, shown
 from posttrain.seeds import random_stream
 
-_MOST_TRIED = 64
+_MOST_TRIED = 32
 """Combinations that are resolved before a study begins."""
 
 

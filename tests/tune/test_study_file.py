@@ -1,0 +1,164 @@
+"""Studies as files: what they may say, what is told of mistakes, and the ready ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.cli.main import main
+from posttrain.errors import InputError
+from posttrain.recipe.study_file import load_study
+from posttrain.tune.space import check_space, distributions, restored, stored
+
+from .studies import study_values
+
+ROOT = Path(__file__).parents[2]
+ROWS = {"stage": "sft", "data": {"train": "a.jsonl", "held_out": 5}}
+
+
+def load(folder, *overrides, **changes):
+    (folder / "s.yaml").write_text(yaml.safe_dump(study_values(**changes), sort_keys=False))
+    return load_study(str(folder / "s.yaml"), list(overrides))
+
+
+def objective(metric, **more):
+    return {"metric": metric, "direction": "maximize", **more}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 3}, r"s.yaml line \d+: there is no key steps in a study \(write keys.steps\)"),
+        ({"trails": 3}, r"line \d+: there is no key trails in a study \(did you mean trials\?\)"),
+        ({"search": {"a": {"low": 1}}}, r"line \d+: search.a.high is missing; it must be a number"),
+        ({"search": {"a": {"low": 1, "high": 2, "logg": True}}}, r"no key search.a.logg; the nearest is search.a.log"),
+        ({"search": {"a": {"low": 2, "high": 1}}}, r"line \d+: search.a: `low` \(2\) must be below `high`"),
+        ({"search": {"a": {"low": 0, "high": 1, "log": True}}}, "with `log` it must be above 0"),
+        ({"search": {"a": {"low": 0, "high": 1, "step": 0.3}}}, "no whole number of `step`s"),
+        ({"search": {"a": {"low": 1, "high": 2.5, "int": True}}}, "with `int`, `low`, `high` and `step` must be whole"),
+        ({"search": {"a": [1]}}, "`a` has too few values"),
+        ({"search": {"a": [1, 1]}}, "`a` holds a value twice"),
+        ({"search": None}, "either `search` or `groups`"),
+        ({"search": None, "groups": [{"name": "g", "grid": {"a": [1, 2]}}]}, "`trials` has no effect with `groups`"),
+        ({"search": None, "trials": None, "groups": [{"name": "g", "grid": {"a": {"low": 1, "high": 2}}}]}, "no grid"),
+        ({"keys": {"stage": "evaluate"}}, "for stage evaluate; a study searches one of sft, reward, dpo, rl"),
+        ({"keys": {}}, "the recipe has no stage; a study searches one of"),
+        ({"keys": {"stage": "rl", "name": "x"}}, "name of a trial has no effect"),
+        ({"recipe": "none.yaml"}, "there is no recipe file"),
+        ({"stage": "rl"}, "for stage rl, not tune; run it with `posttrain rl`"),
+        ({"start": [{"seed": 1}]}, "`start` gives seed, which is not searched"),
+        ({"start": [{"optimizer.learning_rate": 1.0}]}, "start point 1 has .* = 1, which is not from 1e-06 to 0.01"),
+        ({"retest": {"seeds": [1]}}, "retest.seeds"),
+        ({"retest": {"best": 9}}, "`retest.best` is 9, but there are 6 trials"),
+        ({"objective": objective("return", within={"policy/kl": {}})}, "a limit is either `most` or `least`"),
+        ({"objective": objective("policy/kl")}, "policy/kl is no held-out metric.*use success or return"),
+        ({"objective": objective("rollout/return")}, "rollout/return is no held-out metric"),
+        ({"objective": objective("validation/loss")}, "validation/loss is not measured by stage rl"),
+        (
+            {"keys": ROWS, "objective": objective("test/loss")},
+            "of the final table, which is for no choice; use validation",
+        ),
+        (
+            {"keys": ROWS, "objective": objective("success")},
+            "success is not measured by stage sft.*use validation/loss",
+        ),
+        (
+            {"keys": {**ROWS, "data": {"train": "a"}}, "objective": objective("validation/loss")},
+            "needs validation rows",
+        ),
+        ({"pruner": {"type": "medium"}}, r"pruner.type is \"medium\" \(did you mean median\?\)"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_its_place(tmp_path, changes, said):
+    with pytest.raises(InputError, match=said) as caught:
+        load(tmp_path, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_no_recipe_has_is_refused_before_anything_runs(tmp_path):
+    study = load(tmp_path, search={"optimizer.learning_rat": [1e-3, 1e-4]})
+    with pytest.raises(InputError, match=r"no key optimizer\.learning_rat; the nearest is optimizer.learning_rate"):
+        check_space(study)
+    study = load(tmp_path, search={"rollout.episodes_per_group": [1, 2]})
+    (note,) = check_space(study)
+    assert "rollout.episodes_per_group = 1 makes no recipe" in note
+
+
+def test_overrides_reach_every_part_of_a_study(tmp_path):
+    words = [
+        "trials=9",
+        "search.optimizer.learning_rate.high=0.5",
+        "search.seed=[1, 2]",
+        "keys.rollout.groups_per_step=3",
+    ]
+    words += ["search.kl.coefficient={low: 0.1, high: 1}", "objective.within.policy/kl.most=0.5", "workers=2"]
+    study = load(tmp_path, *words)
+    recipe = study.recipe
+    assert (recipe.trials, recipe.workers, recipe.search["seed"]) == (9, 2, [1, 2])
+    rate = recipe.search["optimizer.learning_rate"]
+    assert (rate.low, rate.high, rate.log) == (1e-6, 0.5, True)
+    assert (recipe.search["kl.coefficient"].low, recipe.objective.within["policy/kl"].most) == (0.1, 0.5)
+    assert study.at({}).rollout.groups_per_step == 3
+    assert list(distributions(study)) == list(recipe.search)
+
+
+def test_a_point_becomes_a_recipe(tmp_path):
+    both = [{"steps": 3, "rollout.groups_per_step": 5}, {"steps": 6, "rollout.groups_per_step": 2}]
+    loss = [{"type": "gspo"}, {"type": "ppo", "clip_low": 0.1}]
+    study = load(tmp_path, search={"both": {"together": both}, "loss": loss, "model.lora": [None, {"rank": 4}]})
+    point = {"both": both[1], "loss": loss[1], "model.lora": {"rank": 4}}
+    assert restored(study, stored(point)) == point
+    assert all(isinstance(value, str) for value in stored(point).values())
+    recipe = study.at(point, Path("somewhere"), "0003", seed=7)
+    assert (recipe.steps, recipe.rollout.groups_per_step, recipe.loss.clip_low) == (6, 2, 0.1)
+    assert (recipe.model.lora.rank, recipe.seed, recipe.runs, recipe.name) == (4, 7, "somewhere", "0003")
+    with pytest.raises(InputError, match=r"rollout.groups_per_step=0"):
+        study.at({"rollout.groups_per_step": 0})
+
+
+READY = {"rlhf/tune_sft": 20, "rlhf/tune_reward": 20, "rlhf/tune_dpo": 15, "rlhf/tune_ppo": 20, "ragen/search": 28}
+
+
+@pytest.mark.parametrize(("name", "count"), READY.items())
+def test_the_ready_studies_resolve(name, count, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["tune", f"recipes/{name}.yaml", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f": {count} trials of " in said
+    assert "makes no recipe" not in said
+
+
+def test_the_search_groups_of_the_document_are_28_runs(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["tune", "recipes/ragen/search.yaml", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    rows = re.findall(r"^│ +(\d+) │ (\w+)", said, re.M)
+    assert [int(number) for number, _ in rows] == list(range(28))
+    groups = [group for _, group in rows]
+    assert [groups.count(f"group{number}") for number in (1, 2, 3, 4)] == [9, 4, 6, 9]
+    study = load_study("recipes/ragen/search.yaml", [])
+    for point in ({"max_turns": {"environment.max_turns": 8, "rollout.tokens_per_episode": 5000}}, {}):
+        assert study.at(point).credit.type == "grpo"
+
+
+def test_the_ready_studies_begin_with_what_the_recipes_have(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in ("sft", "reward", "ppo"):
+        study = load_study(f"recipes/rlhf/tune_{name}.yaml", [])
+        (start,) = study.recipe.start
+        plain = study.at({})
+        begun = study.at(start)
+        assert begun == plain
+
+
+@pytest.mark.parametrize("page", ["tuning"])
+def test_every_command_of_the_page_resolves(page, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^posttrain (tune [^\n]+)$", text, re.M)
+    assert len(commands) >= 4
+    for command in commands:
+        words = [word for word in command.partition(" #")[0].split() if word not in ("--resume", "--dry-run")]
+        assert main([*words, "--dry-run"]) == 0, (command, capsys.readouterr())
