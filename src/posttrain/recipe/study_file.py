@@ -48,12 +48,23 @@ class Study:
 
     def at(self, point: Point, runs: Path | None = None, name: str = "trial", **keys: Any) -> Recipe:
         """The recipe of `point`, as run `<runs>/<name>` and with top-level `keys`; `InputError` if it makes none."""
-        values = self.keys_of(point)
-        layers = [
-            Layer(nested(key, value), {tuple(key.split(".")): f"{key}={shown(value)}"}) for key, value in values.items()
-        ]
+        values: dict[str, Any] = {}
+        origins: dict[KeyPath, str] = {}
+        for key, value in self.keys_of(point).items():
+            values = _over(values, nested(key, value))
+            origins[tuple(key.split("."))] = f"{key}={shown(value)}"
         place = {"runs": str(runs or self.directory / "trials"), "name": name}
-        return typed_recipe(merge_typed([self.base, *layers, Layer(place | keys)], self.trained), self.trained)
+        # One layer for all, so that a type and the keys of that type may be searched in any order.
+        return typed_recipe(merge_typed([self.base, Layer(values | place | keys, origins)], self.trained), self.trained)
+
+
+def _over(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """`values` with `more` over them, section by section."""
+    found = values | more
+    for key in values.keys() & more.keys():
+        if isinstance(values[key], dict) and isinstance(more[key], dict):
+            found[key] = _over(values[key], more[key])
+    return found
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
