@@ -13,6 +13,7 @@ from posttrain.recipe.cost_time import (
     forward_seconds,
     optimizer_seconds,
     prefill_seconds,
+    steady_seconds,
     sync_seconds,
     training_seconds,
 )
@@ -29,8 +30,8 @@ class Phase:
 
     what: str
     seconds: float
-    devices: int
-    """That are at work."""
+    devices: float
+    """That are at work, on average."""
     how: str = ""
     """What was counted."""
     sampling: bool = False
@@ -88,7 +89,7 @@ def total_seconds(phases: Sequence[Phase], placement: Placement = ALONE) -> floa
 def idle_share(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
     """Share of the devices' time in a step in which they wait for others."""
     busy = sum(phase.seconds * phase.devices for phase in phases)
-    return 1 - busy / (placement.all_devices * total_seconds(phases, placement))
+    return max(0.0, 1 - busy / (placement.all_devices * total_seconds(phases, placement)))
 
 
 def episodes_at_most(recipe: RlRecipe) -> Episodes:
@@ -135,9 +136,12 @@ def _sampling(
 ) -> list[Phase]:
     assert isinstance(engine, EngineRecipe), "a remote model takes no time here"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
-    prompts = episodes.prefilled
-    read = prefill_seconds(sizes, device, prompts * (1 / engines), width, tensor, engine.tokens_per_forward)
-    sampled = decoding_seconds(sizes, device, episodes, width, engine.slots, engines, tensor)
+    share, prompts = episodes.share(engines), episodes.prefilled
+    read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)
+    if placement.ahead:
+        sampled = steady_seconds(sizes, device, share, width, engine.slots, tensor, placement.ahead)
+    else:
+        sampled = decoding_seconds(sizes, device, share, width, engine.slots, tensor)
     answers = f"{episodes.count:,} answers of {episodes.answer:,.0f} tokens, {engine.slots} at a time"
     answers += f" in each of {engines} engines" if engines > 1 else ""
     devices = engines * tensor
@@ -234,5 +238,5 @@ def _learning(
     how = f"{passes * tokens.count:,.0f} tokens" + (f" in {updates} updates" if updates > 1 else "")
     return [
         Phase("forward and backward passes", learned, placement.devices, how, tokens=passes * tokens.count),
-        Phase("optimizer", stepped, placement.devices, f"{trained:,} parameters"),
+        Phase("optimizer", stepped, 0 if placement.offloaded else placement.devices, f"{trained:,} parameters"),
     ]

@@ -21,8 +21,9 @@ class Placement:
     """Whether the engines are on the learner's devices and take turns with it."""
     offloaded: bool = False
     """Whether optimizer state and masters are in the memory of the processors, where AdamW computes."""
-    ahead: bool = False
-    """Whether engines apart sample for the next step while the learner learns."""
+    ahead: int = 0
+    """Steps by which engines apart may run ahead: the weights that an answer began with are at most so many steps old
+    when it is learned from. 0: engines and learner wait for each other."""
 
     def __post_init__(self) -> None:
         if self.devices % self.shard or self.shard % self.expert_parallel:

@@ -119,14 +119,27 @@ def _reducing(sizes: ModelSizes, device: Device, width: int, tokens: float, tens
 
 
 def decoding_seconds(
-    sizes: ModelSizes, device: Device, episodes: Episodes, width: int, slots: int, engines: int = 1, tensor: int = 1
+    sizes: ModelSizes, device: Device, episodes: Episodes, width: int, slots: int, tensor: int = 1
 ) -> float:
-    """Sampling all answers, groups evenly over `engines` engines of `tensor` devices with `slots` sequences each."""
-    answers = math.ceil(episodes.groups / engines) * episodes.size
-    full, tail, rows = decoding_steps(answers, slots, episodes.answer, episodes.longest)
+    """Sampling all answers on one engine of `tensor` devices that holds `slots` sequences."""
+    full, tail, rows = decoding_steps(episodes.count, slots, episodes.answer, episodes.longest)
     context = episodes.prompt + (episodes.observed + episodes.answer) / 2
-    busy = full * step_seconds(sizes, device, min(answers, slots), context, width, tensor)
+    busy = full * step_seconds(sizes, device, min(episodes.count, slots), context, width, tensor)
     return busy + tail * step_seconds(sizes, device, rows, context, width, tensor)
+
+
+def steady_seconds(
+    sizes: ModelSizes, device: Device, episodes: Episodes, width: int, slots: int, tensor: int, ahead: int
+) -> float:
+    """Sampling the answers of a step on one engine that never drains, for it may begin those of `ahead` further steps.
+
+    With N answers in flight, a decoding step of t seconds and n answers a step, that is n x mean x t / N (Little's law), and
+    no less than longest x t / (ahead + 1), for the longest answer may span so many steps and no more.
+    """
+    rows = min(slots, episodes.count * (ahead + 1))
+    context = episodes.prompt + (episodes.observed + episodes.answer) / 2
+    steps = max(episodes.count * episodes.answer / rows, episodes.longest / (ahead + 1))
+    return steps * step_seconds(sizes, device, rows, context, width, tensor)
 
 
 def optimizer_seconds(trained: int, device: Device, placement: Placement, width: int) -> float:

@@ -4,7 +4,8 @@ An operation is a multiplication or an addition. Embedding, norms, softmax and w
 by gradient checkpointing) are no operations here.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from posttrain.recipe.memory import ModelSizes
 
@@ -46,6 +47,11 @@ class Episodes:
     def length(self) -> float:
         """Tokens of an episode."""
         return self.prompt + self.observed + self.answer
+
+    def share(self, engines: int) -> "Episodes":
+        """What the busiest of `engines` engines samples: whole groups where there are enough, else parts of a group."""
+        groups = math.ceil(self.groups / engines)
+        return replace(self, groups=groups, size=math.ceil(self.count / engines / groups))
 
     @property
     def learned(self) -> Tokens:

@@ -114,6 +114,16 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
     return rows
 
 
+def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tuple[int, int]:
+    """(bytes while the learner learns, bytes while engines sample) on one device. A colocated engine sleeps while the
+    learner learns, without weights and cache; activations are gone while it samples."""
+    engine = engine_memory(recipe, sizes, placement)
+    rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
+    passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered for a moment"))
+    learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
+    return learning, sampling + (learning - passing if placement.colocated else 0)
+
+
 def weight_width(model: ModelRecipe) -> int:
     """Bytes of a weight in use."""
     return 2 if model.dtype == "bfloat16" else 4

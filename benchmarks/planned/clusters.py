@@ -1,0 +1,286 @@
+"""One RL job on 8, 64 and 1,024 devices: memory and time of each phase, and what each setting would change."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from planned.models import MODELS, QWEN3_30B, QWEN3_235B
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.cost import Phase, idle_share, step_phases, total_seconds
+from posttrain.recipe.cost_devices import DEVICES, Device
+from posttrain.recipe.cost_placement import Placement
+from posttrain.recipe.cost_time import step_seconds
+from posttrain.recipe.cost_work import Episodes, decoding_steps
+from posttrain.recipe.memory import ModelSizes, peak_memory
+from posttrain.recipe.stages import RlRecipe
+
+DEVICE = DEVICES["h200"]
+JOB = Episodes(groups=256, size=16, prompt=512, answer=4096, longest=16_384)
+"""4,096 answers a step, as reasoning models give them."""
+COUNTS = (8, 64, 1024)
+TENSOR = {"Qwen3-4B": 1, "Qwen3-32B": 2, "Qwen3-235B-A22B": 8}
+"""Devices of an engine: the fewest whose memory holds the weights and a cache."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a job is run."""
+
+    what: str
+    placement: Placement
+    job: Episodes = JOB
+    slots: int = 64
+    tokens_per_batch: int = 32_768
+    lora: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the model says of a setting."""
+
+    setting: Setting
+    phases: list[Phase]
+    learning: int
+    """Bytes on a device while the learner learns."""
+    sampling: int
+    """Bytes on a device while engines sample."""
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return total_seconds(self.phases, self.setting.placement)
+
+    @property
+    def speed(self) -> float:
+        """Sampled tokens a second and device, from end to end."""
+        job = self.setting.job
+        return job.count * job.answer / self.seconds / self.setting.placement.all_devices
+
+    @property
+    def idle(self) -> float:
+        """Share of the devices' time in which they wait for others."""
+        return idle_share(self.phases, self.setting.placement)
+
+    def of(self, *names: str) -> float:
+        """Seconds of the phases so called."""
+        return sum(phase.seconds for phase in self.phases if phase.what in names)
+
+
+@cache
+def recipe_of(job: Episodes, slots: int, tokens_per_batch: int, lora: bool) -> RlRecipe:
+    """The job as a recipe: bfloat16, gradient checkpointing, GRPO without a reference model, one update a step.
+
+    Episodes have their mean length here, which is what the cache is counted for: full slots hold them all at once, and
+    longer ones wait.
+    """
+    keys: dict[str, Any] = {
+        "model.dtype": "bfloat16",
+        "model.gradient_checkpointing": "true",
+        "rollout.groups_per_step": job.groups,
+        "rollout.episodes_per_group": job.size,
+        "rollout.tokens_per_turn": int(job.answer),
+        "rollout.tokens_per_episode": int(job.prompt + job.answer),
+        "engine.slots": slots,
+        "engine.tokens_per_forward": 16_384,
+        "learner.tokens_per_batch": tokens_per_batch,
+        "credit.type": "grpo",
+    }
+    if lora:
+        keys["model.lora.rank"] = 32
+    recipe = load_recipe([], [f"{key}={value}" for key, value in keys.items()], "rl")
+    assert isinstance(recipe, RlRecipe)
+    return recipe
+
+
+def plan(setting: Setting, sizes: ModelSizes, device: Device = DEVICE) -> Plan:
+    """Time and memory of a setting."""
+    recipe = recipe_of(setting.job, setting.slots, setting.tokens_per_batch, setting.lora)
+    learning, sampling = peak_memory(recipe, sizes, setting.placement)
+    assert device.memory is not None
+    # A tenth is kept for what is not counted: kernels' buffers, communication, fragmentation.
+    fits = max(learning, sampling) < 0.9 * device.memory
+    phases = step_phases(recipe, sizes, device, setting.placement, setting.job)
+    return Plan(setting, phases, learning, sampling, fits)
+
+
+def colocated(count: int, tensor: int, **changes: Any) -> Placement:
+    """Learner and engines on the same `count` devices, everything divided over all of them."""
+    return Placement(count, count, engines=count // tensor, tensor=tensor, **changes)
+
+
+def apart(learner: int, engines: int, tensor: int, **changes: Any) -> Placement:
+    """Engines on devices of their own."""
+    return Placement(learner, learner, engines=engines, tensor=tensor, colocated=False, **changes)
+
+
+def plain(name: str, count: int) -> Setting:
+    """Colocated, engines as small as the weights allow, 64 sequences each, everything else divided over all devices."""
+    return Setting("plain", colocated(count, TENSOR[name]))
+
+
+def changes(name: str, count: int) -> list[Setting]:
+    """One change of the plain setting at a time."""
+    base, tensor = plain(name, count), TENSOR[name]
+    tried = [replace(base, what=f"engine.slots {slots}", slots=slots) for slots in (128, 256)]
+    wider = [wide for wide in (2 * tensor, 4 * tensor) if wide <= 8]
+    tried += [replace(base, what=f"engines of {wide}", placement=colocated(count, wide)) for wide in wider]
+    if name == "Qwen3-235B-A22B":
+        experts = colocated(count, tensor, expert_parallel=8)
+        tried.append(replace(base, what="experts apart over 8", placement=experts))
+    if count > 8:
+        shard = max(8, count // 8)
+        copies = replace(base.placement, shard=shard)
+        tried.append(replace(base, what=f"sharded over {shard}, copies", placement=copies))
+    tried.append(replace(base, what="tokens_per_batch 65,536", tokens_per_batch=65_536))
+    tried.append(replace(base, what="optimizer offloaded", placement=replace(base.placement, offloaded=True)))
+    tried.append(replace(base, what="LoRA of rank 32", lora=True))
+    tried.append(replace(base, what="four times the groups", job=replace(JOB, groups=4 * JOB.groups)))
+    return [*tried, replace(base, what="answers of at most 8,192", job=replace(JOB, answer=3800, longest=8192))]
+
+
+def best(name: str, count: int, ahead: int, lora: bool = False) -> Plan | None:
+    """The fastest that fits, of what a recipe of the same job can choose; `ahead` 0 is colocated and exact."""
+    sizes = MODELS[name]
+    found: list[Plan] = []
+    experts = (1, 8) if sizes.experts else (1,)
+    for tensor in (1, 2, 4, 8):
+        for slots in (16, 32, 64, 128, 256):
+            for parallel in experts:
+                for placement in _placements(count, tensor, ahead, expert_parallel=parallel):
+                    found += [plan(Setting(_name(placement, slots, lora), placement, slots=slots, lora=lora), sizes)]
+    fitting = [each for each in found if each.fits]
+    return min(fitting, key=lambda each: each.seconds, default=None)
+
+
+def _placements(count: int, tensor: int, ahead: int, **more: Any) -> list[Placement]:
+    offloads = (False, True)
+    if not ahead:
+        return [colocated(count, tensor, offloaded=offloaded, **more) for offloaded in offloads]
+    learners = [count * eighths // 8 for eighths in range(1, 8)]
+    return [
+        apart(learner, (count - learner) // tensor, tensor, ahead=ahead, offloaded=offloaded, **more)
+        for learner in learners
+        for offloaded in offloads
+        if (count - learner) % tensor == 0 and learner % more["expert_parallel"] == 0
+    ]
+
+
+def _name(placement: Placement, slots: int, lora: bool) -> str:
+    parts = [f"engines of {placement.tensor}, slots {slots}"]
+    if placement.ahead:
+        parts.append(f"{placement.all_devices - placement.devices} of the GPUs sample")
+    parts += ["experts apart over 8"] if placement.expert_parallel > 1 else []
+    parts += ["optimizer offloaded"] if placement.offloaded else []
+    parts += ["LoRA"] if lora else []
+    return "; ".join(parts)
+
+
+def plain_table() -> list[dict[str, Any]]:
+    """A row for each model and cluster in the plain setting."""
+    return [_row(name, count, plan(plain(name, count), sizes)) for name, sizes in MODELS.items() for count in COUNTS]
+
+
+def best_table() -> list[dict[str, Any]]:
+    """The fastest setting that fits, in step and ahead."""
+    rows = []
+    for name, sizes in MODELS.items():
+        for count in COUNTS:
+            base = plan(plain(name, count), sizes)
+            for ahead in (0, 1, 4):
+                if (found := best(name, count, ahead) or best(name, count, ahead, lora=True)) is not None:
+                    rows.append(_best_row(name, count, ahead, found, base))
+    return rows
+
+
+def changes_table() -> list[dict[str, Any]]:
+    """What one change of the plain setting does."""
+    rows = []
+    for name, sizes in MODELS.items():
+        for count in COUNTS:
+            base = plan(plain(name, count), sizes)
+            rows += [_change_row(name, count, plan(setting, sizes), base) for setting in changes(name, count)]
+    return rows
+
+
+def _row(name: str, count: int, found: Plan) -> dict[str, Any]:
+    return {
+        "model": name,
+        "GPUs": count,
+        "GB learning": found.learning / 1e9,
+        "GB sampling": found.sampling / 1e9,
+        "fits": "yes" if found.fits else "no",
+        "prompts s": found.of("reading prompts"),
+        "sampling s": found.of("sampling"),
+        "of it tail": tail_share(found, MODELS[name]),
+        "learning s": found.of("forward and backward passes"),
+        "optimizer s": found.of("optimizer"),
+        "weights s": found.of("weights to the engines"),
+        "step s": found.seconds,
+        "tokens/s/GPU": found.speed,
+    }
+
+
+def published_table() -> list[dict[str, Any]]:
+    """Reported end-to-end speeds (NeMo RL v0.6, its page of performance, on policy, H100) beside predictions for two jobs,
+    for the lengths behind the reports are not known here."""
+    short = Episodes(groups=64, size=32, prompt=256, answer=1024, longest=4096)
+    rows = []
+    for name, sizes, count, tensor, reported in (
+        ("Qwen3-30B-A3B", QWEN3_30B, 32, 2, 1102.0),
+        ("Qwen3-235B-A22B", QWEN3_235B, 128, 8, 58.9),
+    ):
+        placement = colocated(count, tensor, expert_parallel=8)
+        predicted = [plan(Setting("published", placement, job), sizes, DEVICES["h100"]).speed for job in (short, JOB)]
+        rows.append(
+            {
+                "model": name,
+                "GPUs": count,
+                "reported tokens/s/GPU": reported,
+                "answers of 1,024": predicted[0],
+                "answers of 4,096": predicted[1],
+            }
+        )
+    return rows
+
+
+def tail_share(found: Plan, sizes: ModelSizes, device: Device = DEVICE) -> float:
+    """Share of the sampling in which no answer waits for a slot and engines run empty."""
+    setting = found.setting
+    share = setting.job.share(setting.placement.engines)
+    full, tail, rows = decoding_steps(share.count, setting.slots, share.answer, share.longest)
+    context = share.prompt + share.answer / 2
+    busy = full * step_seconds(sizes, device, min(share.count, setting.slots), context, 2, setting.placement.tensor)
+    ending = tail * step_seconds(sizes, device, rows, context, 2, setting.placement.tensor)
+    return ending / (busy + ending)
+
+
+def _best_row(name: str, count: int, ahead: int, found: Plan, base: Plan) -> dict[str, Any]:
+    return {
+        "model": name,
+        "GPUs": count,
+        "ahead": ahead,
+        "fastest that fits": found.setting.what,
+        "GB": max(found.learning, found.sampling) / 1e9,
+        "sampling s": found.of("reading prompts", "sampling"),
+        "learning s": found.of("forward and backward passes", "optimizer", "weights to the engines"),
+        "step s": found.seconds,
+        "tokens/s/GPU": found.speed,
+        "x plain": found.speed / base.speed,
+        "idle": found.idle,
+    }
+
+
+def _change_row(name: str, count: int, found: Plan, base: Plan) -> dict[str, Any]:
+    return {
+        "model": name,
+        "GPUs": count,
+        "change": found.setting.what,
+        "fits": "yes" if found.fits else "no",
+        "GB": max(found.learning, found.sampling) / 1e9,
+        "sampling s": found.of("sampling"),
+        "learning s": found.of("forward and backward passes"),
+        "step s": found.seconds,
+        "tokens/s/GPU": found.speed,
+        "x plain": found.speed / base.speed,
+    }

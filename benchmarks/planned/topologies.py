@@ -1,0 +1,220 @@
+"""Published placements on 8 GPUs, as they were and as the same work could be placed: time, and who waits.
+
+Lengths are those of this repository's data for the same tasks, in tokens: the originals' are not known. GPUs are H100.
+Full logits, uneven lengths and start-up are left out on both sides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from planned.models import QWEN3_4B, QWEN25_3B
+from posttrain.recipe.cost import Phase, idle_share, total_seconds
+from posttrain.recipe.cost_devices import DEVICES, GPU_LAUNCH_EAGER, Device
+from posttrain.recipe.cost_placement import ALONE, Placement
+from posttrain.recipe.cost_time import (
+    decoding_seconds,
+    forward_seconds,
+    optimizer_seconds,
+    prefill_seconds,
+    sync_seconds,
+    training_seconds,
+)
+from posttrain.recipe.cost_work import Episodes, Tokens, rows_of
+from posttrain.recipe.memory import ModelSizes
+
+H100 = DEVICES["h100"]
+EAGER = replace(H100, launch=GPU_LAUNCH_EAGER)
+RATIONALES = Episodes(groups=256, size=2, prompt=208, answer=127, longest=227)
+"""A step of PPO on procedures: docs/rationales.md has the lengths."""
+MEMORY = Episodes(groups=32, size=4, prompt=1500, answer=1500, longest=3500, observed=600)
+"""A step of the memory agent: of at most 5,120 tokens an episode, of which some 1,500 are its instructions."""
+UNITS = 10
+"""Most units of an answer in DRCA (`max_units_per_sequence`)."""
+
+
+def beside(what: str, phases: Sequence[Phase], how: str = "") -> Phase:
+    """Phases that run at the same time on different devices, as one: as long as the longest."""
+    seconds = max(phase.seconds for phase in phases)
+    return Phase(what, seconds, sum(phase.seconds * phase.devices for phase in phases) / seconds, how)
+
+
+def alone(phases: Sequence[Phase], what: str) -> Phase:
+    """Phases that follow each other on the same devices, as one."""
+    seconds = sum(phase.seconds for phase in phases)
+    return Phase(what, seconds, sum(phase.seconds * phase.devices for phase in phases) / seconds)
+
+
+def sampled(sizes: ModelSizes, device: Device, job: Episodes, engines: int, tensor: int, slots: int = 256) -> Phase:
+    """Prompts read and answers sampled."""
+    share = job.share(engines)
+    seconds = prefill_seconds(sizes, device, share.prefilled, 2, tensor, 16_384)
+    seconds += decoding_seconds(sizes, device, share, 2, slots, tensor)
+    return Phase("sampling", seconds, engines * tensor, f"{engines} engines of {tensor}")
+
+
+def read(what: str, sizes: ModelSizes, tokens: Tokens, devices: int, shard: int = 1) -> Phase:
+    """A forward pass on `devices` devices."""
+    return Phase(what, forward_seconds(sizes, H100, Placement(devices, shard), tokens, 2, 16_384), devices)
+
+
+def learned(
+    what: str, sizes: ModelSizes, tokens: Tokens, placement: Placement, updates: int, budget: int
+) -> list[Phase]:
+    """`updates` optimizer steps on `tokens` each, with gradient checkpointing; devices wait for an offloaded optimizer."""
+    each = training_seconds(sizes, H100, placement, tokens, 2, budget, checkpointing=True)
+    stepped = optimizer_seconds(sizes.parameters, H100, placement, 2)
+    return [
+        Phase(f"{what}: passes", updates * each, placement.devices),
+        Phase(f"{what}: AdamW", updates * stepped, 0 if placement.offloaded else placement.devices),
+    ]
+
+
+def separate(job: Episodes) -> Tokens:
+    """Every episode by itself, with logits of what was sampled."""
+    return replace(job.whole, scored=job.count * job.answer)
+
+
+def ppo_as_published(epochs: int, counterfactual: bool) -> list[Phase]:
+    """2 GPUs sample, 1 has the reference, 1 the reward model, 2 the critic, 2 the policy; critic and policy in turn."""
+    job, whole = RATIONALES, separate(RATIONALES)
+    two = Placement(2, 2, offloaded=True)
+    rewarded = job.whole * (UNITS + 1 if counterfactual else 1)
+    scored = [
+        read("reward model", QWEN3_4B, rewarded, 1),
+        read("reference", QWEN3_4B, whole, 1),
+        read("values", QWEN3_4B, job.whole, 2, 2),
+        read("log-probabilities", QWEN3_4B, whole, 2, 2),
+    ]
+    placed = Placement(2, 2, engines=2, colocated=False)
+    return [
+        sampled(QWEN3_4B, EAGER, job, 2, 1),
+        beside("scoring", scored, "reward 1, reference 1, critic 2, policy 2"),
+        alone(learned("critic", QWEN3_4B, job.whole, two, epochs, 16_384), "critic learns"),
+        alone(learned("policy", QWEN3_4B, whole, two, epochs, 16_384), "policy learns"),
+        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, placed, 2), 4),
+    ]
+
+
+def ppo_colocated(epochs: int, counterfactual: bool) -> list[Phase]:
+    """The same work with everything on all 8 GPUs: optimizers on the device, units probed in one pass, prompts of a group
+    once, and no second pass for log-probabilities that the engine has told."""
+    job = RATIONALES
+    eight = Placement(8, 8, engines=8)
+    bare = Tokens(job.learned.count, job.learned.pairs)
+    # The rises of the reward with each unit are read in the same pass as the reward (`unit_credit.probe: one_pass`).
+    return [
+        sampled(QWEN3_4B, H100, job, 8, 1),
+        read("reward model", QWEN3_4B, job.whole, 8, 8),
+        read("reference", QWEN3_4B, job.learned, 8, 8),
+        read("values", QWEN3_4B, bare, 8, 8),
+        alone(learned("critic", QWEN3_4B, bare, eight, epochs, 16_384), "critic learns"),
+        alone(learned("policy", QWEN3_4B, job.learned, eight, epochs, 16_384), "policy learns"),
+        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
+    ]
+
+
+def memory_as_published() -> list[Phase]:
+    """Everything on all 8 GPUs in turn: 2 engines of 4, 40 updates of 32 episodes."""
+    job, whole = MEMORY, separate(MEMORY)
+    eight = Placement(8, 8, engines=2, tensor=4)
+    return [
+        sampled(QWEN3_4B, EAGER, job, 2, 4),
+        read("log-probabilities", QWEN3_4B, whole, 8, 8),
+        read("reference", QWEN3_4B, whole, 8, 8),
+        alone(learned("policy", QWEN3_4B, whole * 0.25, eight, 40, 2 * 3600), "policy learns"),
+        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
+    ]
+
+
+def memory_colocated(updates: int) -> list[Phase]:
+    """8 engines of 1, prompts of a group once; `updates` on all episodes together take passes of 10,240 tokens."""
+    job = MEMORY
+    eight = Placement(8, 8, engines=8)
+    each = job.learned * 0.25 if updates == 40 else job.learned
+    return [
+        sampled(QWEN3_4B, H100, job, 8, 1),
+        read("reference", QWEN3_4B, job.learned, 8, 8),
+        alone(learned("policy", QWEN3_4B, each, eight, updates, 10_240), "policy learns"),
+        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
+    ]
+
+
+def sft_on_eight(offloaded: bool) -> list[Phase]:
+    """An update on 64 rows; gradients and optimizer state divided over 8 GPUs."""
+    tokens = rows_of(64, RATIONALES.prompt + RATIONALES.answer, RATIONALES.answer)
+    return learned("SFT", QWEN3_4B, tokens, Placement(8, 8, offloaded=offloaded), 1, 32_768)
+
+
+def dpo_on_eight(offloaded: bool, reference: bool) -> list[Phase]:
+    """An update on 240 pairs in micro-batches of 3; the reference model's pass with it, or done once before."""
+    length = RATIONALES.prompt + RATIONALES.answer
+    tokens = rows_of(480, length, RATIONALES.answer)
+    first = [read("reference", QWEN3_4B, tokens, 8, 8)] if reference else []
+    return first + learned("DPO", QWEN3_4B, tokens, Placement(8, 8, offloaded=offloaded), 1, round(6 * length))
+
+
+def reward_on_eight() -> list[Phase]:
+    """An update of the reward model on 512 pairs, ZeRO 1 with the optimizer on the devices."""
+    whole = rows_of(1024, RATIONALES.prompt + RATIONALES.answer, 0)
+    return learned("reward", QWEN3_4B, whole, Placement(8, 8), 1, 32 * 2 * 335)
+
+
+def search_run(groups: int, size: int) -> float:
+    """Seconds of a run of RAGEN's search on one GPU: Qwen2.5-3B, a bandit's prompts, 500 of them, one epoch."""
+    job = Episodes(groups, size, 200, 100, 400)
+    tokens = separate(job)
+    phases = [
+        sampled(QWEN25_3B, H100, job, 1, 1),
+        read("log-probabilities", QWEN25_3B, tokens, 1),
+        read("reference", QWEN25_3B, tokens, 1),
+        *learned("policy", QWEN25_3B, tokens, ALONE, 1, 4 * 600),
+    ]
+    return 500 / groups * total_seconds(phases)
+
+
+def search_in_parallel(gpus: int = 8) -> tuple[float, float, float]:
+    """(seconds until the last run ends, seconds of all runs together, share of GPU time that is idle): one run a GPU, the
+    next run on the first GPU that is free."""
+    runs = [search_run(groups, size) for groups in (4, 8, 16) for size in (4, 8, 16)]
+    free = [0.0] * gpus
+    for seconds in runs:
+        first = free.index(min(free))
+        free[first] += seconds
+    return max(free), sum(runs), 1 - sum(runs) / (gpus * max(free))
+
+
+PLANS: dict[str, list[Phase]] = {
+    "PPO, as published: 2 sample, 1 + 1 score, 2 + 2 learn": ppo_as_published(2, False),
+    "PPO, colocated on all 8": ppo_colocated(2, False),
+    "DRCA, as published: 11 texts an answer": ppo_as_published(1, True),
+    "DRCA, colocated on all 8, units in one pass": ppo_colocated(1, True),
+    "memory agent, as published: 2 engines of 4, 40 updates": memory_as_published(),
+    "memory agent, 8 engines of 1, 40 updates": memory_colocated(40),
+    "memory agent, 8 engines of 1, 1 update": memory_colocated(1),
+    "SFT, as published: optimizer offloaded": sft_on_eight(True),
+    "SFT, optimizer on the GPUs": sft_on_eight(False),
+    "DPO, as published: reference each time, optimizer offloaded": dpo_on_eight(True, True),
+    "DPO, reference kept, optimizer on the GPUs": dpo_on_eight(False, False),
+    "reward model, as published": reward_on_eight(),
+}
+
+
+def table() -> list[dict[str, Any]]:
+    """A row for each phase of each placement, and one for the step."""
+    rows: list[dict[str, Any]] = []
+    for name, phases in PLANS.items():
+        step = total_seconds(phases)
+        idle = idle_share(phases, Placement(8))
+        rows += [
+            {
+                "placement": name,
+                "phase": phase.what,
+                "s": phase.seconds,
+                "share": phase.seconds / step,
+                "GPUs busy": phase.devices,
+            }
+            for phase in phases
+        ]
+        rows.append({"placement": name, "phase": "step", "s": step, "share": 1.0, "GPUs busy": 8 * (1 - idle)})
+    return rows

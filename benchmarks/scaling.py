@@ -1,0 +1,86 @@
+"""What the cost model says: beside recorded speeds, on 8, 64 and 1,024 GPUs, and of published placements. Measures nothing.
+
+The model is `posttrain.recipe.cost`, which `--dry-run --on DEVICE` uses too; docs/scaling.md explains it.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from harness.table import show
+from planned import clusters, topologies
+from planned.measured import RECORDS
+
+Rows = list[dict[str, Any]]
+
+
+def measured_table() -> Rows:
+    """Predicted over measured, on the machine of docs/performance.md."""
+    return [
+        {
+            "what": record.what,
+            "unit": record.unit,
+            "measured": float(record.measured),
+            "predicted": record.predict(),
+            "predicted / measured": record.ratio,
+            "fitted": "yes" if record.fitted else "",
+        }
+        for record in RECORDS
+    ]
+
+
+def search_table() -> Rows:
+    """RAGEN's first search group: 9 runs on 8 GPUs, one GPU a run."""
+    last, work, idle = topologies.search_in_parallel()
+    return [
+        {"what": "9 runs on 8 GPUs", "s until the last ends": last, "s of all runs": work, "GPUs busy": 8 * (1 - idle)}
+    ]
+
+
+TABLES: dict[str, tuple[str, Callable[[], Rows]]] = {
+    "measured": ("Predicted beside measured", measured_table),
+    "published": ("Predicted beside what others report", clusters.published_table),
+    "plain": ("One job on more GPUs, plain", clusters.plain_table),
+    "best": ("The fastest setting that fits", clusters.best_table),
+    "changes": ("One change at a time", clusters.changes_table),
+    "topologies": ("Published placements", topologies.table),
+    "search": ("A search in parallel", search_table),
+}
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a table in Markdown, numbers with three digits."""
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    return "\n".join([*lines, *("| " + " | ".join(map(_cell, row.values())) + " |" for row in rows)])
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    if value == 0:
+        return "0"
+    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    """Print the chosen tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}, separated by commas")
+    parser.add_argument("--markdown", action="store_true", help="as Markdown, for docs/scaling.md")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there; for one table")
+    chosen = parser.parse_args()
+    names = [name.strip() for name in chosen.tables.split(",")]
+    if unknown := [name for name in names if name not in TABLES]:
+        parser.error(f"--tables: there is no table {unknown[0]}; there is {', '.join(TABLES)}")
+    if chosen.json and len(names) > 1:
+        parser.error("--json: a file holds one table; choose it with --tables")
+    for name in names:
+        title, make = TABLES[name]
+        if chosen.markdown:
+            print(f"{title}\n\n{markdown(make())}\n")
+        else:
+            show(title, make(), ["arithmetic; nothing was measured by this script"], chosen.json)
+
+
+if __name__ == "__main__":
+    main()
