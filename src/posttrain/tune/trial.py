@@ -24,8 +24,8 @@ class TrialJob:
         self._damage = ""
 
     def begin(self, device: str | None) -> None:
-        """Start the run. One that a killed study was about to prune is pruned, and one that had ended is not run."""
-        if self._reported and not self.attempt.finished and self.trial.should_prune():
+        """Start the run, unless it had ended. One that a killed study was about to prune is pruned."""
+        if self._reported and self.trial.should_prune():
             self._pruned = True
         self.follow()
         if not self._pruned:
