@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from posttrain.runs.panels import GREEN, GREY, PURPLE, RED, Line, Panel, Series, limits_of
+from posttrain.runs.panels import GREEN, GREY, PURPLE, RED, SKY, Line, Panel, Series, limits_of
 
 SMOOTHED_STEPS = 11
 """Steps of a moving mean, an odd number: as many before a step as after it."""
@@ -101,16 +101,18 @@ def _bar(
 
 
 def draw_references(axes: Axes, lines: list[Line], key: str, form: str) -> list[float]:
-    """Reference players dashed, the model before training dotted; returns their values."""
+    """Reference players dashed, others dotted, each line its own colour or dots; returns their values."""
     latest = {line["player"]: line[key] for line in lines if line["kind"] == "baseline" and line.get(key) is not None}
-    references, rest = {"optimal": GREEN, "random": RED}, itertools.cycle((GREY, PURPLE))
+    references = {"optimal": GREEN, "random": RED}
+    rest = itertools.cycle(itertools.product((":", (0, (4, 1, 1, 1))), (GREY, PURPLE, SKY, "#222222")))
     for player in sorted(latest, key=lambda player: -latest[player]):
         is_reference = player in references
         name = f"{player} policy" if is_reference else player
+        line, color = ("--", references[player]) if is_reference else next(rest)
         axes.axhline(
             latest[player],
-            color=references[player] if is_reference else next(rest),
-            linestyle="--" if is_reference else ":",
+            color=color,
+            linestyle=line,
             linewidth=1.5,
             label=f"{name}, {form.format(latest[player])}",
             zorder=2,

@@ -108,7 +108,7 @@ def _learning_curve(lines: list[Line]) -> Figure | None:
         limits = draw_band(axes, lines, key, HELD_OUT)
         axes.plot(held_out.steps, held_out.values, color=HELD_OUT, marker="o", label="held-out seeds", zorder=4)
         shown += held_out.values
-    interval = ", 95% interval shaded" if limits else ""
+    interval = ", 95% interval shaded; straight lines are of the final seeds" if limits else ""
     axes.set_title(
         f"{unit} on held-out seeds{interval}" if held_out else f"{unit}, training episodes only: no evaluation yet"
     )

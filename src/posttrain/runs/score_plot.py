@@ -80,9 +80,14 @@ def _scores(
             axes.errorbar(x, y, lengths, fmt="none", ecolor=color, elinewidth=0.9, capsize=2, alpha=0.55)
     axes.set_ylim(-0.04, 1.05 if bars else 1.14)
     if not bars:
+        span = (max(places) - min(places)) or 1.0
+        beside: dict[int, list[int]] = {}
         for place, one in zip(places, checkpoints, strict=True):
+            # Points that stand nearly above each other share a label.
+            beside.setdefault(round(30 * (place - min(places)) / span), []).append(one.step)
+        for slot, steps in beside.items():
             axes.annotate(
-                str(one.step), (place, 1.0), (0, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
+                ", ".join(map(str, steps)), (min(places) + slot * span / 30, 1.0), (0, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
                 ha="center", va="top", fontsize=7, color=GREY,
             )  # fmt: skip
 
