@@ -5,6 +5,7 @@ The model is `posttrain.recipe.cost`, which `--dry-run --on DEVICE` uses too; do
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from harness.table import show
@@ -43,7 +44,7 @@ TABLES: dict[str, tuple[str, Callable[[], Rows]]] = {
     "plain": ("One job on more GPUs, plain", clusters.plain_table),
     "best": ("The fastest setting that fits", clusters.best_table),
     "changes": ("One change at a time", clusters.changes_table),
-    "topologies": ("Published placements", topologies.table),
+    **{job.replace(" ", "-"): (f"{job} on 8 GPUs", partial(topologies.table, job)) for job in topologies.PLANS},
     "search": ("A search in parallel", search_table),
 }
 
@@ -55,6 +56,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else str(value)
     if value == 0:

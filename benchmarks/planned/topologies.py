@@ -184,37 +184,39 @@ def search_in_parallel(gpus: int = 8) -> tuple[float, float, float]:
     return max(free), sum(runs), 1 - sum(runs) / (gpus * max(free))
 
 
-PLANS: dict[str, list[Phase]] = {
-    "PPO, as published: 2 sample, 1 + 1 score, 2 + 2 learn": ppo_as_published(2, False),
-    "PPO, colocated on all 8": ppo_colocated(2, False),
-    "DRCA, as published: 11 texts an answer": ppo_as_published(1, True),
-    "DRCA, colocated on all 8, units in one pass": ppo_colocated(1, True),
-    "memory agent, as published: 2 engines of 4, 40 updates": memory_as_published(),
-    "memory agent, 8 engines of 1, 40 updates": memory_colocated(40),
-    "memory agent, 8 engines of 1, 1 update": memory_colocated(1),
-    "SFT, as published: optimizer offloaded": sft_on_eight(True),
-    "SFT, optimizer on the GPUs": sft_on_eight(False),
-    "DPO, as published: reference each time, optimizer offloaded": dpo_on_eight(True, True),
-    "DPO, reference kept, optimizer on the GPUs": dpo_on_eight(False, False),
-    "reward model, as published": reward_on_eight(),
+PLANS: dict[str, dict[str, list[Phase]]] = {
+    "PPO": {"as published": ppo_as_published(2, False), "colocated": ppo_colocated(2, False)},
+    "DRCA": {"as published": ppo_as_published(1, True), "colocated, one pass": ppo_colocated(1, True)},
+    "memory agent": {
+        "as published": memory_as_published(),
+        "8 engines": memory_colocated(40),
+        "8 engines, 1 update": memory_colocated(1),
+    },
+    "SFT": {"as published": sft_on_eight(True), "optimizer on the GPUs": sft_on_eight(False)},
+    "DPO": {"as published": dpo_on_eight(True, True), "reference kept, not offloaded": dpo_on_eight(False, False)},
+    "reward model": {"as published": reward_on_eight()},
 }
+"""What is done -> placement -> the phases of a step."""
 
 
-def table() -> list[dict[str, Any]]:
-    """A row for each phase of each placement, and one for the step."""
+def busy(phases: Sequence[Phase]) -> float:
+    """GPUs at work on average over a step, of 8."""
+    return 8 * (1 - idle_share(phases, Placement(8)))
+
+
+def table(job: str) -> list[dict[str, Any]]:
+    """A row for each phase of a job, and one for the step: seconds, and GPUs at work, for each placement."""
+    placements = PLANS[job]
+    names = dict.fromkeys(phase.what for phases in placements.values() for phase in phases)
     rows: list[dict[str, Any]] = []
-    for name, phases in PLANS.items():
-        step = total_seconds(phases)
-        idle = idle_share(phases, Placement(8))
-        rows += [
-            {
-                "placement": name,
-                "phase": phase.what,
-                "s": phase.seconds,
-                "share": phase.seconds / step,
-                "GPUs busy": phase.devices,
-            }
-            for phase in phases
-        ]
-        rows.append({"placement": name, "phase": "step", "s": step, "share": 1.0, "GPUs busy": 8 * (1 - idle)})
-    return rows
+    for name in names:
+        row: dict[str, Any] = {"phase": name}
+        for placement, phases in placements.items():
+            found = [phase for phase in phases if phase.what == name]
+            row[f"{placement}, s"] = found[0].seconds if found else None
+            row[f"{placement}: GPUs busy"] = found[0].devices if found else None
+        rows.append(row)
+    last: dict[str, Any] = {"phase": "step"}
+    for placement, phases in placements.items():
+        last[f"{placement}, s"], last[f"{placement}: GPUs busy"] = total_seconds(phases), busy(phases)
+    return [*rows, last]

@@ -1,0 +1,203 @@
+"""The phases of a recipe's step, what waits in it, and what `--dry-run --on DEVICE` says."""
+
+from dataclasses import fields
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from posttrain.cli.main import main
+from posttrain.errors import InputError
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.cost import (
+    Phase,
+    episodes_at_most,
+    evaluated_at_most,
+    idle_share,
+    plain,
+    rows_at_most,
+    step_phases,
+    total_seconds,
+)
+from posttrain.recipe.cost_devices import DEVICES, Device, device_of
+from posttrain.recipe.cost_placement import Placement
+from posttrain.recipe.cost_table import duration
+from posttrain.recipe.cost_work import Episodes, rows_of
+from posttrain.recipe.memory import ModelSizes
+from posttrain.recipe.plan import show_plan
+
+SIZES = ModelSizes(4_022_000_000, 36, 2560, 9728, 32, 8, 128, 151_936)
+H200 = DEVICES["h200"]
+
+
+def recipe_of(*overrides, stage="rl"):
+    return load_recipe([], list(overrides), stage)
+
+
+def names(*overrides, stage="rl", placement=None):
+    return [
+        phase.what for phase in step_phases(recipe_of(*overrides, stage=stage), SIZES, H200, placement or Placement())
+    ]
+
+
+SAMPLED = ["reading prompts", "sampling"]
+LEARNED = ["forward and backward passes", "optimizer"]
+
+
+def test_a_phase_for_each_thing_that_is_computed():
+    assert names() == [*SAMPLED, *LEARNED]
+    assert names("kl.coefficient=0.1") == [*SAMPLED, "reference log-probabilities", *LEARNED]
+    assert names("reward.path=rm") == [*SAMPLED, "reward model", *LEARNED]
+    assert names("credit.type=gae") == [*SAMPLED, "values", "critic's updates", *LEARNED]
+    assert names("credit.type=gae", "critic.trunk=shared") == names()
+    assert names(placement=Placement(engines=1)) == [*SAMPLED, *LEARNED, "weights to the engines"]
+    assert names(stage="evaluate") == SAMPLED
+    rows = "data.train=rows.jsonl"
+    assert names(rows, stage="sft") == names(rows, stage="reward") == LEARNED
+    assert names(rows, stage="dpo") == ["reference log-probabilities", *LEARNED]
+    assert names(rows, "loss.type=simpo", stage="dpo") == LEARNED
+
+
+def test_what_a_recipe_leaves_open_is_at_its_limit():
+    turns = recipe_of("environment.type=frozen_lake", "environment.max_turns=3", "rollout.tokens_per_turn=20")
+    assert episodes_at_most(turns) == Episodes(8, 8, 0, 60, 60, 2048 - 60)
+    assert evaluated_at_most(turns) == Episodes(64, 1, 0, 60, 60, 2048 - 60)
+    once = recipe_of("rollout.tokens_per_turn=500", "rollout.tokens_per_episode=400")
+    assert episodes_at_most(once) == Episodes(8, 8, 1, 399, 399, 0)
+    pairs = recipe_of("data.train=p.jsonl", "data.max_tokens=100", "rows_per_update=5", stage="reward")
+    assert rows_at_most(pairs) == rows_of(10, 100, 0)
+    rows = recipe_of("data.train=p.jsonl", "data.max_tokens=100", "rows_per_update=5", stage="sft")
+    assert rows_at_most(rows) == rows_of(5, 100, 100)
+
+
+def test_updates_and_passes_are_all_counted():
+    one, more = (
+        {phase.what: phase for phase in step_phases(recipe_of(*changes), SIZES, H200)}
+        for changes in ([], ["learner.updates_per_step=2", "learner.passes=3"])
+    )
+    assert more[LEARNED[0]].seconds == pytest.approx(3 * one[LEARNED[0]].seconds)
+    assert more[LEARNED[1]].seconds == pytest.approx(6 * one[LEARNED[1]].seconds)
+    assert more[LEARNED[0]].tokens == 3 * one[LEARNED[0]].tokens
+
+
+def test_auto_takes_the_faster_numbers_and_adapters_are_a_small_update():
+    def seconds(*changes):
+        return {phase.what: phase.seconds for phase in step_phases(recipe_of(*changes), SIZES, H200)}
+
+    assert seconds("model.dtype=auto") == seconds("model.dtype=bfloat16")
+    assert seconds("model.dtype=bfloat16")["sampling"] < seconds()["sampling"]
+    assert seconds("model.lora.rank=8")["optimizer"] < seconds()["optimizer"] / 50
+
+
+def test_who_waits():
+    apart = Placement(2, 2, engines=2, colocated=False)
+    phases = [Phase("sampling", 3.0, 2, sampling=True), Phase("learning", 1.0, 2)]
+    assert total_seconds(phases, apart) == 4.0
+    assert idle_share(phases, apart) == 0.5
+    ahead = Placement(2, 2, engines=2, colocated=False, ahead=1)
+    assert total_seconds(phases, ahead) == 3.0
+    assert idle_share(phases, ahead) == pytest.approx(1 - 8 / 12)
+    assert idle_share([Phase("all", 5.0, 2)], Placement(2)) == 0
+
+
+def test_engines_ahead_of_a_learner_shorten_the_step():
+    recipe = recipe_of("model.dtype=bfloat16", "model.gradient_checkpointing=true")
+    job = Episodes(64, 8, 200, 500, 2000)
+    waiting, ahead = (
+        total_seconds(step_phases(recipe, SIZES, H200, placed, job), placed)
+        for placed in (Placement(4, 4, engines=4, colocated=False, ahead=steps) for steps in (0, 1))
+    )
+    assert ahead < waiting
+
+
+def said(recipe, sizes, device):
+    console = Console(file=StringIO(), width=220)
+    show_plan(recipe, sizes, console, device)
+    return console.file.getvalue()
+
+
+def test_dry_run_claims_no_time_without_limits():
+    found = said(recipe_of(), SIZES, None)
+    assert "none is claimed without the limits of a device: --on takes a file of measured ones, or h200, h100" in found
+    assert "a step" not in found.split("\ntime\n")[1]
+
+
+def test_dry_run_says_phases_and_their_sum():
+    found = said(recipe_of("steps=50", "model.dtype=bfloat16"), SIZES, H200).split("\ntime\n")[1]
+    for what in (*SAMPLED, *LEARNED, "an evaluation"):
+        assert what in found
+    step = total_seconds(step_phases(recipe_of("model.dtype=bfloat16"), SIZES, H200))
+    assert f"{duration(step)}  an estimate for one h200, 50 of them {duration(50 * step)}" in found
+    assert "as long as they may be" in found
+    rows = said(recipe_of("data.train=r.jsonl", stage="dpo"), SIZES, H200)
+    assert "an update" in rows
+    assert "an evaluation" not in rows
+
+
+def test_dry_run_names_a_device_that_is_too_small():
+    assert "GiB  an estimate; a100 has 74.51 GiB" in said(recipe_of(), SIZES, DEVICES["a100"])
+    assert "has" not in said(recipe_of("model.dtype=bfloat16"), SIZES, H200).split("together")[1].split("\n")[0]
+
+
+def test_no_time_is_claimed_for_sizes_that_do_not_add_up():
+    mixture = ModelSizes(30_500_000_000, 48, 2048, 6144, 32, 4, 128, 151_936)
+    assert not plain(mixture)
+    assert "none is claimed: the model's sizes are not those of a plain decoder" in said(recipe_of(), mixture, H200)
+    assert plain(SIZES)
+    untied = ModelSizes(32_762_000_000, 64, 5120, 25_600, 64, 8, 128, 151_936)
+    assert plain(untied)
+
+
+def test_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.models.sizes.model_sizes", lambda path: SIZES)
+    words = ["rl", "environment.type=bandit"]
+    assert main([*words, "--dry-run", "--on", "epyc-zen5-2"]) == 0
+    assert "an estimate for one epyc-zen5-2" in capsys.readouterr().out
+    assert main([*words, "--on", "h200"]) == 2
+    assert "only --dry-run does" in capsys.readouterr().err
+    assert main([*words, "--dry-run", "--on", "h2000"]) == 2
+    assert "h2000 is no file, and no device known here; those are h200, h100, a100" in capsys.readouterr().err
+
+
+def test_a_device_from_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("bfloat16: 9.0e+11\nfloat32: 2e11\nreading: 5e10\nper_node: 2\noverlaps: false\n")
+    assert device_of(str(file)) == Device("mine", 9e11, 2e11, 5e10, per_node=2, overlaps=False)
+    file.write_text("like: h200\nproducts: 0.5\n")
+    mine = device_of(str(file))
+    assert {field.name for field in fields(Device) if getattr(mine, field.name) != getattr(H200, field.name)} == {
+        "name",
+        "products",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[1, 2]", "holds no keys"),
+        ("bfloat16: 1\nfloat32: 1\n", "lacks reading"),
+        ("like: h200\nspeed: 3\n", "has an unknown key speed"),
+        ("like: abacus\n", "the devices known here are h200"),
+        ("like: h200\nreading: 0\n", "reading in .* is a number above 0, not 0"),
+        ("like: h200\nreading: fast\n", "is a number above 0, not 'fast'"),
+        ("like: h200\nreading: true\n", "is a number above 0, not True"),
+        ("like: h200\nreading: .nan\n", "is a number above 0, not nan"),
+        ("like: h200\noverlaps: 1\n", "is true or false, not 1"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_device(tmp_path, text, expected):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=f"--on: .*{expected}"):
+        device_of(str(file))
+
+
+def test_durations():
+    assert [duration(s) for s in (0.00123, 4.567, 600, 36_000, 3.6e7)] == [
+        "1.23 ms",
+        "4.57 s",
+        "10 min",
+        "10.0 h",
+        "10,000.0 h",
+    ]

@@ -1,0 +1,119 @@
+"""Memory of placements: to the byte for tiny shapes, and how it shrinks with devices."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.cost_placement import ALONE, Placement
+from posttrain.recipe.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, trained_parameters
+
+SIZES = ModelSizes(1000, 2, 8, 16, 4, 2, 2, 100)
+MIXTURE = ModelSizes(5000, 2, 8, 16, 4, 2, 2, 100, experts=4, experts_per_token=2)
+
+
+@cache
+def recipe_of(*overrides):
+    chosen = ["engine.slots=3", "rollout.tokens_per_episode=100", "model.dtype=bfloat16", *overrides]
+    return load_recipe([], ["rollout.tokens_per_turn=10", *chosen], "rl")
+
+
+def sizes_of(rows):
+    return {what: count for what, (count, _) in rows.items()}
+
+
+def test_everything_on_one_device_is_what_it_was():
+    assert memory_estimate(recipe_of(), SIZES) == memory_estimate(recipe_of(), SIZES, ALONE)
+    assert "weights of the engine" not in memory_estimate(recipe_of(), SIZES)
+
+
+def test_what_sharding_divides_and_what_it_does_not():
+    recipe = recipe_of("kl.coefficient=0.1")
+    whole, found = (sizes_of(memory_estimate(recipe, SIZES, placed)) for placed in (ALONE, Placement(3, 3)))
+    assert found["weights"] == found["gradients"] == found["reference model"] == 667  # 2000 / 3, rounded up
+    assert found["float32 masters and their gradients"] == found["AdamW state"] == 2667
+    assert found["activations, roughly"] == whole["activations, roughly"]
+    assert found["logits"] == whole["logits"]
+    assert found["gathered for a moment"] == 2 * (3 * SIZES.layer + 2 * 800)
+
+
+def test_an_engine_of_its_own():
+    beside = Placement(4, 4, engines=2, tensor=2, colocated=False)
+    rows = sizes_of(engine_memory(recipe_of(), SIZES, beside))
+    cache = 2 * 2 * 1 * 2 * 2  # keys and values, layers, one of two heads, head size, bytes
+    assert rows == {"weights of the engine": 1000, "key/value cache, at most": 3 * 100 * cache}
+    assert not set(rows) & set(memory_estimate(recipe_of(), SIZES, beside))
+    # A head is never cut: four devices hold one each, as two do.
+    four = replace(beside, engines=1, tensor=4)
+    assert sizes_of(engine_memory(recipe_of(), SIZES, four))["key/value cache, at most"] == 3 * 100 * cache
+
+
+def test_a_colocated_engine_sleeps_while_the_learner_learns():
+    placed = Placement(2, 2, engines=2)
+    rows = sizes_of(memory_estimate(recipe_of(), SIZES, placed))
+    engine = rows["weights of the engine"] + rows["key/value cache, at most"]
+    passing = rows["activations, roughly"] + rows["logits"] + rows["gathered for a moment"]
+    assert peak_memory(recipe_of(), SIZES, placed) == (sum(rows.values()) - engine, sum(rows.values()) - passing)
+    beside = Placement(2, 2, engines=2, colocated=False)
+    assert peak_memory(recipe_of(), SIZES, beside) == (sum(rows.values()) - engine, engine)
+
+
+def test_an_offloaded_optimizer():
+    here, there = (sizes_of(memory_estimate(recipe_of(), SIZES, Placement(offloaded=off))) for off in (False, True))
+    gone = {"AdamW state": 8000, "float32 masters and their gradients": 8000}
+    assert here == there | gone
+    assert not set(there) & set(gone)
+
+
+def test_experts_take_memory_though_few_are_active():
+    more = replace(MIXTURE, experts=8, parameters=MIXTURE.parameters + 2 * 4 * MIXTURE.expert)
+    few, many = (sizes_of(memory_estimate(recipe_of(), sizes)) for sizes in (MIXTURE, more))
+    assert many["weights"] - few["weights"] == 2 * 2 * 4 * 3 * 8 * 16
+    assert many["activations, roughly"] == few["activations, roughly"]
+    assert trained_parameters(recipe_of("model.lora.rank=1").model, MIXTURE) == 2 * (16 + 12 + 12 + 16)
+
+
+def test_experts_apart_are_not_gathered():
+    recipe = recipe_of()
+    moved = Placement(4, 4, expert_parallel=4)
+    all_of_them, own = (sizes_of(memory_estimate(recipe, MIXTURE, p)) for p in (Placement(4, 4), moved))
+    assert all_of_them["gathered for a moment"] - own["gathered for a moment"] == 2 * 3 * 3 * MIXTURE.expert
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"devices": 4, "shard": 3},
+        {"devices": 4, "shard": 4, "expert_parallel": 3},
+        {"devices": 2, "colocated": False},
+        {"devices": 4, "engines": 2, "tensor": 4},
+        {"devices": 4, "engines": 1, "ahead": 1},
+    ],
+)
+def test_placements_that_cannot_be(wrong):
+    with pytest.raises(ValueError):
+        Placement(**wrong)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 6),
+    st.integers(0, 3),
+    st.booleans(),
+    st.sampled_from([SIZES, MIXTURE, ModelSizes(4_000_000_000, 36, 2560, 9728, 32, 8, 128, 151_936)]),
+)
+def test_more_devices_never_take_more_memory_each(power, tensor, checkpointing, sizes):
+    recipe = recipe_of(f"model.gradient_checkpointing={checkpointing}".lower())
+    fewer, more = 2 ** (power + 1), 2 ** (power + 2)
+    learning = [peak_memory(recipe, sizes, Placement(n, n, engines=n))[0] for n in (fewer, more)]
+    sampling = [peak_memory(recipe, sizes, Placement(n, n, engines=n))[1] for n in (fewer, more)]
+    assert learning[1] <= learning[0]
+    assert sampling[1] <= sampling[0]
+    wider = [
+        sum(sizes_of(engine_memory(recipe, sizes, Placement(16, 16, engines=1, tensor=t))).values())
+        for t in (2**tensor, 2 ** (tensor + 1))
+    ]
+    assert wider[1] <= wider[0]
