@@ -215,9 +215,9 @@ def test_a_finished_study_that_goes_on_runs_nothing_and_may_grow(begun, tmp_path
     assert studies.tune(tmp_path) == 2
     assert "exists; go on with `--resume`" in capsys.readouterr().err
     assert studies.tune(tmp_path, "--resume", "keys.steps=9") == 2
-    assert "the recipe of the study has changed" in capsys.readouterr().err
+    assert "the recipe of the study runs/s has changed" in capsys.readouterr().err
     assert studies.tune(tmp_path, "--resume", "search.optimizer.learning_rate.high=1e-3") == 2
-    assert "search of the study has changed" in capsys.readouterr().err
+    assert "search of the study runs/s has changed" in capsys.readouterr().err
     assert studies.tune(tmp_path, "--resume", "name=other") == 2
     assert "there is no study in runs/other" in capsys.readouterr().err
 
@@ -231,6 +231,11 @@ def test_another_storage_may_be_given_and_is_readable_by_optuna(begun, tmp_path,
     assert not (tmp_path / "runs/s/study.db").exists()
     assert studies.tune(tmp_path, f"storage={url}", "runs=elsewhere") == 2
     assert "has a study s" in capsys.readouterr().err
+    assert studies.tune(tmp_path, f"storage={url}", "runs=elsewhere", "--resume", "trials=8") == 0
+    assert sorted(path.name for path in (tmp_path / "elsewhere/s/trials").iterdir()) == ["0006", "0007"]
+    assert len(optuna.load_study(study_name="s", storage=url).trials) == 8
+    assert studies.tune(tmp_path, f"storage={url}", "runs=third", "--resume", "sampler.seed=7") == 2
+    assert "sampler of the study third/s has changed" in capsys.readouterr().err
     assert studies.tune(tmp_path, "storage=nonsense://x", "name=t") == 2
     assert "storage nonsense://x cannot be opened" in capsys.readouterr().err
 

@@ -7,14 +7,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.recipe.sources import dump_values, read_file
+from posttrain.recipe.sources import dump_values
 from posttrain.recipe.study_file import Study
 from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.tune.sampler import NumberedSampler
@@ -35,15 +34,15 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
         raise InputError(f"the study {study.directory} exists; go on with `--resume`, or choose another `name`")
     if not resume and any(not path.name.startswith(".lock-") for path in study.directory.iterdir()):
         raise InputError(f"{study.directory} exists and is no study, so it is left alone; choose another `name`")
-    if resume and not file.is_file():
-        raise InputError(f"there is no study in {study.directory}; leave out --resume to begin one")
-    if resume:
-        _require_same(study, file)
     url = study.recipe.storage or f"sqlite:///{study.directory / 'study.db'}"
     try:
+        joins = resume and study.recipe.storage is not None and name in optuna.get_all_study_names(url)
+        if resume and not file.is_file() and not joins:
+            raise InputError(f"there is no study in {study.directory}; leave out --resume to begin one")
         if not resume and study.recipe.storage and name in optuna.get_all_study_names(url):
             raise InputError(f"storage {url} has a study {name}; go on with `--resume`, or choose another `name`")
-        write_atomically(file, _snapshot_text(study))
+        if not file.is_file() and not joins:
+            write_atomically(file, _snapshot_text(study))
         kept = optuna.create_study(
             storage=url,
             study_name=name,
@@ -57,6 +56,8 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
     except Exception as error:
         said = " ".join(str(error).split())
         raise InputError(f"storage {url} cannot be opened ({type(error).__name__}: {said}); correct its URL") from error
+    _require_same(study, kept)
+    write_atomically(file, _snapshot_text(study))
     for number, point in enumerate(study.recipe.start):
         kept.enqueue_trial(stored(point), user_attrs={"start": number}, skip_if_exists=True)
     return kept
@@ -120,13 +121,17 @@ def _snapshot_text(study: Study) -> str:
     return f"{header}# posttrain tune THE_STUDY.yaml --resume\n{dump_values(_snapshot(study))}"
 
 
-def _require_same(study: Study, file: Path) -> None:
-    before = read_file(str(file)).values
+def _require_same(study: Study, kept: optuna.Study) -> None:
+    """`InputError` where the search is another than the storage's; a new one is stored."""
     now = json.loads(json.dumps(_snapshot(study)))
+    before = kept.user_attrs.get("study")
+    if before is None:
+        kept.set_user_attr("study", now)
+        return
     changed = [key for key in now if key not in _MAY_CHANGE and before.get(key) != now[key]]
     changed = ["the recipe" if key == "base" else key for key in changed if key not in ("recipe", "keys")]
     if changed:
         raise InputError(
-            f"{file}: {' and '.join(changed)} of the study has changed since it began, so that old and new trials do not "
-            "compare; begin another with another `name`, or take the change back"
+            f"{' and '.join(changed)} of the study {study.directory} has changed since it began, so that old and new trials "
+            "do not compare; begin another with another `name`, or take the change back"
         )
