@@ -1,9 +1,12 @@
 """Every kind of bad input has one exact sentence; whatever is accepted survives being written and read."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.compose import dump_recipe, load_recipe
 from posttrain.recipe.sources import dump_values, merge, read_text
@@ -55,7 +58,7 @@ def recipe_file(tmp_path, monkeypatch):
         ),
         (
             "stage: evalaute\n",
-            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, sft, reward, dpo, evaluate, generate or pipeline',
+            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, sft, reward, dpo, evaluate, generate, pipeline or tune',
         ),
         (
             "rollout:\n  group_per_step: 3\n",
@@ -290,3 +293,11 @@ def test_a_dumped_recipe_loads_as_itself(stage, overrides, recipe_file):
 def test_any_text_and_number_survives_dumping_and_merging(texts, number):
     values = {"rollout": {"stop_strings": texts}, "optimizer": {"learning_rate": number}}
     assert merge([read_text(dump_values(values), "r.yaml")]).values == values
+
+
+def test_a_study_is_no_recipe_and_its_verb_is_named(capsys):
+    study = str(Path(__file__).parents[2] / "recipes/rlhf/tune_sft.yaml")
+    assert main(["sft", study]) == 2
+    assert "run it with `posttrain tune`" in capsys.readouterr().err
+    assert main(["recipe", study]) == 0
+    assert "is a study" in capsys.readouterr().out

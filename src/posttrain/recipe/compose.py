@@ -124,7 +124,7 @@ def _environment_complaints(given: Layer, schema: type[Part]) -> list[str]:
 
 
 def _other_stage(declared: Any, stage: str) -> str:
-    if declared in STAGES or declared == "pipeline":
+    if declared in (*STAGES, "pipeline", "tune"):
         return f"the recipe is for stage {declared}, not {stage}; run it with `posttrain {declared}`"
-    hint = nearest_type(str(declared), [*STAGES, "pipeline"])
-    return f"stage is {json.dumps(declared)}{hint}; it must be {', '.join(STAGES)} or pipeline"
+    hint = nearest_type(str(declared), [*STAGES, "pipeline", "tune"])
+    return f"stage is {json.dumps(declared)}{hint}; it must be {', '.join(STAGES)}, pipeline or tune"

@@ -12,6 +12,7 @@ from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.reference import Key, keys_of
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import STAGES
+from posttrain.recipe.study_file import load_study
 
 _INTRODUCTION = """# Recipes: every key
 
@@ -69,6 +70,10 @@ def show_recipe(path: str, console: Console) -> None:
     if stage == "pipeline":
         for part in load_pipeline(path, []).stages:
             console.print(f"{part.name}: {part.recipe.stage}{f', from {part.upstream}' if part.upstream else ''}")
+        return
+    if stage == "tune":
+        load_study(path, [])
+        console.print(f"{path} is a study; `posttrain tune {path} --dry-run` lists its trials", highlight=False)
         return
     load_recipe([path], [], stage)
     written = {".".join(key) for key in given.origins}
