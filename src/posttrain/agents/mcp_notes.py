@@ -17,6 +17,11 @@ from posttrain.errors import InputError
 PIECE = 16_000
 """Most characters of a note that one call shows."""
 _NOTHING = "the privacy rules of this memory hide everything, for one of them is not understood"
+_NO_SUCH = "the rules of this memory show no such note"
+_NOT_SO = (
+    "this cannot be read or searched for under the privacy rules of this memory; "
+    "give the path of a note that is listed, a [[note#heading]] of one, or a short text to search for"
+)
 
 
 class SharedNotes:
@@ -100,8 +105,8 @@ class SharedNotes:
             try:
                 yield Vault(MemoryStorage(rules.view), self._limits), rules
             except VaultError as error:
-                # A hint may name a note; the view's notes alone, but values may stand in names, too.
-                raise VaultError(rules.clean(str(error)), error.kind) from None
+                # What the client asked for is neither repeated nor looked through: a right guess reads as a wrong one.
+                raise VaultError(_NO_SUCH if error.kind == "FileNotFoundError" else _NOT_SO, error.kind) from None
         finally:
             vault.close()
 
