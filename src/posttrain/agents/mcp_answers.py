@@ -1,5 +1,6 @@
 """How the MCP server has a question answered: the memory agent, a conversation of its own for each question."""
 
+import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -116,8 +117,11 @@ class Answers:
                         "another program is changing the memory; ask again when it is done, or close it"
                     ) from None
         try:
-            return Vault(storage)
+            vault = Vault(storage)
         except BaseException:
             # A lock that is not given back would keep ourselves out, too.
             storage.close()
             raise
+        if vault.journal.remark:
+            print(f"posttrain: {vault.journal.remark}", file=sys.stderr, flush=True)
+        return vault

@@ -1,6 +1,7 @@
 """From what a user names on the command line to a vault, a model that speaks, and settings."""
 
 import os
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,8 @@ def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vaul
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}; name that of a memory, or add --new to make one")
     vault = Vault(DiskStorage(folder, read_only=read_only))
+    if vault.journal.remark:
+        print(f"posttrain: {vault.journal.remark}", file=sys.stderr, flush=True)
     try:
         known = START in vault.paths()
         if new and not known:

@@ -8,8 +8,8 @@ from posttrain.environments.answers import Rejected
 from posttrain.environments.memory.episode import Desk
 from posttrain.environments.memory.filters import Filter, split_question
 from posttrain.environments.memory.interpreter import Interpreter
-from posttrain.environments.memory.journal import Change
 from posttrain.environments.memory.limits import VaultError
+from posttrain.environments.memory.log import Change
 from posttrain.environments.memory.messages import first_messages, last_call, refusal, system_prompt
 from posttrain.environments.memory.parser import Reply, parse
 from posttrain.environments.memory.recipe import AgentRecipe

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from posttrain.environments.memory import journal as journal_module
+from posttrain.environments.memory import log as log_module
 from posttrain.environments.memory.limits import VaultError, VaultLimits
 from posttrain.environments.memory.storage import RESERVED, DiskStorage
 from posttrain.environments.memory.vault import Vault
@@ -159,7 +160,7 @@ def test_the_journal_forgets_the_oldest(tmp_path):
 
 
 def test_the_journal_forgets_what_is_too_long_but_never_the_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_BYTES", 1_000)
+    monkeypatch.setattr(log_module, "_BYTES", 1_000)
     vault = opened(tmp_path)
     for number in range(40):
         vault.create(f"{number}.md", "x" * 100)

@@ -1,143 +1,12 @@
-"""The journal of a vault: every change with what was there before, undo, and what changed since a mark."""
+"""The journal of a vault: operations carried out and taken back, and what changed since a mark."""
 
 import difflib
-import json
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Protocol
+from contextlib import suppress
 
 from posttrain.environments.memory.limits import VaultError, shown
+from posttrain.environments.memory.log import Change, DiskLog, Entry, MemoryLog
 from posttrain.environments.memory.storage import DiskStorage, Storage
-
-_FILE = "journal.jsonl"
-_BYTES = 8 * 1024 * 1024
-"""What a journal on disk is shortened to once it is twice as long."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """What became of one note. None: the note did not exist."""
-
-    path: str
-    before: str | None
-    after: str | None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One operation, with all that it changed; `number` counts from 1 and is never used twice in a journal."""
-
-    number: int
-    operation: str
-    changes: tuple[Change, ...]
-
-
-class Log(Protocol):
-    """Where entries are kept, oldest first."""
-
-    def entries(self) -> list[Entry]: ...
-    def append(self, entry: Entry) -> None: ...
-    def drop_last(self) -> None: ...
-
-
-class MemoryLog:
-    """Entries that go with the process."""
-
-    def __init__(self, most: int) -> None:
-        self._entries: list[Entry] = []
-        self._most = most
-
-    def entries(self) -> list[Entry]:
-        return self._entries
-
-    def append(self, entry: Entry) -> None:
-        self._entries.append(entry)
-        del self._entries[: -self._most]
-
-    def drop_last(self) -> None:
-        self._entries.pop()
-
-
-class DiskLog:
-    """Entries in a file of the vault's reserved folder, one JSON line each, kept from process to process."""
-
-    def __init__(self, storage: DiskStorage, most: int) -> None:
-        self._most = most
-        self._storage = storage
-        self._entries: list[Entry] = []
-        self._ends: list[int] = []
-        """Where the line of each entry ends, in bytes."""
-        try:
-            self._file = storage.reserved(_FILE)
-        except FileNotFoundError:
-            self._file = -1
-            return
-        self._load()
-        if not storage.read_only:
-            # A line that was cut off by a crash was never followed by its change.
-            os.ftruncate(self._file, self._end())
-
-    def entries(self) -> list[Entry]:
-        return self._entries
-
-    def append(self, entry: Entry) -> None:
-        line = _line(entry)
-        os.pwrite(self._file, line, self._end())
-        self._reach_disk()
-        self._ends.append(self._end() + len(line))
-        self._entries.append(entry)
-        # Rewriting the file for every forgotten entry would cost as much as the journal is long.
-        if len(self._entries) > 2 * self._most or self._end() > 2 * _BYTES:
-            self._shorten()
-
-    def drop_last(self) -> None:
-        self._entries.pop()
-        self._ends.pop()
-        os.ftruncate(self._file, self._end())
-        self._reach_disk()
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-    def _reach_disk(self) -> None:
-        if self._storage.sync:
-            os.fsync(self._file)
-
-    def _end(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _load(self) -> None:
-        with open(os.dup(self._file), "rb") as stream:
-            stream.seek(0)
-            end = 0
-            for line in stream:
-                entry = _entry(line)
-                if entry is None:
-                    break
-                end += len(line)
-                self._entries.append(entry)
-                self._ends.append(end)
-
-    def _shorten(self) -> None:
-        kept: list[tuple[Entry, bytes]] = []
-        size = 0
-        for entry in reversed(self._entries[-self._most :]):
-            line = _line(entry)
-            size += len(line)
-            # The last operation can always be undone, however long it is.
-            if kept and size > _BYTES:
-                break
-            kept.append((entry, line))
-        kept.reverse()
-        self._storage.replace_reserved(_FILE, b"".join(line for _, line in kept))
-        os.close(self._file)
-        self._file = self._storage.reserved(_FILE)
-        self._entries = [entry for entry, _ in kept]
-        self._ends = list(accumulate(len(line) for _, line in kept))
 
 
 class Journal:
@@ -146,8 +15,8 @@ class Journal:
     def __init__(self, storage: Storage, most: int) -> None:
         self._storage = storage
         self._log: MemoryLog | DiskLog = DiskLog(storage, most) if isinstance(storage, DiskStorage) else MemoryLog(most)
-        if isinstance(storage, DiskStorage) and not storage.read_only:
-            self._recover()
+        if isinstance(self._log, DiskLog) and not storage.read_only:
+            self._recover(self._log)
         entries = self._log.entries()
         self._next = entries[-1].number + 1 if entries else 1
 
@@ -202,6 +71,11 @@ class Journal:
         """The changes since a mark as a unified diff; "" where there are none."""
         return "".join(_diff(change) for change in self.changes(since))
 
+    @property
+    def remark(self) -> str | None:
+        """One sentence for the user where the journal was damaged and is not used; None otherwise."""
+        return self._log.remark if isinstance(self._log, DiskLog) else None
+
     def close(self) -> None:
         """Give back the file, where there is one."""
         if isinstance(self._log, DiskLog):
@@ -224,9 +98,9 @@ class Journal:
             else:
                 self._storage.write(change.path, text)
 
-    def _recover(self) -> None:
+    def _recover(self, log: DiskLog) -> None:
         """Finish what a crash cut off: an operation of which some notes are still as before is taken back whole."""
-        entries = self._log.entries()
+        entries = log.entries()
         if not entries:
             return
         changes = entries[-1].changes
@@ -236,23 +110,18 @@ class Journal:
             return
         untouched = any(now[change.path] == change.before != change.after for change in changes)
         known = all(now[change.path] in (change.before, change.after) for change in changes)
-        if untouched and known:
+        if not (untouched and known):
+            return
+        try:
             self._put(changes[::-1], lambda change: change.before)
-            self._log.drop_last()
-
-
-def _line(entry: Entry) -> bytes:
-    changes = [[change.path, change.before, change.after] for change in entry.changes]
-    return json.dumps([entry.number, entry.operation, changes], ensure_ascii=False).encode() + b"\n"
-
-
-def _entry(line: bytes) -> Entry | None:
-    """The entry of a line; None where the line is not whole."""
-    try:
-        number, operation, changes = json.loads(line)
-        return Entry(number, operation, tuple(Change(*change) for change in changes)) if line.endswith(b"\n") else None
-    except (ValueError, TypeError):
-        return None
+        except VaultError:
+            # No operation of ours leaves what cannot be taken back, unless the disk is full: nothing is lost then either.
+            for change in changes:
+                with suppress(VaultError):
+                    self._put((change,), lambda change: now[change.path])
+            log.set_aside()
+            return
+        log.drop_last()
 
 
 def _diff(change: Change) -> str:

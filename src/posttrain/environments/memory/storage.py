@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +24,8 @@ _ANY = VaultLimits(depth=16, path_bytes=1_000)
 
 
 class Storage(Protocol):
-    """Notes by their normal paths (`paths.note_path`). What a path may be is the vault's matter, not the storage's."""
+    """Notes by their normal paths (`paths.note_path`). What a path may be is the vault's matter; one that
+    leads out of a folder is refused here, too."""
 
     read_only: bool
 
@@ -165,6 +167,15 @@ class DiskStorage:
         with self._reserved_folder() as folder:
             self._replace(folder, name, data)
 
+    def set_aside(self, name: str) -> str:
+        """Give a file in the reserved folder a new name that no other has; that name."""
+        stem, dot, suffix = name.partition(".")
+        with self._reserved_folder() as folder:
+            taken = set(os.listdir(folder))
+            new = next(new for n in count(1) if (new := f"{stem}-damaged-{n}{dot}{suffix}") not in taken)
+            os.rename(name, new, src_dir_fd=folder, dst_dir_fd=folder)
+        return new
+
     @contextmanager
     def _reserved_folder(self) -> Iterator[int]:
         if not self.read_only:
@@ -199,8 +210,14 @@ class DiskStorage:
 
     @contextmanager
     def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
-        """The descriptor of the folder of `path`, and the last part of it. OSError as from the system."""
+        """The descriptor of the folder of `path`, and the last part of it. OSError as from the system.
+
+        VaultError for a path that could lead out of the folder, whoever let it through: following no link does not
+        stop `..`, for it is none.
+        """
         *folders, name = path.split("/")
+        if any(not part or part.startswith(".") or "\0" in part for part in (*folders, name)):
+            raise VaultError(f"{shown(path)} is no path of a note", "PermissionError")
         here = os.dup(self._root)
         try:
             for part in folders:
@@ -242,7 +259,7 @@ class DiskStorage:
                         self._walk(inner, f"{path}/", found, depth + 1)
                     finally:
                         os.close(inner)
-                elif entry.is_file(follow_symlinks=False) and _is_note(path):
+                elif entry.is_file(follow_symlinks=False) and is_note(path):
                     facts = entry.stat(follow_symlinks=False)
                     if facts.st_nlink == 1:
                         found[path] = facts.st_size
@@ -254,7 +271,8 @@ def _make_folder(name: str, parent: int) -> None:
 
 
 @lru_cache(maxsize=16_384)
-def _is_note(path: str) -> bool:
+def is_note(path: str) -> bool:
+    """Whether `path` may be that of a note, in its normal form."""
     try:
         return note_path(path, _ANY) == path
     except VaultError:

@@ -2,9 +2,10 @@
 
 from threading import RLock
 
-from posttrain.environments.memory.journal import Change, Journal
+from posttrain.environments.memory.journal import Journal
 from posttrain.environments.memory.limits import VaultError, VaultLimits, shown
 from posttrain.environments.memory.links import Notes, links, mended, parse_link, section
+from posttrain.environments.memory.log import Change
 from posttrain.environments.memory.paths import collision, folder_path, note_path, same
 from posttrain.environments.memory.search import Hit, search, tree
 from posttrain.environments.memory.storage import Storage
