@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, RunError
-from posttrain.runs.files import PARTIAL, partial_path, process_runs, storage_errors, sync_directory
+from posttrain.runs.files import PARTIAL, process_runs, storage_errors, write_atomically
 
 Key = tuple[int | str, int]
 """Id of a row, and which sample it is."""
@@ -133,24 +133,13 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
     Raises RunError where the disk refuses.
     """
-    aside = partial_path(path)
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for other in path.parent.glob(f".{path.name}.*.partial"):
             writer = PARTIAL.match(other.name)
             if writer and not process_runs(int(writer[1])):
                 other.unlink(missing_ok=True)
-        try:
-            with open(aside, "wb") as file:
-                for line in lines:
-                    file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+    write_atomically(path, lines)
 
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,18 +67,20 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write `content` (text as UTF-8) to `path` so that the name holds the old or the new content, never a part.
+def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None:
+    """Write `content` (text as UTF-8, or pieces one at a time) to `path` so that the name holds the old or the new
+    content, never a part.
 
     Written aside, fsynced, renamed; the directory is fsynced last. Raises `RunError` when the disk refuses; then
     `path` is as it was.
     """
-    data = content.encode() if isinstance(content, str) else content
+    pieces = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
     aside = partial_path(path)
     with storage_errors(path):
         try:
             with open(aside, "wb") as file:
-                file.write(data)
+                for piece in pieces:
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
