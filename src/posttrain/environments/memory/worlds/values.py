@@ -5,10 +5,11 @@ digits, an e-mail address in lower case, a list its items sorted and joined by `
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal, InvalidOperation
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,10 +51,12 @@ _MONEY = re.compile(
     re.IGNORECASE,
 )
 _PHONE = re.compile(r"(?<![\w.@])\+?\(?\d[\d ()./-]{6,18}\d(?!\w)")
-_EMAIL = re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b")
+_DOMAIN = re.compile(r"[\w-]+(?:\.[\w-]+)+\b")
 _NUMBER = re.compile(r"(?<![\w@.,/-])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d|st\b|nd\b|rd\b|th\b)")
 _LINK = re.compile(r"\[\[([^\[\]|#\n]*)(?:#[^\[\]|\n]*)?(?:\|([^\[\]\n]*))?\]\]")
-_PATTERNS = {"money": _MONEY, "date": _DATE, "phone": _PHONE, "email": _EMAIL, "number": _NUMBER}
+_BETWEEN = re.compile(r"(?:(?<!\s)\s+)?[,;]\s*(?:and\s+)?|(?<!\s)\s+(?:and|&)\s+")
+"""What parts the items of a list. Blanks are looked at from their first one only, for there may be many."""
+_PATTERNS = {"money": _MONEY, "date": _DATE, "phone": _PHONE, "number": _NUMBER}
 
 Item = TypeVar("Item")
 
@@ -90,7 +93,7 @@ def canonical(kind: str, text: str) -> str | None:
         rest = text[match.end() :].strip() if match else ""
         return _number(match.group()) if match and re.fullmatch(r"[^\d,;]{0,24}", rest) else None
     if kind == "list":
-        items = {plain(item) for item in re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+|\s+&\s+", text)} - {""}
+        items = {plain(item) for item in _BETWEEN.split(text)} - {""}
         return "; ".join(sorted(items)) or None
     if kind in FINDABLE:
         found = find(kind, text.rstrip("."))
@@ -106,8 +109,12 @@ def find(kind: str, text: str) -> list[Found]:
     """
     if kind in ("number", "phone"):
         text = _without(text, _DATE, _LINK)
+    if kind == "email":
+        return [Found(start, end, text[start:end].casefold()) for start, end in _emails(text)]
     if kind == "number":
-        text = _without(text, _EMAIL, _PHONE)
+        places = [0, *(place for span in _emails(text) for place in span), len(text)]
+        pieces = [text[start:end] for start, end in pairwise(places)]
+        text = _without("".join("\x00" * len(piece) if n % 2 else piece for n, piece in enumerate(pieces)), _PHONE)
     found = []
     for match in _PATTERNS[kind].finditer(text):
         value = _read(kind, match)
@@ -184,9 +191,33 @@ def _without(text: str, *patterns: re.Pattern[str]) -> str:
     return text
 
 
+def _emails(text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of each e-mail address: `\\b[\\w.+-]+@[\\w-]+(?:\\.[\\w-]+)+\\b`, in time linear in the text.
+
+    The pattern itself would look through a long text of dots from each of its words.
+    """
+    begin, at = 0, text.find("@")
+    while at >= 0:
+        start = at
+        while start > begin and (text[start - 1] in ".+-_" or text[start - 1].isalnum()):
+            start -= 1
+        # A name begins at the edge of a word: behind its first signs, unless a word ends right before them.
+        while start < at and text[start] in ".+-" and not (start == begin > 0):
+            start += 1
+        domain = _DOMAIN.match(text, at + 1) if start < at else None
+        if domain:
+            begin = domain.end()
+            yield start, begin
+        at = text.find("@", max(begin, at + 1))
+
+
 def _number(text: str) -> str | None:
+    digits = text.replace(",", "")
+    # Python refuses to write very long whole numbers; nobody spells one in two ways.
+    if len(digits) > 300:
+        return digits
     try:
-        number = Decimal(text.replace(",", ""))
+        number = Decimal(digits)
     except InvalidOperation:
         return None
     return str(int(number)) if number == number.to_integral_value() else str(number.normalize())
@@ -195,8 +226,6 @@ def _number(text: str) -> str | None:
 def _read(kind: str, match: re.Match[str]) -> str | None:
     if kind == "number":
         return _number(match.group())
-    if kind == "email":
-        return match.group().casefold()
     if kind == "phone":
         digits = re.sub(r"\D", "", match.group())
         return digits if 8 <= len(digits) <= 15 else None
