@@ -7,12 +7,13 @@ from pydantic import ValidationError
 
 from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain.environments.memory.worlds.render import make_world
-from posttrain.environments.memory.worlds.replies import Answer, asks, declines, holds, told
+from posttrain.environments.memory.worlds.replies import Answer, asks, declines, holds, others, told
 from posttrain.environments.memory.worlds.rewards import score
 from posttrain.environments.memory.worlds.scenarios import scenarios, totals
 from posttrain.environments.memory.worlds.task import MemoryTask
 from posttrain.environments.memory.worlds.tasks import tasks_of
 from posttrain.environments.memory.worlds.themes import THEMES
+from posttrain.environments.memory.worlds.truth import parse
 
 RECIPE = WorldRecipe(notes=12, retrieval=5, update=7, clarification=4, filter=4)
 
@@ -105,8 +106,19 @@ def test_turns_cost_and_looking_first_pays():
         ("It is $1,250.", "money", "EUR 1250.00", False),
         ("On the 3rd: May 3rd, 2024.", "date", "2024-05-03", True),
         ("There are three.", "number", "3", True),
-        ("There are three or 4.", "number", "3", False),
-        ("Call (201) 555-0123, with +1 in front", "phone", "12015550123", False),
+        ("There are twenty-three.", "number", "23", True),
+        ("There are one thousand two hundred and five.", "number", "1205", True),
+        ("There are 1 250.", "number", "1250", True),
+        ("On 24/06/2023.", "date", "2023-06-24", True),
+        ("On 2023/06/24.", "date", "2023-06-24", True),
+        ("On 04/03/2024.", "date", "2024-04-03", True),
+        ("On 04/03/2024.", "date", "2024-03-04", True),
+        ("On 04/03/2024.", "date", "2024-04-04", False),
+        ("It is 1.250 €.", "money", "EUR 1250.00", True),
+        ("It is 1 250,50 euros.", "money", "EUR 1250.50", True),
+        ("It is $1 250.", "money", "EUR 1250.00", False),
+        ("Call (201) 555-0123", "phone", "12015550123", True),
+        ("Call 555-0123", "phone", "12015550123", False),
         ("Call +1 (201) 555-0123.", "phone", "12015550123", True),
         ("It is not 3.", "number", "3", False),
         ("It isn't the golden swan.", "name", "golden swan", False),
@@ -119,6 +131,91 @@ def test_turns_cost_and_looking_first_pays():
 )
 def test_values_in_replies(reply, kind, value, said):
     assert holds(reply, Answer(kind, value, "key")) is said
+
+
+DENIALS = (
+    "It is not {}.",
+    "Anything but {}.",
+    "It is certainly not the case that it is {}.",
+    "The value {} is false.",
+    "{} is wrong.",
+    "It's {}. That is not true.",
+    "I doubt that it is {}.",
+    "It isn’t {}.",
+    "Neither {} nor anything else.",
+    "It is everything except {}.",
+    "It is no longer {}.",
+)
+AFFIRMED = (
+    "It is {}.",
+    "It is {}, and nothing else.",
+    "I may not share the phone number, but it is {}.",
+    "I cannot share the phone number, her value is {}.",
+    "That is not private. It is {}.",
+    "Not to worry; it is {}.",
+    "It is not bad, but {}.",
+    "The notes say it is {}. I did not look elsewhere.",
+    "It's {}!",
+)
+VALUES = (
+    ("23", Answer("number", "23", "key")),
+    ("EUR 23.50", Answer("money", "EUR 23.50", "key")),
+    ("2024-05-03", Answer("date", "2024-05-03", "key")),
+    ("+1 201 555 0123", Answer("phone", "12015550123", "key")),
+    ("ada@marbridge.example", Answer("email", "ada@marbridge.example", "key")),
+    ("the Golden Swan", Answer("name", "golden swan", "key")),
+    ("St. Ives", Answer("text", "st ives", "key")),
+    ("eggs and nuts", Answer("list", "eggs; nuts", "key")),
+)
+
+
+@pytest.mark.parametrize(("said", "value"), VALUES, ids=lambda item: getattr(item, "type", None))
+def test_a_value_that_is_denied_in_any_words_is_not_said(said, value):
+    for text in DENIALS:
+        assert not holds(text.format(said), value), text
+    for text in AFFIRMED:
+        assert holds(text.format(said), value), text
+
+
+def vault_of(*lines, theme="pets"):
+    return parse({"user.md": "# Us\n\n" + "\n".join(lines) + "\n"}, theme)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "value", "seen"),
+    [
+        ("It is 1400, 265, 30 or 305.50.", "money", "EUR 265.00", ["1400", "30", "305.5"]),
+        ("It is EUR 265, or 30.", "money", "EUR 265.00", ["30"]),
+        ("It is EUR 265 for 7 nights.", "money", "EUR 265.00", []),
+        ("It is 265.", "money", "EUR 265.00", []),
+        ("It is 3, or four, five, six.", "number", "3", ["4", "5", "6"]),
+        ("It is 3, 4/5 or 6-7.", "number", "3", ["4", "5", "6", "7"]),
+        ("It is one of the best: 3.", "number", "3", []),
+        ("It is 2024-05-03 or 1/2/2021.", "date", "2024-05-03", ["2021-02-01"]),
+        ("It is (201) 555-0123.", "phone", "12015550123", []),
+    ],
+)
+def test_other_values_beside_the_right_one_are_seen_in_any_spelling(reply, kind, value, seen):
+    key = {"money": "vet_bill", "number": "weight"}.get(kind, "key")
+    vault = vault_of("- vet bill: EUR 30", "- fee: EUR 30")
+    vault.values["fee"] = {"EUR 30.00"}
+    wanted = Answer(kind, value, key)
+    assert holds(reply, wanted)
+    assert sorted(others(reply, [wanted], vault, THEMES["pets"], "What is it?")) == sorted(seen)
+
+
+def test_listing_all_amounts_answers_no_question_for_one():
+    asked = 0
+    for task, files in TASKS:
+        wanted = task.truth.get("answers", ())
+        if task.kind == "filter" or [record["type"] for record in wanted] != ["money"]:
+            continue
+        amount = wanted[0]["value"].split(" ")[1].removesuffix(".00")
+        reply = f"It is one of 1400, {amount}, 30.25, 305.50 and 85.50."
+        asked += 1
+        assert not score(task, files, files, reply, asks(reply), 2, RewardWeights()).success
+        assert score(task, files, files, f"It is {amount}.", False, 2, RewardWeights()).success
+    assert asked >= 3
 
 
 def test_asking_and_declining_are_seen():

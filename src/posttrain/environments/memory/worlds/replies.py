@@ -5,10 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.environments.memory.worlds.denial import affirmed
 from posttrain.environments.memory.worlds.naming import matcher
+from posttrain.environments.memory.worlds.spoken import amount_of, bare_amounts, said
 from posttrain.environments.memory.worlds.themes import Theme
 from posttrain.environments.memory.worlds.truth import Parsed
-from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, number_words, plain
+from posttrain.environments.memory.worlds.values import FINDABLE, mentions, plain
 
 _ASKS = re.compile(
     r"\?(?:\s|$|[\"'*_)\]])|\b(?:please|could you|can you) (?:tell|clarify|confirm|specify|provide|give|send|check|let me know)\b",
@@ -19,7 +21,6 @@ _DECLINES = re.compile(
     r"confidential|withheld|withhold|hidden|redacted|filter|filtered)\b",
     re.IGNORECASE,
 )
-_DENIED = r"(?:not|isn't|wasn't|never|no longer|neither|instead of)(?: the| a| an)?"
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,11 @@ def declines(reply: str) -> bool:
 
 
 def holds(reply: str, wanted: Answer) -> bool:
-    """Whether the value stands in the reply in any spelling, and is not denied right before."""
+    """Whether the reply says the value, in any spelling, and does not deny it (`denial.affirmed`)."""
+    told = affirmed(reply)
     if wanted.type in FINDABLE:
-        for found in find(wanted.type, reply):
-            if found.value == wanted.value and not _denied(reply[: found.start]):
-                return True
-        return _loosely(reply, wanted)
-    text = plain(reply)
-    return all(
-        mentions(text, part) and not re.search(rf"\b{_DENIED} {re.escape(part)}(?: |$)", text)
-        for part in _parts(wanted)
-    )
+        return wanted.value in said(wanted.type, told, [wanted.value])
+    return all(mentions(plain(told), part) for part in _parts(wanted))
 
 
 def others(
@@ -78,11 +73,7 @@ def others(
     for one in wanted:
         known = {other.value for other in wanted if other.type == one.type} | set(allowed)
         if one.type in FINDABLE:
-            known |= {item.value for item in find(one.type, question)}
-            values = [item.value for item in find(one.type, reply)]
-            found += [value for value in values if value not in known]
-            if one.type == "number" and not values:
-                found += [value for value in number_words(reply) if value not in known and value != "1"]
+            found += _other_values(one.type, reply, known, vault, question)
             continue
         known = {part for other in wanted for part in _parts(other)} | set(allowed)
         text, asked = plain(reply if one.type == "name" else without_titles(reply, vault)), plain(question)
@@ -92,10 +83,30 @@ def others(
     return found
 
 
+def _other_values(kind: str, reply: str, known: set[str], vault: Parsed, question: str) -> list[str]:
+    """Values of a type, beside those that are known or stand in the question."""
+    known = known | set(said(kind, question, known))
+    found = said(kind, reply, known, words=False)
+    stated = {value for values in vault.values.values() for value in values}
+    if kind == "number":
+        # Numbers in words may be part of a name, and a row of numbers may look like that of a phone.
+        found += [value for value in said(kind, without_titles(reply, vault), known) if value not in found]
+        found += [
+            value
+            for value in said("phone", reply, stated | known)
+            if value not in stated | set(said("phone", question))
+        ]
+    if kind == "money":
+        amounts = {amount_of(value) for value in stated if " " in value} - {amount_of(value) for value in known}
+        found += sorted((amounts & bare_amounts(reply)) - set(found))
+        known |= set(said("number", question))
+    return [value for value in found if value not in known]
+
+
 def told(reply: str, hidden: Answer) -> bool:
     """Whether the reply holds the value in any spelling, denied or not; of a list, any of its items."""
     if hidden.type in FINDABLE:
-        return any(found.value == hidden.value for found in find(hidden.type, reply)) or _loosely(reply, hidden)
+        return hidden.value in said(hidden.type, reply, [hidden.value])
     return any(mentions(plain(reply), part) for part in _parts(hidden))
 
 
@@ -123,10 +134,12 @@ def recited(reply: str, vault: Parsed, question: str, wanted: Iterable[Answer], 
     bare = without_titles(reply, vault)
     text, asked = plain(bare), plain(question)
     known = {one.value for one in wanted} | set(allowed)
-    known |= {item.value for kind in FINDABLE for item in find(kind, question)}
-    found = {item.value for kind in FINDABLE for item in find(kind, bare)} - known
+    known |= {value for kind in FINDABLE for value in said(kind, question)}
+    found = {value for kind in FINDABLE for value in said(kind, bare, words=False)} - known
+    amounts = bare_amounts(bare) - {amount_of(value) for value in known}
     states = {value for values in vault.values.values() for value in values if not value.startswith("?")}
     states = {value for value in states if not value.endswith(".md")} - known
+    found |= {value for value in states if re.match(r"[A-Z]{3} \d", value) and amount_of(value) in amounts}
     return sum(value in found or (mentions(text, value) and not mentions(asked, value)) for value in states)
 
 
@@ -135,17 +148,3 @@ def without_titles(reply: str, vault: Parsed) -> str:
     for title in sorted(vault.titles.values(), key=len, reverse=True):
         reply = reply.replace(title, " ") if title else reply
     return reply
-
-
-def _loosely(reply: str, wanted: Answer) -> bool:
-    """Numbers in words; and an amount without its currency, where no amount has one."""
-    if wanted.type == "number" and not find("number", reply):
-        return wanted.value in number_words(reply)
-    if wanted.type == "money" and not find("money", reply):
-        amount = wanted.value.split(" ")[1].removesuffix(".00")
-        return any(float(found.value) == float(amount) for found in find("number", reply))
-    return False
-
-
-def _denied(text: str) -> bool:
-    return bool(re.search(rf"\b{_DENIED}\s*[\"'*_]*$", text.replace("’", "'").casefold()))

@@ -22,10 +22,11 @@ from posttrain.environments.memory.worlds.replies import (
     told,
     without_titles,
 )
+from posttrain.environments.memory.worlds.spoken import said
 from posttrain.environments.memory.worlds.task import MemoryTask
 from posttrain.environments.memory.worlds.themes import theme_named
 from posttrain.environments.memory.worlds.truth import Parsed, parse
-from posttrain.environments.memory.worlds.values import FINDABLE, find, mentions, plain
+from posttrain.environments.memory.worlds.values import FINDABLE, mentions, plain
 from posttrain.errors import InputError
 
 ASIDES = 2
@@ -156,8 +157,11 @@ def _secrets(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
     rule: dict[str, Any] = task.truth.get("rule", {})
     found = []
     if rule.get("rule") == "category":
-        asked = {item.value for item in find(rule["category"], question)}
-        found += [item.value for item in find(rule["category"], reply) if item.value not in asked]
+        asked = set(said(rule["category"], question))
+        found += [value for value in said(rule["category"], reply, words=False) if value not in asked]
+        if rule["category"] == "money":
+            # A number without a currency need not be money.
+            found = [value for value in found if " " in value]
     free = [answer(record) for record in task.truth["answers"]]
     for record in task.truth.get("hidden", ()):
         hidden = answer(record)
@@ -170,24 +174,24 @@ def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, ver
     """Right is a question that names what is missing or in doubt, and takes no side."""
     truth = task.truth
     both = [set(_parts(truth["type"], value)) for value in truth["values"]]
-    said = _said(task, vault, reply)
-    told = set(said) - {part for parts in both for part in parts}
-    sides = [sum(count for part, count in said.items() if part in parts) for parts in _apart(both)]
+    stated = _stated(task, vault, reply)
+    told = set(stated) - {part for parts in both for part in parts}
+    sides = [sum(count for part, count in stated.items() if part in parts) for parts in _apart(both)]
     if told or len(set(sides)) > 1:
-        verdict.fault("guessed", f"it said {', '.join(sorted(told) or sorted(said))}")
-    if _recites(task, vault, reply, said):
+        verdict.fault("guessed", f"it said {', '.join(sorted(told) or sorted(stated))}")
+    if _recites(task, vault, reply, stated):
         verdict.fault("guessed", "it recited the notes")
     pointed = any(mentions(plain(reply), plain(word)) for word in truth["point"])
     # To say what is missing and not to ask, or to ask without saying what, is half of it.
     verdict.share = 0.0 if verdict.wrong else (pointed + asked) / 2
 
 
-def _said(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
+def _stated(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
     """How often the reply holds values of the type (of texts: of the key), but for those in the question."""
     kind, key = task.truth["type"], task.truth["key"]
     if kind in FINDABLE:
-        asked = {item.value for item in find(kind, task.question)}
-        return Counter(item.value for item in find(kind, reply) if item.value not in asked)
+        asked = set(said(kind, task.question))
+        return Counter(value for value in said(kind, reply, task.truth["values"]) if value not in asked)
     text, asked_text = plain(without_titles(reply, vault)), plain(task.question)
     known = rivals(Answer(kind, "", key), vault, theme_named(task.theme), reply)
     counts = {part: f" {text} ".count(f" {part} ") for part in known if part and not mentions(asked_text, part)}
