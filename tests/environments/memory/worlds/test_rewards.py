@@ -185,6 +185,8 @@ def vault_of(*lines, theme="pets"):
     ("reply", "kind", "value", "seen"),
     [
         ("It is 1400, 265, 30 or 305.50.", "money", "EUR 265.00", ["1400", "30", "305.5"]),
+        ("It is 16450, or 100 101 102 103.", "money", "EUR 16450.00", ["100101102103"]),
+        ("It is 265 or three hundred.", "money", "EUR 265.00", ["300"]),
         ("It is EUR 265, or 30.", "money", "EUR 265.00", ["30"]),
         ("It is EUR 265 for 7 nights.", "money", "EUR 265.00", []),
         ("It is 265.", "money", "EUR 265.00", []),

@@ -88,14 +88,11 @@ def _other_values(kind: str, reply: str, known: set[str], vault: Parsed, questio
     known = known | set(said(kind, question, known))
     found = said(kind, reply, known, words=False)
     stated = {value for values in vault.values.values() for value in values}
-    if kind == "number":
+    if kind in ("number", "money"):
         # Numbers in words may be part of a name, and a row of numbers may look like that of a phone.
         found += [value for value in said(kind, without_titles(reply, vault), known) if value not in found]
-        found += [
-            value
-            for value in said("phone", reply, stated | known)
-            if value not in stated | set(said("phone", question))
-        ]
+        phones = stated | set(said("phone", question))
+        found += [value for value in said("phone", reply, phones) if value not in phones]
     if kind == "money":
         amounts = {amount_of(value) for value in stated if " " in value} - {amount_of(value) for value in known}
         found += sorted((amounts & bare_amounts(reply)) - set(found))
