@@ -66,6 +66,30 @@ def test_what_was_only_said_and_not_noted_is_not_known_afterwards():
     assert step.reward + last.reward <= 0.5
 
 
+@pytest.mark.parametrize("variant", ["delete", "remove"])
+def test_asking_for_what_should_be_gone_is_right_only_where_it_is_gone(variant):
+    seed, task = first(variant)
+    asked = message("reply", task.follow_up.reply)
+    undone = play(Memory(recipe()), seed, [message("reply", task.reply), asked])
+    assert undone[-1].info["scores"] == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 0.0}
+    assert undone[-1].info["faults"] == ["the notes still say it"]
+    solved = [*(message("python", code) for code in task.code), message("reply", task.reply), asked]
+    assert play(Memory(recipe()), seed, solved)[-1].info["scores"] == {"update": 1.0, NOTES: 1.0, ASKED_AFTER: 1.0}
+    # The second half is about the notes as they are: it stays right where something else was harmed.
+    harmed = [message("python", 'append_file("user.md", "x" * 400)'), *solved]
+    scores = play(Memory(recipe()), seed, harmed)[-1].info["scores"]
+    assert scores == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 1.0}
+
+
+def test_a_note_that_was_moved_is_not_gone():
+    seed, task = first("remove")
+    path = task.truth["change"]["about"]
+    moved = message("python", f'move_file("{path}", "entities/elsewhere.md")')
+    asked = message("reply", task.follow_up.reply)
+    steps = play(Memory(recipe()), seed, [moved, message("reply", task.reply), asked])
+    assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
+
+
 def test_a_right_update_and_a_wrong_answer_afterwards_is_no_success():
     seed, task = first("add")
     answers = [*(message("python", code) for code in task.code), message("reply", task.reply)]

@@ -20,6 +20,7 @@ from posttrain.environments.memory.filters import Filter, split_question
 from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.memory.rule_agent import rule_agent
 from posttrain.environments.memory.tasks import Assignment
+from posttrain.environments.memory.worlds.following import forgotten
 from posttrain.environments.memory.worlds.replies import asks
 from posttrain.environments.memory.worlds.rewards import Scored, score
 from posttrain.environments.memory.worlds.truth import title
@@ -73,11 +74,14 @@ def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome | 
         return None
     if not (recipe.follow_up and one.task.follow_up):
         return Outcome(one.task.kind, scored.success, scored.total)
-    after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed))
+    grounded = forgotten(one.task, changed)
+    after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed), grounded)
     return Outcome(one.task.kind, scored.success and after.success, (scored.total + after.total) / 2)
 
 
-def _replied(recipe: MemoryRecipe, player: Player, one: Assignment) -> tuple[Scored, dict[str, str]]:
+def _replied(
+    recipe: MemoryRecipe, player: Player, one: Assignment, grounded: bool = True
+) -> tuple[Scored, dict[str, str]]:
     """What a player's reply came to, and the notes after it."""
     question, rules = split_question(one.task.question)
     hidden = Filter(rules, one.files, one.task.theme)
@@ -87,7 +91,8 @@ def _replied(recipe: MemoryRecipe, player: Player, one: Assignment) -> tuple[Sco
     reply = reply or "I do not know."
     # With a judge's yes to everything, what fails has failed.
     yes = 1.0 if "judge" in one.task.truth else None
-    scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, checked_first=True, judged=yes)
+    # A player calls no tool, so nothing is paid for reading `user.md` first.
+    scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, False, yes, grounded)
     return scored, changed
 
 

@@ -20,6 +20,7 @@ from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.memory.storage import MemoryStorage
 from posttrain.environments.memory.tasks import Assignment, made_up, task_table
 from posttrain.environments.memory.vault import Vault
+from posttrain.environments.memory.worlds.following import forgotten
 from posttrain.environments.memory.worlds.replies import asks
 from posttrain.environments.memory.worlds.rewards import Scored, score
 from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
@@ -69,6 +70,8 @@ class Memory(Environment):
         self._updated: Scored | None = None
         """What the update of an episode came to, while it is followed up."""
         self._judged: list[float] = []
+        self._grounded = True
+        """Whether the notes lack what the update took away, while it is followed up."""
         self._vault = Vault(MemoryStorage(given.files), self.recipe.vault)
         return Observation(self._begin(given))
 
@@ -130,12 +133,13 @@ class Memory(Environment):
             self.recipe.weights,
             self._desk.checked_first,
             verdict.score if verdict else None,
+            self._grounded,
         )
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
         if reply is not None and self._desk.let_out(reply) != reply:
             info["withheld"] = True
         if self.recipe.follow_up and task.follow_up is not None:
-            self._updated = scored
+            self._updated, self._grounded = scored, forgotten(task, after)
             messages = self._begin(Assignment(task.follow_up, after))
             return Step(messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, fresh=True)
         self._assignment = None

@@ -8,6 +8,8 @@ from posttrain.environments.memory.worlds.naming import slug
 from posttrain.environments.memory.worlds.replies import Answer
 from posttrain.environments.memory.worlds.task import MemoryTask
 from posttrain.environments.memory.worlds.themes import Attribute
+from posttrain.environments.memory.worlds.truth import parse
+from posttrain.environments.memory.worlds.values import plain
 
 
 def follow_up(update: MemoryTask, asker: Asker) -> MemoryTask:
@@ -30,6 +32,20 @@ def follow_up(update: MemoryTask, asker: Asker) -> MemoryTask:
     if change["op"] == "remove":
         return _removed(asker, entity)
     return _moved(asker, entity, theme.relation(change["relation"]).label, graph.entities[change["value"]])
+
+
+def forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
+    """Whether the notes (path -> text) lack what `update` takes away, so that its follow-up has to be asked back.
+
+    Of an update that takes no fact or note away, nothing is left to lack.
+    """
+    change, now = update.truth.get("change", {}), parse(files, update.theme)
+    if change.get("op") == "delete":
+        return not now.about(change["about"], change["key"])
+    if change.get("op") == "remove" and update.follow_up is not None:
+        name = plain(update.follow_up.truth["point"][0])
+        return change["about"] not in files and name not in {plain(title) for title in now.titles.values()}
+    return True
 
 
 def _forgotten(asker: Asker, entity: Entity, attribute: Attribute) -> MemoryTask:

@@ -68,13 +68,15 @@ def score(
     weights: RewardWeights,
     checked_first: bool = False,
     judged: float | None = None,
+    grounded: bool = True,
 ) -> Scored:
     """Score one episode of a task.
 
     `before` and `after` are the vault (path -> text); `reply` the last answer to the user, None where there was none;
     `asked` whether that reply asks the user something (`replies.asks`); `turns` the answers that the model gave;
     `checked_first` whether it read `user.md` before anything else; `judged` a judge's score in [0, 1], None without one.
-    An episode succeeds where the whole task is solved and nothing is wrong; `judged` makes it worth less at most. A task
+    `grounded` is False where the notes do say what an update should have taken away (`following.forgotten`): to ask for
+    it is wrong then. An episode succeeds where the whole task is solved and nothing is wrong; `judged` makes it worth less at most. A task
     whose truth no program knows (`"judge" in truth`) is solved where `judged` is at least `YES`; InputError without.
     """
     verdict = _Verdict()
@@ -97,6 +99,8 @@ def score(
             if loose_ends(vault, parse(after, task.theme)):
                 verdict.fault("broken", "links lead nowhere")
         if text and task.truth.get("point"):
+            if not grounded:
+                verdict.fault("guessed", "the notes still say it")
             _clarification(task, vault, text, asked, verdict)
         elif text:
             _answers(task, vault, text, asked, verdict)
