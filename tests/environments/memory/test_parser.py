@@ -1,5 +1,6 @@
 """Reading the agent's messages: what is run, what is said, what is refused, and that pieces change nothing."""
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -40,6 +41,11 @@ ACCEPTED = {
     "empty strings": ("""<think>t</think><python>a = "" + '' + ""\"""\"</python>""", None),
     "end tag in a comment": ("<think>t</think><python>a = 1  # it's one</python>", Act("t", "a = 1  # it's one")),
     "quotes in a comment": ("<think>t</think><python># don't\na = 1</python>", Act("t", "# don't\na = 1")),
+    "end tag after a line that goes on": (
+        "<think>t</think><python>a = 'x\\\r\ny </python>'\r\n</python>",
+        Act("t", "a = 'x\\\r\ny </python>'"),
+    ),
+    "a mark of the encoding": ("\ufeff \ufeff<think>t</think><reply>a</reply>", Reply("t", "a")),
     "a stray apostrophe ends with its line": (
         "<think>t</think><python>print('it's')\n</python>",
         Act("t", "print('it's')"),
@@ -61,6 +67,10 @@ ACCEPTED = {
     ),
 }
 REJECTED = {
+    "a reply of signs without width": (
+        "<think>t</think><reply>\u200b\u2060 </reply>",
+        "the <reply> is empty; write your answer in it",
+    ),
     "empty": ("", "message is empty"),
     "only space": (" \n ", "message is empty"),
     "plain text": ("Hello!", "no <think>…</think>"),
@@ -122,7 +132,7 @@ def test_without_thinking(message, wanted):
 
 
 TAGS = ["<think>", "</think>", "<python>", "</python>", "<reply>", "</reply>", "<result>", "</pyt", "</think", "<th"]
-PARTS = st.sampled_from([*TAGS, *"<'\"\\#`a=é \n", "</", "'''", '"""', "f'", "</p'"])
+PARTS = st.sampled_from([*TAGS, *"<'\"\\#`a=é \n\r\ufeff\u200b", "</", "'''", '"""', "f'", "</p'"])
 MESSAGES = st.one_of(
     st.lists(PARTS, max_size=25).map("".join),
     st.lists(PARTS, max_size=20).map(lambda parts: f"<think>t</think><python>{''.join(parts)}</python>"),
@@ -160,3 +170,13 @@ def test_any_text_can_be_written_as_a_string_of_the_code(text):
 def test_nothing_in_a_thought_is_run_or_said(parts):
     thought = " ".join(parts) + " "
     assert parse(f"<think>{thought}</think><python>a = 1</python>") == Act(thought.strip(), "a = 1")
+
+
+@pytest.mark.parametrize("piece", ["a", "<", "'", '"', "\\", "\\'", "#", "</python", " ", "\n", "a = 'b'\n"])
+def test_a_long_message_takes_a_moment(piece):
+    """In code, in a string of it and in a reply."""
+    for before in ("<python>", "<python>a = '", "<reply>"):
+        begun = time.process_time()
+        parse(f"<think>t</think>{before}{piece * (400_000 // len(piece))}</python></reply>")
+        # A quarter of a second at most here; it once took ten.
+        assert time.process_time() - begun < 3

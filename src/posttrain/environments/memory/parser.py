@@ -47,6 +47,12 @@ class Piece:
 
 Parsed = Act | Reply | Rejected
 
+_LEAD = re.compile(r"\A[\s\ufeff]+")
+_IN_CODE = re.compile(r"[<\n#\"']")
+_IN_COMMENT = re.compile(r"[<\n]")
+_IN_STRING = re.compile(r"[\\\n\"']")
+"""The only signs that mean something outside strings, in comments and in strings."""
+
 
 def parse(message: str, thinking: bool = True) -> Parsed:
     """What `message` asks for. `thinking`: a thought comes first; without, a block of thinking is an error.
@@ -138,7 +144,8 @@ class Parser:
         return False
 
     def _start(self) -> bool:
-        self._pending = self._pending.lstrip()
+        # Some files begin with a mark of their encoding, and so does what was learned from them.
+        self._pending = _LEAD.sub("", self._pending)
         if not self._pending or _begins(self._pending, "<think>"):
             return False
         self._tagged = self._pending.startswith("<think>")
@@ -147,7 +154,7 @@ class Parser:
         return True
 
     def _between(self) -> bool:
-        text = self._pending.lstrip()
+        text = self._pending = self._pending.lstrip()
         if not text or any(_begins(text, tag) for tag in ("<python>", "<reply>")):
             return False
         for tag, state in (("<python>", _State.CODE), ("<reply>", _State.REPLY)):
@@ -185,9 +192,10 @@ class Parser:
             return Act(thought, code) if code.strip() else Rejected("the <python> block is empty; write code in it")
         if "<reply>" in text:
             return Rejected("a second <reply> inside the reply; write one <reply>…</reply>")
-        return (
-            Reply(thought, text.strip()) if text.strip() else Rejected("the <reply> is empty; write your answer in it")
-        )
+        # Signs without width are no answer either.
+        if not any(sign.isprintable() and not sign.isspace() for sign in text):
+            return Rejected("the <reply> is empty; write your answer in it")
+        return Reply(thought, text.strip())
 
     def _without_end_of_thought(self) -> str:
         if self._tagged:
@@ -242,26 +250,29 @@ class _Code:
         """How many characters of `text` are code, and whether `</python>` follows; the rest needs more text."""
         place = 0
         while place < len(text):
+            signs = _IN_STRING if self._quote else _IN_COMMENT if self._comment else _IN_CODE
+            found = signs.search(text, place)
+            if not found:
+                break
+            place = found.start()
             step = self._string(text, place) if self._quote else self._plain(text, place)
             if step <= 0:
                 return place, step < 0
             place += step
-        return place, False
+        return len(text), False
 
     def _plain(self, text: str, place: int) -> int:
-        """Characters to go on by outside strings; 0: more text is needed; -1: the end."""
+        """Characters to go on by outside strings, from a sign of `_IN_CODE`; 0: more text is needed; -1: the end."""
         sign = text[place]
         if sign == "<":
             if text.startswith("</python>", place):
                 return -1
-            return 0 if _begins(text[place:], "</python>") else 1
+            return 0 if _begins(text[place : place + len("</python>")], "</python>") else 1
         if sign == "\n":
             self._comment = False
-        elif self._comment:
-            return 1
         elif sign == "#":
             self._comment = True
-        elif sign in "\"'":
+        else:
             run = text[place : place + 3]
             if run == 3 * sign:
                 self._quote = run
@@ -274,16 +285,18 @@ class _Code:
         return 1
 
     def _string(self, text: str, place: int) -> int:
-        """Characters to go on by inside a string; 0: more text is needed."""
+        """Characters to go on by inside a string, from a sign of `_IN_STRING`; 0: more text is needed."""
         sign = text[place]
         if sign == "\\":
-            return 2 if place + 1 < len(text) else 0
-        if sign == "\n" and len(self._quote) == 1:
-            self._quote = ""
+            after = text[place + 1 : place + 3]
+            # The end of a line may be two characters.
+            return 3 if after == "\r\n" else 0 if after in ("", "\r") else 2
+        if sign == "\n":
+            self._quote = "" if len(self._quote) == 1 else self._quote
         elif text.startswith(self._quote, place):
             length, self._quote = len(self._quote), ""
             return length
-        elif _begins(text[place:], self._quote):
+        elif _begins(text[place : place + len(self._quote)], self._quote):
             return 0
         return 1
 
