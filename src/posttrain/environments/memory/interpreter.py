@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -44,6 +45,7 @@ _KINDS = frozenset(
 _PROCESS_BYTES = 1 << 30
 """Address space of a worker beyond its values, most of it reserved and never used."""
 _STOPPED = "the code was stopped: it took too much time or memory"
+_SLOW = "TimeoutError: the code was stopped: its calls of tools took too much time; make fewer of them in one block"
 
 
 class InterpreterLimits(Part):
@@ -51,6 +53,8 @@ class InterpreterLimits(Part):
 
     seconds: float = Field(5.0, gt=0)
     """Longest run, in seconds of its own time; waiting for a tool does not count."""
+    tool_seconds: float = Field(20.0, gt=0)
+    """Longest time of all tools together, in seconds of the clock; what they did until then stays."""
     memory_bytes: int = Field(67_108_864, ge=1_048_576)
     """Most memory of its values, in bytes."""
     recursion: int = Field(100, ge=10)
@@ -187,7 +191,7 @@ class _Worker:
 
     def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> Ran:
         """One turn. A worker that broke its word is dead afterwards, and the code gets the blame."""
-        calls = 0
+        calls, spent = 0, 0.0
         try:
             # A lone surrogate is no text that can be sent.
             self._say({"code": code.encode(errors="replace").decode(), "functions": list(functions)})
@@ -198,7 +202,14 @@ class _Worker:
                 if "fault" in message:
                     raise InterpreterFault(f"the interpreter failed: {message['fault']}")
                 calls += 1
-                self._say(self._answer(message, functions, calls))
+                begun = time.monotonic()
+                answer = self._answer(message, functions, calls)
+                spent += time.monotonic() - begun
+                if spent > self._limits.tool_seconds:
+                    # An error in the code could be caught by it, and go on as before.
+                    self.kill()
+                    return Ran(error=_SLOW, calls=calls)
+                self._say(answer)
         except _Broken:
             self.kill()
             return Ran(error=_STOPPED, calls=calls)

@@ -236,7 +236,11 @@ def _named(name: str) -> Callable[..., object]:
 
 def _answer(channel: Channel, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """What the trusted side returns or raises, as the interpreter takes it."""
-    if not all(isinstance(value, str | int | float | None) for value in (*args, *kwargs.values())):
+    given = (*args, *kwargs.values())
+    # Numbers that JSON cannot hold are no more texts than those that it can.
+    if any(isinstance(value, float) and not math.isfinite(value) for value in given) or not all(
+        isinstance(value, str | int | float | None) for value in given
+    ):
         return {"exc_type": "TypeError", "message": f"{name} takes texts only"}
     try:
         channel.send({"call": name, "args": args, "kwargs": kwargs})

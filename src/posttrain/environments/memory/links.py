@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from posttrain.environments.memory.limits import VaultError, shown
 from posttrain.environments.memory.paths import SUFFIX, same
 
 _LINK = re.compile(r"\[\[([^\[\]\n]{1,400})\]\]")
-_HEADING = re.compile(r"(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$")
+_MARK = re.compile(r"#|\\?\|")
+"""What ends the target of a link."""
 _FENCE = re.compile(r"[ ]{0,3}(`{3,}|~{3,})")
 
 
@@ -36,9 +38,9 @@ def parse_link(text: str) -> Link:
     return _parts(inner)
 
 
-def links(text: str) -> list[Link]:
-    """All links of a note, in order."""
-    return [_parts(match[1]) for match in _LINK.finditer(text)]
+def targets(text: str) -> frozenset[str]:
+    """The targets of all links of a note."""
+    return frozenset(_parts(inner).target for inner in set(_LINK.findall(text)))
 
 
 class Notes:
@@ -56,27 +58,57 @@ class Notes:
 
         VaultError where there is none, or more than one. Case does not count where no path is exact.
         """
-        wanted = target.strip().removeprefix("./")
-        named = wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
-        if named in self._paths:
-            return named
-        wanted_key = same(named)
-        near = self._by_name.get(wanted_key.rpartition("/")[2], [])
-        found = [path for key, path in near if key == wanted_key] or [
-            path for key, path in near if key.endswith(f"/{wanted_key}")
-        ]
+        found = self._fitting(target)
+        link = shown(f"[[{target.strip().removeprefix('./')}]]")
         if not found:
-            raise VaultError(f"no note fits the link {shown(f'[[{wanted}]]')}", "FileNotFoundError")
+            raise VaultError(f"no note fits the link {link}", "FileNotFoundError")
         if len(found) > 1:
-            raise VaultError(f"{len(found)} notes fit the link {shown(f'[[{wanted}]]')}; write its whole path")
+            raise VaultError(f"{len(found)} notes fit the link {link}; write its whole path")
         return found[0]
 
     def leads(self, target: str) -> str | None:
         """As `resolve`, None where there is none or more than one."""
-        try:
-            return self.resolve(target) if target else None
-        except VaultError:
-            return None
+        found = self._fitting(target) if target else []
+        return found[0] if len(found) == 1 else None
+
+    def _fitting(self, target: str) -> list[str]:
+        wanted = target.strip().removeprefix("./")
+        named = wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
+        if named in self._paths:
+            return [named]
+        wanted_key = same(named)
+        near = self._by_name.get(wanted_key.rpartition("/")[2], [])
+        return [path for key, path in near if key == wanted_key] or [
+            path for key, path in near if key.endswith(f"/{wanted_key}")
+        ]
+
+
+class Backlinks:
+    """Which notes link to which, arranged again only for what has changed since it was asked last."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, str] = {}
+        self._paths: frozenset[str] = frozenset()
+        self._targets: dict[str, frozenset[str]] = {}
+        self._sources: dict[str, list[str]] = {}
+
+    def to(self, path: str, paths: Iterable[str], files: dict[str, str]) -> list[str]:
+        """The notes that link to the note `path`, sorted. `paths`: those of all notes; `files`: texts of the readable."""
+        known = frozenset(paths)
+        if files != self._files or known != self._paths:
+            old, notes, led = self._files, Notes(known), dict[str, str | None]()
+            self._targets = {
+                other: self._targets[other] if old.get(other) == text else targets(text)
+                for other, text in files.items()
+            }
+            self._sources = {}
+            for other in sorted(files):
+                for target in self._targets[other] - led.keys():
+                    led[target] = notes.leads(target)
+                for note in {led[target] for target in self._targets[other]} - {None, other}:
+                    self._sources.setdefault(str(note), []).append(other)
+            self._files, self._paths = files, known
+        return list(self._sources.get(path, []))
 
 
 def resolve(target: str, paths: Iterable[str]) -> str:
@@ -93,12 +125,12 @@ def section(text: str, heading: str) -> str | None:
         mark = _FENCE.match(line)
         if mark and (not fence or mark[1].startswith(fence)):
             fence = "" if fence else mark[1]
-        match = None if fence or mark else _HEADING.match(line.rstrip("\r\n"))
-        if not match:
+        found = None if fence or mark else _heading(line.rstrip("\r\n"))
+        if not found:
             continue
-        if begin is None and same(match[2]) == wanted:
-            begin, level = number, len(match[1])
-        elif begin is not None and len(match[1]) <= level:
+        if begin is None and same(found[1]) == wanted:
+            begin, level = number, found[0]
+        elif begin is not None and found[0] <= level:
             return "".join(lines[begin:number])
     return None if begin is None else "".join(lines[begin:])
 
@@ -110,22 +142,33 @@ def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
     A link to another note is turned into its whole path where the new name makes it ambiguous.
     """
 
-    def turned(match: re.Match[str]) -> str:
-        link = _parts(match[1])
+    @cache
+    def turned(inner: str) -> str:
+        link = _parts(inner)
         led = before.leads(link.target)
         wanted = new if led == old else led
         if wanted is None or (led != old and after.leads(link.target) == wanted):
-            return match[0]
+            return f"[[{inner}]]"
         short = led == old and "/" not in link.target and "/" in old
         target = wanted.rpartition("/")[2] if short else wanted
         target = target if link.target.endswith(SUFFIX) else target.removesuffix(SUFFIX)
         if after.leads(target) != wanted:
             target = wanted
         # What follows the target stays as it was written, an escaped bar of a table among it.
-        rest = re.search(r"\s*(#|\\?\|).*", match[1])
-        return f"[[{target}{rest[0] if rest else ''}]]"
+        end = _MARK.search(inner)
+        place = end.start() if end else len(inner)
+        return f"[[{target}{inner[len(inner[:place].rstrip()) :] if end else ''}]]"
 
-    return _LINK.sub(turned, text)
+    return _LINK.sub(lambda match: turned(match[1]), text)
+
+
+def _heading(line: str) -> tuple[int, str] | None:
+    """Level and words of the heading that a line is; None where it is none. Signs that close it are left out."""
+    words = line.lstrip("#")
+    level = len(line) - len(words)
+    if not 1 <= level <= 6 or not words.startswith((" ", "\t")):
+        return None
+    return level, words.rstrip(" \t").rstrip("#").strip(" \t")
 
 
 def _parts(inner: str) -> Link:

@@ -36,15 +36,16 @@ def search(files: Mapping[str, str], text: str, most: int, length: int) -> tuple
     count = 0
     for path in sorted(files):
         # Most notes hold no hit; asking the whole note first keeps a search over a large vault cheap.
-        if wanted not in files[path].casefold():
+        folded = files[path].casefold()
+        if wanted not in folded:
             continue
-        for number, line in enumerate(files[path].splitlines(), 1):
-            at = line.casefold().find(wanted)
-            if at < 0:
-                continue
-            count += 1
-            if len(hits) < most:
-                hits.append(Hit(path, number, _cut(line, at, len(wanted), length)))
+        places = [place for place, line in enumerate(folded.splitlines()) if wanted in line]
+        count += len(places)
+        if places and len(hits) < most:
+            lines = files[path].splitlines()
+            for place in places[: most - len(hits)]:
+                line = lines[place]
+                hits.append(Hit(path, place + 1, _cut(line, line.casefold().find(wanted), len(wanted), length)))
     return hits, count
 
 

@@ -4,7 +4,7 @@ from threading import RLock
 
 from posttrain.environments.memory.journal import Journal
 from posttrain.environments.memory.limits import VaultError, VaultLimits, shown
-from posttrain.environments.memory.links import Notes, links, mended, parse_link, section
+from posttrain.environments.memory.links import Backlinks, Notes, mended, parse_link, section
 from posttrain.environments.memory.log import Change
 from posttrain.environments.memory.paths import collision, folder_path, note_path, same
 from posttrain.environments.memory.search import Hit, search, tree
@@ -12,6 +12,8 @@ from posttrain.environments.memory.storage import Storage
 
 _QUERY = 200
 """Longest text to search for, in characters."""
+_MANY = 100
+"""How many places of a text are counted; one more says there are more."""
 
 
 class Vault:
@@ -25,6 +27,7 @@ class Vault:
         self.journal = Journal(storage, self.limits.journal_entries)
         self._storage = storage
         self._lock = RLock()
+        self._backlinks = Backlinks()
 
     def create(self, path: str, content: str = "") -> None:
         """Make a note. It must not exist, in any case of its letters."""
@@ -52,7 +55,8 @@ class Vault:
             if not count:
                 raise VaultError(f"the old text is not in {shown(clean)}; read the note and copy it exactly")
             if count > 1:
-                raise VaultError(f"the old text is {count} times in {shown(clean)}; give more of its surroundings")
+                often = f"{count} times" if count <= _MANY else f"more than {_MANY} times"
+                raise VaultError(f"the old text is {often} in {shown(clean)}; give more of its surroundings")
             if old == _text(new):
                 raise VaultError("the old text and the new text are the same")
             self._commit("update", Change(clean, before, before.replace(old, new, 1)))
@@ -138,12 +142,8 @@ class Vault:
         """The notes that link to a note, by path."""
         clean = note_path(path, self.limits)
         self.read(clean)
-        notes = Notes(self._storage.sizes())
-        return [
-            other
-            for other, text in sorted(self._readable().items())
-            if other != clean and any(notes.leads(link.target) == clean for link in links(text))
-        ]
+        with self._lock:
+            return self._backlinks.to(clean, self._storage.sizes(), self._readable())
 
     def paths(self) -> list[str]:
         """The paths of all notes, sorted."""
@@ -209,14 +209,21 @@ class Vault:
 def _text(content: object) -> str:
     if not isinstance(content, str):
         raise VaultError("the content of a note is a text", "TypeError")
-    if "\0" in content or any("\ud800" <= c <= "\udfff" for c in content):
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise VaultError("a note may not hold characters that are no text") from None
+    if "\0" in content:
         raise VaultError("a note may not hold characters that are no text")
     return content
 
 
 def _count(text: str, piece: str) -> int:
-    """How many times `piece` stands in `text`, overlapping ones too: each would be another place to replace."""
+    """How many times `piece` stands in `text`, overlapping ones too: each would be another place to replace.
+
+    At most `_MANY` and one, for a long text of one letter holds half of itself at thousands of places.
+    """
     count, at = 0, text.find(piece)
-    while at >= 0:
+    while at >= 0 and count <= _MANY:
         count, at = count + 1, text.find(piece, at + 1)
     return count
