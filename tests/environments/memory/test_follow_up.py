@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from posttrain.environments.game import play
 from posttrain.environments.memory.environment import ASKED_AFTER, NOTES, Memory, assignment
@@ -36,6 +37,40 @@ def test_the_scripted_solution_of_every_variant_is_followed_up_and_right():
         played.add(steps[second].info["variant"])
         assert sum(step.reward for step in steps) == pytest.approx(1, abs=0.05)
     assert played == set(VARIANTS["update"])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"weights": {"partial": 0.4, "check_first": 0.1}},
+        {"weights": {"partial": 0.1}},
+        {"weights": {"check_first": 0.1}},
+        {"rejected": -0.03},
+        {"max_turns": 10},
+    ],
+    ids=str,
+)
+def test_weights_with_which_half_of_an_episode_could_earn_as_much_as_all_of_it_are_refused(keys):
+    with pytest.raises(ValidationError, match="half is wrong"):
+        recipe(**keys)
+    recipe(**keys, follow_up=False)
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"rejected": 0.0, "weights": {"partial": 0.1, "check_first": 0.1}}, {"max_turns": 5}], ids=str
+)
+def test_a_right_episode_after_rejected_messages_earns_more_than_a_half_wrong_one(keys):
+    one = recipe(**keys)
+    nonsense = ["nonsense"] * (one.max_turns - 2)
+    for seed in range(12):
+        task = assignment(one, seed).task
+        done, after = message("reply", task.reply), message("reply", task.follow_up.reply)
+        code = message("python", 'read_file("user.md")\n' + "\n".join(task.code))
+        right = play(Memory(one), seed, [*nonsense, code, done, *nonsense, "nonsense", after])
+        wrong = [play(Memory(one), seed, messages) for messages in ([code, done, "x"], [done, after])]
+        assert right[-1].info["success"] is True
+        assert not any(steps[-1].info["success"] for steps in wrong if "success" in steps[-1].info)
+        assert all(sum(s.reward for s in right) > sum(s.reward for s in steps) for steps in wrong)
 
 
 def test_other_kinds_have_no_second_half():

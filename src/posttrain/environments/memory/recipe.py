@@ -72,10 +72,13 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
         rejected = (self.max_turns - 1) * (2 if self.follow_up else 1)
         least = weights.success - weights.turns_at_most - weights.judge + self.rejected * rejected
         most = weights.partial + weights.check_first
-        if weights.judge and self.follow_up and least <= (weights.success + most + weights.check_first) / 2:
+        half = (weights.success + weights.check_first + most) / 2
+        if self.follow_up and least <= half:
+            judged = " where the judge sees nothing in it" if weights.judge else " after messages that were rejected"
             raise ValueError(
-                f"an episode that succeeds could earn as little as {least:g} where the judge sees nothing in it, no more "
-                "than one of which half is wrong; lower `weights.judge`"
+                f"an episode that succeeds could earn as little as {least:g}{judged}, and one of which half is wrong as "
+                f"much as {half:g}; lower `weights.partial`, `weights.check_first`, `weights.judge` or `max_turns`, or "
+                "bring `rejected` nearer to 0"
             )
         if least <= most:
             raise ValueError(
