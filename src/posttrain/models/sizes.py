@@ -1,6 +1,6 @@
 """The sizes of a model from its files, without loading weights and without a network.
 
-Not covered: models whose sizes are not those of a plain decoder (mixtures of experts count as their files say).
+Not covered: models whose sizes are not those of a plain decoder or of one with experts in every layer.
 """
 
 import json
@@ -55,15 +55,20 @@ def _of_directory(directory: Path) -> ModelSizes:
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True).get_text_config()
         heads = config.num_attention_heads
+        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+        inner = getattr(config, "moe_intermediate_size", None) if experts else None
         sizes = ModelSizes(
             parameters=_stored_parameters(directory),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
+            intermediate=inner or config.intermediate_size,
             heads=heads,
             key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocabulary=config.vocab_size,
+            experts=experts,
+            experts_per_token=getattr(config, "num_experts_per_tok", 0) if experts else 0,
+            tied=bool(config.tie_word_embeddings),
         )
     except (OSError, ValueError, AttributeError, KeyError) as error:
         line = (str(error).splitlines() or [""])[0]
