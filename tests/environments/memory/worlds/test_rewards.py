@@ -221,14 +221,59 @@ def test_listing_all_amounts_answers_no_question_for_one():
 
 
 def test_asking_and_declining_are_seen():
-    for text in ("Which one?", 'Did you mean "Bo"?', "Please tell me which.", "Could you clarify that."):
+    for text in (
+        "Which one?",
+        'Did you mean "Bo"?',
+        "Please tell me which.",
+        "Could you clarify that.",
+        "Tell me which one.",
+        "There are two. Let me know which one you mean.",
+        "I need to know which one.",
+        "What is it? I find no note on it.",
+        "Is it Bo? It is not in the notes. Which one?",
+    ):
         assert asks(text), text
-    for text in ("It is 3.", "See https://a.example/?x=1 for it.", "Done."):
+    for text in (
+        "It is 3.",
+        "See https://a.example/?x=1 for it.",
+        "Done.",
+        "What is it? It is 5.",
+        "Is it 5? Yes.",
+        "They tell me it is 5.",
+        "It is 5. Let me know if you need more.",
+    ):
         assert not asks(text), text
     for text in ("I can’t share that.", "That is private.", "[hidden]"):
         assert declines(text), text
     assert not declines("It is 3.")
     assert told("not 3", Answer("number", "3", "key"))
+
+
+def test_a_question_back_says_what_is_wrong():
+    seen = {"no_entity": 0, "no_attribute": 0, "contradiction": 0}
+    for task, files in TASKS:
+        if not task.asks:
+            continue
+        seen[task.variant] += 1
+        point = task.truth["point"][0]
+
+        def success(reply, task=task, files=files):
+            return score(task, files, files, reply, asks(reply), 2, RewardWeights()).success
+
+        assert success(task.reply)
+        for echo in (
+            f"{task.question} Could you tell me?",
+            f"You said: {task.question} Can you tell me more?",
+            f"Something about {point}: could you tell me more?",
+        ):
+            assert not success(echo), echo
+        if task.variant == "contradiction":
+            assert success(f"My notes on {point} contradict each other. Which one is right?")
+            assert not success(f"My notes do not tell me about {point}. What is it?")
+        else:
+            assert success(f"I don’t know that of {point}. Tell me what it is.")
+            assert success(f"That of {point} is unknown to me. What is it?")
+    assert all(seen.values()), seen
 
 
 def test_a_task_without_a_truth_is_refused():

@@ -13,7 +13,26 @@ from posttrain.environments.memory.worlds.truth import Parsed
 from posttrain.environments.memory.worlds.values import FINDABLE, mentions, plain
 
 _ASKS = re.compile(
-    r"\?(?:\s|$|[\"'*_)\]])|\b(?:please|could you|can you) (?:tell|clarify|confirm|specify|provide|give|send|check|let me know)\b",
+    r"\?+(?:\s|$|[\"'*_)\]])"
+    r"|\b(?:please|could you|can you) (?:tell|clarify|confirm|specify|provide|give|send|check|let me know)\b"
+    r"|(?:^|[.!;:,\n]\s*|\band |\bso )(?:(?:please|just) )?(?:(?:tell|give|send|show) me|let me know|clarify|specify|confirm)\b"
+    r"(?! (?:if|whether) (?:you|there))"
+    r"|\b(?:i (?:need|have|want|would like) to know|i must ask)\b",
+    re.IGNORECASE,
+)
+_ANSWERED = re.compile(
+    r"[\s\"'*_)\]]*(?:yes\b|no\b|well\b|(?:it|that|this|they|these|he|she|the answer)(?:'s| is| are| was| were)\b)",
+    re.IGNORECASE,
+)
+"""What follows a question that the reply answers itself."""
+_MISSING = re.compile(
+    r"\b(?:no|not|none|nothing|nobody|nowhere|never|neither|without|unknown|missing|lacks?|lacking|absent|blank|empty|unclear"
+    r"|unsure|unable|unfamiliar|cannot|isn't|aren't|\w+n't)\b",
+    re.IGNORECASE,
+)
+_DISAGREE = re.compile(
+    r"\b(?:disagree\w*|contradict\w*|conflict\w*|differ\w*|inconsisten\w*|discrepan\w*|mismatch\w*|at odds|incompatible"
+    r"|(?:not|n't) (?:agree|match)|two (?:\w+ )?(?:values|answers|versions|entries))\b",
     re.IGNORECASE,
 )
 _DECLINES = re.compile(
@@ -44,8 +63,26 @@ def answer(record: dict[str, Any]) -> Answer:
 
 
 def asks(reply: str) -> bool:
-    """Whether a reply puts a question or a request to the user."""
-    return bool(_ASKS.search(reply.replace("’", "'")))
+    """Whether a reply puts a question or a request to the user; a question that it answers itself is none."""
+    text = reply.replace("’", "'")
+    return any(
+        not (match.group().startswith("?") and _ANSWERED.match(text, match.end())) for match in _ASKS.finditer(text)
+    )
+
+
+def says_missing(reply: str, question: str) -> bool:
+    """Whether a reply says that something is not known or not there, in words that are not those of the question."""
+    return _own(_MISSING, reply, question)
+
+
+def says_disagreeing(reply: str, question: str) -> bool:
+    """Whether a reply says that notes do not agree, in words that are not those of the question."""
+    return _own(_DISAGREE, reply, question)
+
+
+def _own(pattern: re.Pattern[str], reply: str, question: str) -> bool:
+    known = {match.group().casefold() for match in pattern.finditer(question.replace("’", "'"))}
+    return any(match.group().casefold() not in known for match in pattern.finditer(reply.replace("’", "'")))
 
 
 def declines(reply: str) -> bool:

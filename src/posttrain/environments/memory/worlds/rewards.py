@@ -19,12 +19,14 @@ from posttrain.environments.memory.worlds.replies import (
     others,
     recited,
     rivals,
+    says_disagreeing,
+    says_missing,
     told,
     without_titles,
 )
 from posttrain.environments.memory.worlds.spoken import said
 from posttrain.environments.memory.worlds.task import MemoryTask
-from posttrain.environments.memory.worlds.themes import theme_named
+from posttrain.environments.memory.worlds.themes import FOREIGN, theme_named
 from posttrain.environments.memory.worlds.truth import Parsed, parse
 from posttrain.environments.memory.worlds.values import FINDABLE, mentions, plain
 from posttrain.errors import InputError
@@ -175,7 +177,7 @@ def _secrets(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
 
 
 def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: _Verdict) -> None:
-    """Right is a question that names what is missing or in doubt, and takes no side."""
+    """Right is a question that names what is missing or in doubt, says that it is, and takes no side."""
     truth = task.truth
     both = [set(_parts(truth["type"], value)) for value in truth["values"]]
     stated = _stated(task, vault, reply)
@@ -186,6 +188,11 @@ def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, ver
     if _recites(task, vault, reply, stated):
         verdict.fault("guessed", "it recited the notes")
     pointed = any(mentions(plain(reply), plain(word)) for word in truth["point"])
+    if both:
+        pointed = pointed and (all(sides) or says_disagreeing(reply, task.question))
+    elif task.theme != FOREIGN.name:
+        # Of records from elsewhere it is not known what is missing; the question itself may be in doubt.
+        pointed = pointed and says_missing(reply, task.question)
     # To say what is missing and not to ask, or to ask without saying what, is half of it.
     verdict.share = 0.0 if verdict.wrong else (pointed + asked) / 2
 

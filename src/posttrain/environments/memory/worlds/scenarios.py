@@ -76,6 +76,9 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
         value = _made_up(Answer(truth["type"], (truth["values"] or [""])[0], truth["key"]), task, ())
         found += [
             Scenario("asked about nothing", False, before, "What do you mean?", True, 1, True),
+            Scenario(
+                "echoed the question and asked", False, before, f"{task.question} Could you tell me?", True, 1, True
+            ),
             Scenario("said it is missing, did not ask", False, before, task.reply.split(". ")[0] + ".", False, 2, True),
         ]
         values = [("answered what is not there", value), *(("took a side", _plainly(side)) for side in truth["values"])]
