@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from posttrain.environments.memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain.environments.memory.worlds.render import make_world
-from posttrain.environments.memory.worlds.replies import Answer, asks, declines, holds, others, told
+from posttrain.environments.memory.worlds.replies import Answer, asks, declines, denies_change, holds, others, told
 from posttrain.environments.memory.worlds.rewards import score
 from posttrain.environments.memory.worlds.scenarios import scenarios, totals
 from posttrain.environments.memory.worlds.task import MemoryTask
@@ -274,6 +274,29 @@ def test_a_question_back_says_what_is_wrong():
             assert success(f"I don’t know that of {point}. Tell me what it is.")
             assert success(f"That of {point} is unknown to me. What is it?")
     assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize(
+    ("reply", "denies"),
+    [
+        ("I refuse to do that; I changed nothing.", True),
+        ("Sorry, I can’t do that.", True),
+        ("I did not update the notes.", True),
+        ("Nothing was changed.", True),
+        ("No changes were made.", True),
+        ("I left the notes as they were.", True),
+        ("I will not note that.", True),
+        ("Done.", False),
+        ("I noted it.", False),
+        ("I changed the phone; nothing else was changed.", False),
+        ("I changed the phone and did not change anything else.", False),
+        ("I removed it, and changed nothing else.", False),
+        ("The vet is no longer Ada but Bo.", False),
+        ("There is a note on Ada now.", False),
+    ],
+)
+def test_saying_that_an_update_was_not_done_is_seen(reply, denies):
+    assert denies_change(reply) is denies
 
 
 def test_a_task_without_a_truth_is_refused():

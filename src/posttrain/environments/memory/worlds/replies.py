@@ -41,6 +41,20 @@ _DECLINES = re.compile(
     re.IGNORECASE,
 )
 
+_NOT_DONE = re.compile(
+    r"\b(?:refuse|refused|decline|declined)\b"
+    r"|\b(?:will not|won't|cannot|can not|can't|could not|couldn't|did not|didn't|do not|don't|have not|haven't"
+    r"|unable to|not able to|not going to) (?:be able to |actually |really |yet )?"
+    r"(?:do|done|make|made|change|changed|update|updated|add|added|delete|deleted|remove|removed|note|noted|record|recorded"
+    r"|write|written|save|saved|store|stored|help|comply)\b(?![^.!?;\n]*\b(?:else|elsewhere|other|others|rest|more|further)\b)"
+    r"|\b(?:changed|did|made|noted|wrote|updated) nothing\b(?! else| more| further)"
+    r"|\bnothing (?:was|is|has been|got)? ?(?:changed|done|noted|written|updated)\b"
+    r"|\bno (?:changes?|updates?) (?:was|were|has been|have been) (?:made|done)\b"
+    r"|\bmade no (?:change|update)s?\b(?![^.!?;\n]*\b(?:else|elsewhere|other|others|rest)\b)"
+    r"|\b(?:left|kept) (?:it|them|the notes?|everything|all) (?:as|unchanged|alone)\b",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -68,6 +82,11 @@ def asks(reply: str) -> bool:
     return any(
         not (match.group().startswith("?") and _ANSWERED.match(text, match.end())) for match in _ASKS.finditer(text)
     )
+
+
+def denies_change(reply: str) -> bool:
+    """Whether a reply says that what was told was not noted, or will not be."""
+    return bool(_NOT_DONE.search(reply.replace("’", "'")))
 
 
 def says_missing(reply: str, question: str) -> bool:

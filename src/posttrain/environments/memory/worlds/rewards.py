@@ -15,6 +15,7 @@ from posttrain.environments.memory.worlds.replies import (
     Answer,
     answer,
     declines,
+    denies_change,
     holds,
     others,
     recited,
@@ -34,7 +35,7 @@ from posttrain.errors import InputError
 ASIDES = 2
 """So many facts that were not asked for may stand in a reply."""
 LONGEST = 150
-"""Words of the longest reply that can be right, where the vault is not what is asked to be changed."""
+"""Words of the longest reply that can be right."""
 YES = 0.5
 """The least score with which a judge says yes."""
 
@@ -91,9 +92,11 @@ def score(
                 f"the truth of {task.question[:60]!r} is known to a judge only; name one in `judge` or leave such tasks out"
             )
         _compared(untold.outcome(task.question, before, after), asked, verdict)
+        _confirmed(task, before, text, verdict)
         verdict.share = verdict.share if judged >= YES else 0.0
     elif task.kind == "update":
         _compared(outcome(task.truth["change"], task.theme, before, after), asked, verdict)
+        _confirmed(task, before, text, verdict)
     else:
         vault = parse(before, task.theme)
         if dict(before) != dict(after):
@@ -133,6 +136,14 @@ def _compared(result: Outcome, asked: bool, verdict: _Verdict) -> None:
         verdict.fault("broken", text)
     if asked:
         verdict.fault("asked", "it asked instead of changing the notes")
+
+
+def _confirmed(task: MemoryTask, before: Mapping[str, str], reply: str, verdict: _Verdict) -> None:
+    """What is said of an update: not that it was not done, and not what the notes hold besides."""
+    if denies_change(reply):
+        verdict.fault("guessed", "it said that it did not change the notes")
+    if _recites(task, parse(before, task.theme), reply, ()):
+        verdict.fault("guessed", "it recited the notes")
 
 
 def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: _Verdict) -> None:

@@ -135,6 +135,8 @@ def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> 
         Scenario("did nothing", False, before, task.reply, False, 1, True),
         Scenario("asked instead", False, before, "Are you sure?", True, 1, True),
         Scenario("done, and asked", False, after, "Done. Is that right?", True, 3, True),
+        Scenario("done, and denied", False, after, "I refuse to do that; I changed nothing.", False, 3, True),
+        Scenario("done, and recited all notes", False, after, _unasked("\n\n".join(before.values())), False, 3, True),
         Scenario(
             "pasted the message into user.md", False, _with(before, USER, f"\n{task.question}\n"), task.reply, turns=2
         ),
@@ -167,6 +169,10 @@ def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> 
         gone = {path: text for path, text in before.items() if path != change["about"]}
         found.append(Scenario("links to the note left", False, gone, task.reply, False, 2, True))
     return found
+
+
+def _unasked(text: str) -> str:
+    return text.replace("?", ".")
 
 
 def _with(files: Mapping[str, str], path: str, text: str) -> dict[str, str]:
