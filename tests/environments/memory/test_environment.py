@@ -137,12 +137,26 @@ def test_the_last_message_is_announced_and_the_episode_is_cut_off_after_it():
 def test_looking_first_is_seen_and_can_be_paid():
     recipe = _only("retrieval", weights={"check_first": 0.1})
     paid = {}
-    for code in ('a = read_file("user.md")', 'a = follow_link("[[user]]")', "a = list_files()", "a = 1"):
+    codes = {
+        'a = read_file("user.md")': 0.1,
+        'a = read_file(path="user.md")': 0.1,
+        'a = follow_link("[[user]]")': 0.1,
+        'a = follow_link("[[user.md|me]]")': 0.1,
+        'a = follow_link("user")': 0.1,
+        'a = read_file("user")': 0.0,
+        'a = read_file("[[[user.md]]]")': 0.0,
+        'a = follow_link("[[user#nowhere]]")': 0.0,
+        "a = read_file()": 0.0,
+        'a = read_file("user.md", 3)': 0.0,
+        'a = list_files()\nb = read_file("user.md")': 0.0,
+        "a = 1": 0.0,
+    }
+    for code in codes:
         environment = Memory(recipe)
         environment.reset(0)
         environment.step(_message("python", code))
         paid[code] = environment.step(_message("reply", "No.")).info["parts"]["check_first"]
-    assert list(paid.values()) == [0.1, 0.1, 0.0, 0.0]
+    assert paid == codes
 
 
 def test_results_and_calls_are_limited():

@@ -10,10 +10,13 @@ from typing import Any
 from posttrain.environments.memory.filters import Filter
 from posttrain.environments.memory.interpreter import Interpreter
 from posttrain.environments.memory.limits import VaultError
+from posttrain.environments.memory.links import parse_link
 from posttrain.environments.memory.messages import result
+from posttrain.environments.memory.paths import note_path
 from posttrain.environments.memory.storage import MemoryStorage
 from posttrain.environments.memory.tools import call, tools
 from posttrain.environments.memory.vault import Vault
+from posttrain.environments.memory.worlds.graph import USER
 from posttrain.environments.protocol import Message
 
 CHANGING = ("create_file", "update_file", "append_file", "delete_file", "move_file")
@@ -41,11 +44,11 @@ class Desk:
         self.calls = 0
         """Calls of tools so far."""
         self.checked_first = False
-        """Whether the first of them read `user.md`."""
+        """Whether the first of them read `user.md`, or a part of it."""
         self._interpreter = interpreter
         self._most, self._chars = tool_calls, result_chars
-        seen = Vault(MemoryStorage(self.filter.view), vault.limits) if self.filter.active else vault
-        self._functions = {name: self._guarded(name, function) for name, function in tools(seen).items()}
+        self._seen = Vault(MemoryStorage(self.filter.view), vault.limits) if self.filter.active else vault
+        self._functions = {name: self._guarded(name, function) for name, function in tools(self._seen).items()}
 
     def run(self, code: str) -> Message:
         """Run a block of code; its result, as the next message to the model. Raises where we are at fault."""
@@ -62,11 +65,18 @@ class Desk:
             if self.calls >= self._most:
                 raise VaultError("no more calls are allowed in this task; reply with what you know", "RuntimeError")
             self.calls += 1
-            if self.calls == 1:
-                first = next(iter([*args, *kwargs.values()]), "")
-                self.checked_first = name in _READING and str(first).strip("[] ").removesuffix(".md") == "user"
+            first = self.calls == 1
             if self.filter.active and name in CHANGING:
                 raise VaultError("notes cannot be changed while a privacy rule holds", "PermissionError")
-            return call({name: function}, name, list(args), kwargs)
+            found = call({name: function}, name, list(args), kwargs)
+            if first and name in _READING:
+                self.checked_first = self._is_user(name, str(next(iter([*args, *kwargs.values()]))))
+            return found
 
         return guarded
+
+    def _is_user(self, name: str, where: str) -> bool:
+        """Whether what was read, at a path or over a link, is in `user.md`."""
+        if name == "follow_link":
+            return self._seen.resolve(parse_link(where).target) == USER
+        return note_path(where, self.vault.limits) == USER
