@@ -9,7 +9,6 @@ from posttrain.environments.memory.episode import Desk
 from posttrain.environments.memory.filters import Filter, split_question
 from posttrain.environments.memory.interpreter import Interpreter
 from posttrain.environments.memory.limits import VaultError
-from posttrain.environments.memory.log import Change
 from posttrain.environments.memory.messages import first_messages, last_call, refusal, system_prompt
 from posttrain.environments.memory.parser import Reply, parse
 from posttrain.environments.memory.recipe import AgentRecipe
@@ -84,7 +83,8 @@ class MemoryAgent:
         self._speaker, self._interpreter = speaker, interpreter
         self._open = False
         """A conversation is under way that the next question may go on with."""
-        self._undoable: list[list[Change]] = []
+        self._undoable: list[int] = []
+        """Of each question that changed something, the number of its first operation in the journal."""
         self._diff = ""
         problem = self._filter(self.rules).problem
         if problem is not None:
@@ -133,19 +133,15 @@ class MemoryAgent:
     def undo(self) -> list[str]:
         """Take back all changes of the last question that changed something; the paths of the notes.
 
-        The next question begins a new conversation, for the model would go on as if nothing were undone. InputError where there are none, or where one of these notes was changed otherwise since; then nothing is done.
+        The next question begins a new conversation, for the model would go on as if nothing were undone. InputError
+        where there are none, or where one of these notes was changed otherwise since; then nothing is done.
         """
         if not self._undoable:
             raise InputError("there is nothing to undo: no question of this session changed a note")
-        changes = self._undoable[-1]
+        first = self._undoable[-1]
         try:
-            for change in changes:
-                now = self.vault.read(change.path) if change.path in self.vault.paths() else None
-                if now != change.after:
-                    raise InputError(f"{change.path} was changed from outside since; nothing is undone")
-            # What comes into being stands last: where the system ignores case, two paths may be one file.
-            back = [Change(change.path, change.after, change.before) for change in changes]
-            self.vault.journal.commit("undo", tuple(sorted(back, key=lambda change: change.after is not None)))
+            changes = self.vault.journal.changes(first - 1)
+            self.vault.journal.undo(first)
         except VaultError as error:
             raise InputError(f"the changes cannot be undone: {error}") from None
         except OSError as error:
@@ -228,8 +224,8 @@ class MemoryAgent:
         if before not in kept if before else len(kept) >= self.vault.limits.journal_entries:
             self._undoable.clear()
             self._diff = "(more was changed than the journal keeps)\n"
-        elif changes := journal.changes(before):
-            self._undoable.append(changes)
+        elif journal.changes(before):
+            self._undoable.append(next(number for number in kept if number > before))
             self._diff = journal.diff(before)
 
 

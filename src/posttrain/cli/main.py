@@ -20,6 +20,7 @@ from posttrain.cli.fit_normalizer import fit_normalizer
 from posttrain.cli.generate import generate
 from posttrain.cli.memory import app as memory
 from posttrain.cli.memory_mcp import mcp
+from posttrain.cli.memory_undo import journal, undo
 from posttrain.cli.pipeline import pipeline
 from posttrain.cli.plot import plot
 from posttrain.cli.recipe import recipe
@@ -53,7 +54,8 @@ app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(memory, name="memory")
-memory.command()(mcp)
+for verb in (mcp, undo, journal):
+    memory.command()(verb)
 
 
 @app.callback()

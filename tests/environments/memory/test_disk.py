@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -128,6 +129,87 @@ def test_a_crash_in_the_middle_of_an_operation_leaves_all_or_nothing(tmp_path, m
     assert again.files() == files
     assert again.journal.entries() == []
     again.close()
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_crash_in_the_middle_of_undo_leaves_all_or_nothing(tmp_path, monkeypatch, steps):
+    files = {"user.md": "[[b]]", "c.md": "[[b]]", "b.md": "text"}
+    for path, text in files.items():
+        (tmp_path / path).write_text(text)
+    vault = opened(tmp_path)
+    vault.append("c.md", "first")
+    vault.append("c.md", "more")
+    vault.move("b.md", "new.md")
+    after, entries, done = vault.files(), vault.journal.entries(), 0
+
+    class Crash(BaseException):
+        pass
+
+    def put(self, changes, wanted):
+        nonlocal done
+        for change in changes:
+            if done == steps:
+                raise Crash
+            done += 1
+            original(self, (change,), wanted)
+
+    def forget(self, first):
+        raise Crash
+
+    original = journal_module.Journal._put
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.Journal, "_put", put)
+        patch.setattr(journal_module.Journal, "_forget", forget)
+        with pytest.raises(Crash):
+            vault.journal.undo(2)
+    vault.close()
+    again = opened(tmp_path)
+    if steps < 4:
+        assert again.files() == after
+        assert again.journal.entries() == entries
+        again.journal.undo(2)
+    # Once all notes were written, the undo counts, and it is never undone itself.
+    assert again.files() == {**files, "c.md": "[[b]]\nfirst"}
+    assert [entry.number for entry in again.journal.entries()] == [1]
+    again.close()
+
+
+def test_undo_takes_back_several_operations_or_none(tmp_path):
+    vault = opened(tmp_path)
+    vault.create("a.md", "one")
+    vault.create("b.md", "two")
+    vault.append("a.md", "three")
+    vault.close()
+    (tmp_path / "b.md").write_text("by hand")
+    vault = opened(tmp_path)
+    with pytest.raises(VaultError, match=r"^'b.md' was changed from outside since; nothing is undone$"):
+        vault.journal.undo(1)
+    with pytest.raises(VaultError, match=r"^the journal has forgotten what is to be undone$"):
+        vault.journal.undo(7)
+    assert vault.files() == {"a.md": "one\nthree", "b.md": "by hand"}
+    (tmp_path / "b.md").write_text("two")
+    assert [entry.number for entry in vault.journal.undo(2)] == [3, 2]
+    assert vault.files() == {"a.md": "one"}
+    vault.append("a.md", "four")
+    assert [entry.operation for entry in vault.journal.undo(1)] == ["append", "create"]
+    assert vault.files() == {}
+    vault.close()
+
+
+def test_a_journal_from_before_it_kept_the_time_is_read(tmp_path):
+    (tmp_path / RESERVED).mkdir()
+    (tmp_path / "a.md").write_text("one")
+    (tmp_path / RESERVED / "journal.jsonl").write_text('[1, "create", [["a.md", null, "one"]]]\n')
+    vault = opened(tmp_path)
+    assert vault.journal.remark is None
+    assert [entry.time for entry in vault.journal.entries()] == [None]
+    vault.append("a.md", "two")
+    vault.close()
+    vault = opened(tmp_path)
+    assert abs(vault.journal.entries()[1].time - time.time()) < 600
+    vault.journal.undo(1)
+    assert vault.files() == {}
+    vault.close()
 
 
 def test_a_line_of_the_journal_that_was_cut_off_is_dropped(tmp_path):

@@ -198,7 +198,7 @@ def test_undo_and_diff(vault):
     ]
     assert "-- name: Ada\n+- name: Eve\n" in vault.journal.diff(mark)
     assert "--- (no note)\n+++ x.md\n" in vault.journal.diff(mark)
-    assert [vault.journal.undo().operation for _ in range(3)] == ["delete", "create", "update"]
+    assert [vault.journal.undo()[0].operation for _ in range(3)] == ["delete", "create", "update"]
     assert vault.files() == FILES
     assert vault.journal.diff(mark) == ""
     assert refuses(vault.journal.undo) == "there is nothing to undo"

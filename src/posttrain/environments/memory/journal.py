@@ -1,12 +1,16 @@
 """The journal of a vault: operations carried out and taken back, and what changed since a mark."""
 
 import difflib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from posttrain.environments.memory.limits import VaultError, shown
 from posttrain.environments.memory.log import Change, DiskLog, Entry, MemoryLog
 from posttrain.environments.memory.storage import DiskStorage, Storage
+
+_UNDO = "undo "
+"""Begins the name of an operation that takes others back; the number of the first of them follows."""
 
 
 class Journal:
@@ -23,29 +27,44 @@ class Journal:
     def commit(self, operation: str, changes: tuple[Change, ...]) -> None:
         """Carry out `changes`, all or none."""
         self._check_writable()
-        entry = Entry(self._next, operation, changes)
+        entry = Entry(self._next, operation, changes, int(time.time()))
         self._log.append(entry)
         self._next += 1
         try:
             self._put(changes, lambda change: change.after)
         except BaseException:
             self._put(changes[::-1], lambda change: change.before)
-            self._log.drop_last()
+            self._log.keep(len(self._log.entries()) - 1)
             raise
 
-    def undo(self) -> Entry:
-        """Take back the last operation; VaultError where there is none, or where its notes changed otherwise."""
+    def undo(self, first: int | None = None) -> list[Entry]:
+        """Take back the operation number `first`, or else the last one, and all after it, all or none; newest first.
+
+        VaultError where there are none, or where one of their notes was changed otherwise since.
+        """
         self._check_writable()
         entries = self._log.entries()
         if not entries:
             raise VaultError("there is nothing to undo")
-        entry = entries[-1]
-        for change in entry.changes:
-            if self._now(change.path) != change.after:
-                raise VaultError(f"{shown(change.path)} was changed from outside since; nothing is undone")
-        self._put(entry.changes[::-1], lambda change: change.before)
-        self._log.drop_last()
-        return entry
+        first = entries[-1].number if first is None else first
+        undone = [entry for entry in entries if entry.number >= first]
+        if not undone or undone[0].number != first:
+            raise VaultError("the journal has forgotten what is to be undone")
+        now: dict[str, str | None] = {}
+        then: dict[str, str | None] = {}
+        for entry in reversed(undone):
+            for change in entry.changes:
+                if change.path not in now:
+                    now[change.path] = then[change.path] = self._now(change.path)
+                if then[change.path] != change.after:
+                    raise VaultError(f"{shown(change.path)} was changed from outside since; nothing is undone")
+                then[change.path] = change.before
+        back = [Change(path, now[path], then[path]) for path in now if now[path] != then[path]]
+        if back:
+            # What comes into being stands last: where the system ignores case, two paths may be one file.
+            self.commit(f"{_UNDO}{first}", tuple(sorted(back, key=lambda change: change.after is not None)))
+        self._forget(first)
+        return undone[::-1]
 
     def entries(self) -> list[Entry]:
         """The operations that can be undone, oldest first."""
@@ -98,8 +117,16 @@ class Journal:
             else:
                 self._storage.write(change.path, text)
 
+    def _forget(self, first: int) -> None:
+        """Drop the operation number `first` and all after it."""
+        self._log.keep(sum(entry.number < first for entry in self._log.entries()))
+
     def _recover(self, log: DiskLog) -> None:
-        """Finish what a crash cut off: an operation of which some notes are still as before is taken back whole."""
+        """Finish what a crash cut off.
+
+        An operation of which some notes are still as before is taken back whole. An undo that is complete has only to be
+        forgotten, with what it undid.
+        """
         entries = log.entries()
         if not entries:
             return
@@ -110,8 +137,15 @@ class Journal:
             return
         untouched = any(now[change.path] == change.before != change.after for change in changes)
         known = all(now[change.path] in (change.before, change.after) for change in changes)
-        if not (untouched and known):
-            return
+        if known and not untouched:
+            undone = [entry.number for entry in entries if entries[-1].operation == f"{_UNDO}{entry.number}"]
+            if undone:
+                self._forget(undone[0])
+        if untouched and known:
+            self._take_back(log, changes, now)
+
+    def _take_back(self, log: DiskLog, changes: tuple[Change, ...], now: Mapping[str, str | None]) -> None:
+        """Take back the last operation, of which not all was carried out; `now`: the notes as they are."""
         try:
             self._put(changes[::-1], lambda change: change.before)
         except VaultError:
@@ -121,7 +155,7 @@ class Journal:
                     self._put((change,), lambda change: now[change.path])
             log.set_aside()
             return
-        log.drop_last()
+        log.keep(len(log.entries()) - 1)
 
 
 def _diff(change: Change) -> str:

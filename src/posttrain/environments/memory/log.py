@@ -6,7 +6,7 @@ may have written: anything else makes the whole journal damaged, and a damaged j
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -15,6 +15,8 @@ from posttrain.environments.memory.storage import RESERVED, DiskStorage, is_note
 _FILE = "journal.jsonl"
 _BYTES = 8 * 1024 * 1024
 """What a journal on disk is shortened to once it is twice as long."""
+_END_OF_TIME = 253_370_764_800
+"""The year 9999, in seconds since 1970; no calendar here goes on from there."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Entry:
     number: int
     operation: str
     changes: tuple[Change, ...]
+    time: int | None = field(default=None, compare=False)
+    """When it was carried out, in seconds since 1970; None in journals that did not keep it."""
 
 
 class Log(Protocol):
@@ -40,7 +44,8 @@ class Log(Protocol):
 
     def entries(self) -> list[Entry]: ...
     def append(self, entry: Entry) -> None: ...
-    def drop_last(self) -> None: ...
+    def keep(self, count: int) -> None:
+        """Drop all entries but the first `count`."""
 
 
 class MemoryLog:
@@ -57,8 +62,8 @@ class MemoryLog:
         self._entries.append(entry)
         del self._entries[: -self._most]
 
-    def drop_last(self) -> None:
-        self._entries.pop()
+    def keep(self, count: int) -> None:
+        del self._entries[count:]
 
 
 class DiskLog:
@@ -96,9 +101,8 @@ class DiskLog:
         if len(self._entries) > 2 * self._most or self._end() > 2 * _BYTES:
             self._shorten()
 
-    def drop_last(self) -> None:
-        self._entries.pop()
-        self._ends.pop()
+    def keep(self, count: int) -> None:
+        del self._entries[count:], self._ends[count:]
         os.ftruncate(self._file, self._end())
         self._reach_disk()
 
@@ -167,19 +171,20 @@ class DiskLog:
 
 def _line(entry: Entry) -> bytes:
     changes = [[change.path, change.before, change.after] for change in entry.changes]
-    return json.dumps([entry.number, entry.operation, changes], ensure_ascii=False).encode() + b"\n"
+    return json.dumps([entry.number, entry.operation, changes, entry.time], ensure_ascii=False).encode() + b"\n"
 
 
 def _entry(line: bytes) -> Entry | None:
-    """The entry of a line; None where it is none that `_line` makes."""
+    """The entry of a line; None where it is none that `_line` makes, or made before it kept the time."""
     try:
         match json.loads(line):
-            case [int(number), str(operation), [_, *_] as changes] if (
-                type(number) is int and number > 0 and operation.isprintable()
-            ):
+            case [int(number), str(operation), [_, *_] as changes, *rest] if len(rest) < 2:
+                time = rest[0] if rest else None
                 read = tuple(_change(change) for change in changes)
-                whole = len({change.path for change in read}) == len(read)
-                return Entry(number, operation, read) if whole else None
+                sound = type(number) is int and number > 0 and operation.isprintable()
+                timed = time is None or (type(time) is int and 0 <= time < _END_OF_TIME)
+                once = len({change.path for change in read}) == len(read)
+                return Entry(number, operation, read, time) if sound and timed and once else None
     except (ValueError, RecursionError):
         pass
     return None
