@@ -96,3 +96,18 @@ def test_rules_fail_closed(folder):
     text, failed = one(unreadable, "list")
     assert failed
     assert "secret_name" not in text
+
+
+def test_errors_do_not_tell_right_guesses_from_wrong_ones(folder):
+    pin = "- PIN: 4711\n- room: [[entities/x/41315550199.md]]\n"
+    (folder / "entities/ada.md").write_text(NOTES["entities/ada.md"] + pin)
+    (folder / "entities/x").mkdir()
+    (folder / "entities/x/41315550199.md").write_text("# Call sheet\n\n- who: [[entities/ada.md]]\n")
+    server = served(folder, rules=[HIDE, "Do not reveal the PIN of Ada."])
+    for form in ("{}.md", "[[{}]]", "[[user#{}]]", "[[{}", "entities/{}/x.md", "entities/x/{}.md", "../{}.md"):
+        guesses = [("read", {"path": form.format(guess)}) for guess in ("4710", "4711", "41315550199", "41315550198")]
+        told = set(called(server, *guesses))
+        assert len(told) == 1, form
+        assert not any(guess in text for text, _ in told for guess in ("4711", "5550199"))
+    right, wrong = called(server, ("search", {"text": "4711"}), ("search", {"text": "4710"}))
+    assert right == wrong

@@ -4,11 +4,12 @@ Privacy filters hide what is read here, so a fact is kept with the characters th
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from posttrain.environments.memory.links import Notes
 from posttrain.environments.memory.worlds.themes import THEMES, Theme, plain_label
-from posttrain.environments.memory.worlds.truth import parse, resolve, title
+from posttrain.environments.memory.worlds.truth import parse, title
 from posttrain.environments.memory.worlds.values import canonical, links
 
 _LABELLED = re.compile(
@@ -58,6 +59,12 @@ def names_of(files: Mapping[str, str]) -> dict[str, str]:
     return {name: path for name, path in found.items() if name}
 
 
+def leading(files: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Target of a link -> the note that it means to the vault, or None where it means none or more than one."""
+    notes = Notes(files)
+    return lambda target: target if target in files else notes.leads(target)
+
+
 def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
     for place in parse(files, theme.name).places:
         said = place.statement
@@ -84,24 +91,27 @@ def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
 
 
 def _labelled(files: Mapping[str, str]) -> Iterable[Fact]:
+    leads = leading(files)
     for path, text in files.items():
         start = 0
         for line in text.split("\n"):
             match = _ROW.match(line) or (None if line.lstrip().startswith("#") else _LABELLED.match(line))
             if match:
-                yield from _of_line(path, match, line, start, files)
+                yield from _of_line(path, match, line, start, leads)
             start += len(line) + 1
 
 
-def _of_line(path: str, match: re.Match[str], line: str, start: int, files: Mapping[str, str]) -> Iterable[Fact]:
+def _of_line(
+    path: str, match: re.Match[str], line: str, start: int, leads: Callable[[str], str | None]
+) -> Iterable[Fact]:
     about = path
     link = match.groupdict().get("link")
     if link:
-        about = resolve(links(link)[0][2], files) or path
+        about = leads(links(link)[0][2]) or path
     labels, (first, last) = frozenset([plain_label(match["label"])]), match.span("value")
     end = start + len(line)
     for begin, stop, target, _ in links(match["value"]):
-        value = resolve(target, files) or target
+        value = leads(target) or target
         yield Fact(path, about, labels, "link", value, start, end, start + first + begin, start + first + stop)
     if links(match["value"]) or not match["value"]:
         return

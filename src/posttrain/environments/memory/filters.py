@@ -1,37 +1,37 @@
 """Privacy filters, enforced on the trusted side.
 
 The model never works with the vault itself but with a view of it: a copy in which everything that the rules hide is
-replaced by `[hidden]`. Its code, searches, sizes and errors therefore tell nothing about hidden values, however they are
-turned around. The reply and everything else that is shown are looked through once more, for values that came into the
-conversation earlier. A rule that is not understood closes the vault: the view is empty and every reply is withheld.
+replaced by `[hidden]`, names of notes among it. Its code, searches, sizes and errors therefore tell nothing about hidden
+values, however they are turned around. The reply and everything else that is shown are looked through once more, for
+values that came into the conversation earlier. A rule that is not understood closes the vault: the view is empty and
+every reply is withheld.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from posttrain.environments.memory.facts import Fact, facts_of, names_of
-from posttrain.environments.memory.privacy import CATEGORIES, NotUnderstood, Rule, read_rules, synonyms
+from posttrain.environments.memory.categories import of_category
+from posttrain.environments.memory.facts import Fact, facts_of, leading, names_of
+from posttrain.environments.memory.hiding import Ruling, values_of
+from posttrain.environments.memory.privacy import USER, NotUnderstood, Rule, read_rules
+from posttrain.environments.memory.reading import Pages
 from posttrain.environments.memory.redaction import (
     HIDDEN,
+    Index,
     Span,
     Value,
     blanked,
-    occurrences,
-    of_category,
     prose,
     sentence_at,
-    spelled,
     telling,
+    usual,
     within,
 )
 from posttrain.environments.memory.worlds.themes import THEMES
-from posttrain.environments.memory.worlds.truth import resolve
-from posttrain.environments.memory.worlds.values import FINDABLE, find, links
+from posttrain.environments.memory.worlds.values import links
 
 _BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)
-_COMMON = frozenset(
-    re.findall(r"\w+", "a an the of and or in on at to by for with is are was be this that it as no not from")
-)
+_WEB_LINK = re.compile(r"!?\[[^\[\]\n]*\]\([^()\n]*\)|<[^<>\s]+>|\bhttps?://[^\s<>)\]]+")
 
 
 def split_question(message: str) -> tuple[str, list[str]]:
@@ -46,14 +46,15 @@ class Filter:
         """`rules` are texts of rules, all in force at once, `files` the vault (path -> text), `theme` that of a made-up
         world if it is known. A text cannot allow what another forbids, or does not allow.
 
-        Without a theme, sentences that state a fact cannot all be known, and more of them is hidden.
+        Without a theme, what a piece of a note states cannot always be known, and in doubt it is hidden. Takes time in
+        proportion to the characters of the vault.
         """
-        self._files = dict(files)
         self._theme = theme if theme in THEMES else None
-        self._facts = facts_of(files, theme) if rules else []
-        self._names = names_of(files) if rules else {}
+        self._files = {path: usual(text) for path, text in files.items()} if rules else dict(files)
+        self._facts = facts_of(self._files, theme) if rules else []
+        self._names = names_of(self._files) if rules else {}
         self.rules: list[Rule] = []
-        self._allowing: list[list[Rule]] = []
+        allowing: list[list[Rule]] = []
         """What alone may be told, by the text that says so: one text adds to itself, another takes away from it."""
         self.problem: NotUnderstood | None = None
         """The first sentence that is no rule; then nothing at all is shown."""
@@ -64,10 +65,15 @@ class Filter:
                 self.problem = self.problem or found
             else:
                 self.rules += found
-                self._allowing += [allowing] if (allowing := [rule for rule in found if rule.allow]) else []
-        self.view = self._view()
-        """Path -> text of the notes that the model may work with."""
-        self._values = self._secret_values()
+                allowing += [alone] if (alone := [rule for rule in found if rule.allow]) else []
+        self._secrets = Index([])
+        self._closed = self.problem is not None or Rule(False) in self.rules
+        """Nothing at all may be said."""
+        self.view: dict[str, str] = {} if self.active else dict(files)
+        """Path -> text of the notes that the model may work with. A note whose name tells what is hidden has another."""
+        if self.rules and not self._closed:
+            self._ruling = Ruling(self.rules, allowing, self._facts, self._theme)
+            self._view()
 
     @property
     def active(self) -> bool:
@@ -75,192 +81,153 @@ class Filter:
         return bool(self.rules) or self.problem is not None
 
     def clean(self, text: str) -> str:
-        """`text`, a reply, with what must not be said replaced; withheld as a whole where a rule was not understood."""
-        if self.problem is not None:
+        """`text`, a reply, with what must not be said replaced; withheld as a whole where nothing may be said, or a rule was
+        not understood.
+        """
+        if self._closed:
             return HIDDEN
-        spans = [span for value in self._values for span in occurrences(value, text)]
+        plain = usual(text)
+        spans = [(start, end) for start, end, _ in self._secrets.find(plain)]
+        spans += self._secrets.disguised(plain)
         for rule in self.rules:
             if not rule.allow and rule.category and rule.about is None:
-                spans += of_category(rule.category, text)
-        return blanked(text, spans)
+                spans += of_category(rule.category, plain, wide=self._theme is None)
+        return blanked(plain, spans) if spans else text
 
-    def hides(self, fact: Fact) -> bool:
-        """Whether the rules forbid to say this fact."""
-        if any(self._names_fact(rule, fact) for rule in self.rules if not rule.allow):
-            return True
-        if fact.kind == "link":
-            return False
-        return any(not any(self._names_fact(rule, fact) for rule in allowing) for allowing in self._allowing)
-
-    def _names_fact(self, rule: Rule, fact: Fact) -> bool:
-        """Whether `rule` is about `fact`: forbidden ones widely, allowed ones only exactly."""
-        if (
-            rule.about is not None
-            and rule.about != fact.about
-            and not (fact.kind == "link" and rule.about == fact.value)
-        ):
-            return False
-        if rule.category is not None:
-            return _in_category(rule.category, fact, rule.allow)
-        if rule.label is None:
-            return True
-        if rule.about != fact.about and rule.about is not None:
-            return not rule.allow and self._turns(rule, fact)
-        if rule.label in fact.labels:
-            return True
-        return not rule.allow and (self._resembles(rule.label, fact) or self._may_be_called(rule, fact))
-
-    def _turns(self, rule: Rule, link: Fact) -> bool:
-        """Whether a link back says the same as a forbidden relation."""
-        return any(
-            fact.kind == "link"
-            and (fact.about, fact.value) == (link.value, link.about)
-            and rule.label in fact.labels
-            and fact.about == rule.about
-            for fact in self._facts
-        )
-
-    def _may_be_called(self, rule: Rule, fact: Fact) -> bool:
-        """Without a theme: whether the fact has another name of the forbidden label, or, where its note has no fact of
-        any of these names, whether it is one of that note, for its name may be one that nobody knows.
-        """
-        if self._theme is not None or rule.label is None:
-            return False
-        return bool(_names(rule.label) & fact.labels) or (rule.about is not None and not self._found(rule))
-
-    def _found(self, rule: Rule) -> bool:
-        """Whether the note that a rule is about has a fact that the rule means, by one of its names."""
-        own = [fact for fact in self._facts if fact.about == rule.about]
-        if rule.category is not None:
-            return any(_in_category(rule.category, fact, exactly=False) for fact in own)
-        names = _names(rule.label or "")
-        return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in own)
-
-    def _resembles(self, label: str, fact: Fact) -> bool:
-        """Whether a forbidden label that no fact of the vault has shares a word with those of this fact."""
-        if any(label in other.labels for other in self._facts):
-            return False
-        words = set(label.split()) - _COMMON
-        return any(words & set(other.split()) for other in fact.labels)
-
-    def _view(self) -> dict[str, str]:
-        if self.problem is not None:
-            return {}
-        if not self.rules:
-            return dict(self._files)
-        gone = {
-            rule.about for rule in self.rules if not rule.allow and rule.about and not rule.label and not rule.category
-        }
-        if any(not rule.allow and rule == Rule(False) for rule in self.rules):
-            return {}
-        shown = {}
-        for path, text in self._files.items():
-            if path not in gone:
-                shown[path] = blanked(text, [*self._hidden_facts(path), *self._hidden_elsewhere(path, text, gone)])
-        return shown
-
-    def _hidden_facts(self, path: str) -> Iterable[Span]:
+    def _view(self) -> None:
+        """Make the view, and the index of what a reply must not hold."""
+        forbidden = [rule for rule in self.rules if not rule.allow]
+        gone = {rule.about for rule in forbidden if rule.about and not rule.label and not rule.category}
+        self._leads = leading(self._files)
+        wanted = {rule.about for rule in self.rules if rule.about}
+        self._pages = Pages(self._files, self._names, self._leads, wanted, self._theme is None)
+        facts: dict[str, list[Fact]] = {path: [] for path in self._files}
         for fact in self._facts:
-            if fact.note == path and self.hides(fact):
-                yield fact.value_start, fact.value_end
+            facts[fact.note].append(fact)
+        hidden = {fact for fact in self._facts if self._ruling.hides(fact)}
+        whole: dict[str, list[Span]] = {}
+        secret: dict[Value, set[str]] = {}
+        self._named = {word for name in self._names for word in re.findall(r"[^\W_]+", name)}
+        for path, text in self._files.items():
+            whole[path] = self._ruled(path, facts[path], hidden, secret, gone)
+            for fact in facts[path]:
+                if fact in hidden and fact.kind != "link":
+                    for value in self._values(text[fact.value_start : fact.value_end], fact):
+                        secret.setdefault(value, set()).add(fact.about)
+        index = Index(secret)
+        names = Index(Value("text", name) for name, path in self._names.items() if path in gone)
+        spans = {}
+        for path in self._files:
+            if path not in gone:
+                seen = [fact for fact in facts[path] if fact not in hidden]
+                spans[path] = [*whole[path], *self._again(path, seen, index, secret), *self._by_name(path, names, gone)]
+        turned = self._turned(gone, index, secret)
+        for path, found in spans.items():
+            self.view[turned.get(path, path)] = blanked(self._files[path], [*found, *self._links(path, found, turned)])
+        shown = {value for text in self.view.values() for _, _, value in index.find(text)}
+        names_hidden = [Value("text", name) for name in self._hidden_names(hidden)]
+        seen_names = {value for text in self.view.values() for _, _, value in Index(names_hidden).find(text)}
+        kept = [value for value in secret if value not in shown and (value.kind != "word" or not value.text.islower())]
+        self._secrets = Index([*kept, *(name for name in names_hidden if name not in seen_names)])
 
-    def _hidden_elsewhere(self, path: str, text: str, gone: set[str]) -> Iterable[Span]:
-        """What is hidden outside of the facts that say it: the same values again, names, categories, unread sentences."""
-        visible = [(f.value_start, f.value_end) for f in self._facts if f.note == path and not self.hides(f)]
-        for value, about in self._hidden_values():
-            for span in occurrences(value, text):
-                if not within(span, visible) and (telling(value) or self._concerns(path, text, span, about)):
-                    yield span
+    def _ruled(
+        self, path: str, facts: Sequence[Fact], hidden: set[Fact], secret: dict[Value, set[str]], gone: set[str]
+    ) -> list[Span]:
+        """What the rules hide in a note by what it states; the values of it are added to `secret`."""
+        text = self._files[path]
+        spans = [(fact.value_start, fact.value_end) for fact in facts if fact in hidden]
+        if self._theme is not None:
+            spans += self._by_looks(path)
+            return [*spans, *prose(text, facts)] if self._ruling.allowing else spans
+        spans += self._by_looks(path)
+        page = self._pages[path]
+        for number, span in self._ruling.pieces(path, text, page):
+            spans.append(span)
+            piece = page.pieces[number]
+            said = text[max(span[0], piece.value_start) : span[1]]
+            if piece.kind != "heading" and len(said.split()) <= 8 and not links(said):
+                about = next(iter(page.mentions[number] & self._ruling.abouts), path)
+                for value in self._values(said, None):
+                    secret.setdefault(value, set()).add(about)
+        for piece, mentions in zip(page.pieces, page.mentions, strict=True):
+            if path not in gone and mentions & gone and not self._ruling.allowing:
+                spans.append((piece.start, piece.end))
+        if self._ruling.allowing:
+            spans += self._ruling.rest(text, page, [fact for fact in facts if fact not in hidden], self._names, path)
+        else:
+            spans += self._ruling.unread(path, text, page, facts)
+        return spans
+
+    def _values(self, text: str, fact: Fact | None) -> Iterable[Value]:
+        """The values in a hidden text, without single words of names of notes: the names themselves may be said."""
+        for value in values_of(text, fact, self._theme is None):
+            if value.kind != "word" or value.text.casefold() not in self._named:
+                yield value
+
+    def _by_looks(self, path: str) -> Iterable[Span]:
+        """Values of forbidden categories."""
         for rule in self.rules:
             if not rule.allow and rule.category:
-                for span in of_category(rule.category, text):
-                    if rule.about is None or self._concerns(path, text, span, rule.about):
+                for span in of_category(rule.category, self._files[path], wide=self._theme is None):
+                    if rule.about is None or self._pages[path].concerns(span, rule.about):
                         yield span
-        for name, other in self._names.items():
-            if other in gone:
-                yield from (sentence_at(text, span) for span in spelled(name, text))
-        for start, end, target, _ in links(text):
-            if resolve(target, self._files) in gone:
+
+    def _again(self, path: str, seen: Sequence[Fact], index: Index, secret: Mapping[Value, set[str]]) -> Iterable[Span]:
+        """Hidden values that stand elsewhere, but not where a fact of another note that may be told has the same."""
+        page = self._pages[path]
+        free = sorted((fact.value_start, fact.value_end, fact.about) for fact in seen)
+        for start, end, value in index.find(self._files[path]):
+            abouts = secret[value]
+            told = [about for first, last, about in free if first < end and start < last]
+            here = page.touches((start, end), abouts)
+            if told and (self._theme is not None or (not here and not abouts & set(told))):
+                continue
+            near = here or (self._theme is None and value.kind == "text" and page.knows(abouts))
+            if telling(value) or near or self._ruling.everywhere(value):
                 yield start, end
-        if self._allowing:
-            yield from prose(text, [fact for fact in self._facts if fact.note == path])
-        elif self._theme is None:
-            for rule in self.rules:
-                if rule.label or rule.category:
-                    yield from self._unread(rule, path, text)
 
-    def _unread(self, rule: Rule, path: str, text: str) -> Iterable[Span]:
-        """Sentences that may state the forbidden fact in words of their own: those with a word of its label, and all
-        sentences about its note where no labelled fact of it was found.
-        """
-        words = set((rule.label or CATEGORIES[rule.category or "phone"][0]).split()) - _COMMON
-        known = self._found(rule)
-        for span in prose(text, [fact for fact in self._facts if fact.note == path]):
-            said = set(re.findall(r"\w+", text[span[0] : span[1]].casefold()))
-            about = rule.about is None or self._concerns(path, text, span, rule.about)
-            if about and (words & said or (rule.about is not None and not known)):
-                yield span
+    def _by_name(self, path: str, names: Index, gone: set[str]) -> Iterable[Span]:
+        """Sentences that name a note of which nothing may be said, and links to it."""
+        if gone:
+            text = self._files[path]
+            yield from (sentence_at(text, (start, end)) for start, end, _ in names.find(text))
+            yield from ((start, end) for start, end, target, _ in links(text) if self._leads(target) in gone)
 
-    def _concerns(self, path: str, text: str, span: Span, about: str) -> bool:
-        """Whether the line of `span` may be about the note `about`: it stands in it, or names or links to it."""
-        start, end = text.rfind("\n", 0, span[0]) + 1, text.find("\n", span[1])
-        line = text[start : end if end >= 0 else len(text)]
-        if path == about or any(resolve(target, self._files) == about for _, _, target, _ in links(line)):
-            return True
-        return any(list(spelled(name, line)) for name, other in self._names.items() if other == about)
+    def _links(self, path: str, spans: Sequence[Span], turned: Mapping[str, str]) -> Iterable[Span]:
+        """Links as a whole: those to notes whose names are hidden, and of people's notes those that are hidden in part."""
+        text = self._files[path]
+        if turned:
+            yield from ((start, end) for start, end, target, _ in links(text) if self._leads(target) in turned)
+        if self._theme is None and spans:
+            places = [(start, end) for start, end, _, _ in links(text)]
+            places += [match.span() for match in _WEB_LINK.finditer(text)]
+            yield from (place for place in places if within(place, spans))
 
-    def _hidden_values(self) -> list[tuple[Value, str]]:
-        """The values of hidden facts, and the note that each is about; names of notes are no values."""
-        found: dict[tuple[Value, str], None] = {}
-        for fact in self._facts:
-            if fact.kind != "link" and self.hides(fact):
-                text = self._files[fact.note][fact.value_start : fact.value_end]
-                for value in _values(fact, text):
-                    found[value, fact.about] = None
-        return list(found)
+    def _turned(self, gone: set[str], index: Index, secret: Mapping[Value, set[str]]) -> dict[str, str]:
+        """Path -> another one that tells nothing, for each note whose own would tell."""
+        found: dict[str, str] = {}
+        for path in sorted(self._files):
+            if path in gone or path == USER:
+                continue
+            name = path.removesuffix(".md").replace("_", " ")
+            page = self._pages[path]
+            told = any(
+                telling(value) or (self._theme is None and page.knows(secret[value]))
+                for _, _, value in index.find(name)
+            )
+            for rule in self.rules if self._theme is None else ():
+                if not rule.allow and rule.category and (rule.about is None or page.knows({rule.about})):
+                    told = told or bool(of_category(rule.category, name))
+            if told:
+                number = len(found) + 1
+                while f"hidden-{number}.md" in self._files:
+                    number += len(self._files)
+                found[path] = f"hidden-{number}.md"
+        return found
 
-    def _secret_values(self) -> list[Value]:
-        """Hidden values that the view does not show: what it shows may also be said of something else."""
-        everything = "\n".join(self.view.values())
-        values = dict.fromkeys(value for value, _ in self._hidden_values())
-        names = [Value("text", name) for name in self._hidden_names()]
-        return [value for value in [*values, *names] if not any(True for _ in occurrences(value, everything))]
-
-    def _hidden_names(self) -> list[str]:
+    def _hidden_names(self, hidden: set[Fact]) -> list[str]:
         """Names of notes about which nothing may be said, and of those that a forbidden relation leads to."""
         gone = {rule.about for rule in self.rules if rule == Rule(False, about=rule.about) and rule.about}
-        gone |= {
-            fact.value for fact in self._facts if fact.kind == "link" and fact.about not in gone and self.hides(fact)
-        }
+        gone |= {fact.value for fact in hidden if fact.kind == "link" and fact.about not in gone}
         asked = {rule.about for rule in self.rules if rule.label or rule.category}
         return [name for name, path in self._names.items() if path in gone - asked]
-
-
-def _names(label: str) -> frozenset[str]:
-    """A label and its other names."""
-    return synonyms().get(label, frozenset()) | {label}
-
-
-def _values(fact: Fact, text: str) -> list[Value]:
-    """What a value may be recognised by: itself, the items of a list, and the types of values within it."""
-    if fact.kind in FINDABLE:
-        return [Value(fact.kind, fact.value)]
-    whole = text.strip().strip("*_`").strip()
-    found = [Value("text", whole)]
-    if fact.kind == "list" or re.search(r", | and |; ", whole):
-        found += [Value("text", item) for item in re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", whole) if item]
-    found += [Value(kind, item.value) for kind in FINDABLE if kind != "number" for item in find(kind, whole)]
-    return [value for value in found if value.text.casefold() not in _COMMON]
-
-
-def _in_category(category: str, fact: Fact, exactly: bool) -> bool:
-    """Whether the value of a fact is of a category: by its type, or where it is forbidden by its label, too."""
-    if fact.kind == "link":
-        return False
-    if category == "address":
-        return any("address" in label.split() and not {"email", "e-mail"} & set(label.split()) for label in fact.labels)
-    if exactly or category == "number":
-        return fact.kind == category
-    words = {word for names in (CATEGORIES[category],) for name in names for word in name.split()} - _COMMON
-    by_label = any(set(label.split()) & (words - {"number", "address", "value"}) for label in fact.labels)
-    return fact.kind == category or by_label

@@ -25,6 +25,28 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 _GROUPS = dict.fromkeys(
     ("contact detail", "contact", "contact information", "contact data", "contact info"), ("phone", "email", "address")
 )
+_ALSO = tuple(
+    frozenset(group.split("/"))
+    for group in (
+        "salary/pay/wage/wages/income/earnings/earns/compensation",
+        "password/passcode/passphrase/login/credential/credentials/pwd/pw/pin/secret",
+        "pin/pin code/passcode/code",
+        "diagnosis/illness/disease/condition/disorder/suffers from",
+        "allergy/allergies/allergic to/intolerance",
+        "medication/medicine/medicines/drug/drugs/prescription/therapy/treatment",
+        "birthday/birthdate/birth date/date of birth/born/dob",
+        "partner/spouse/wife/husband/girlfriend/boyfriend/fiance/married to",
+        "children/child/kids/kid/son/sons/daughter/daughters",
+        "employer/company/works at/works for/work/employed by",
+        "job/occupation/profession/position/work",
+        "city/town/home town/lives in/residence",
+        "religion/faith/belief/church",
+        "weight/weighs",
+        "age/years old",
+        "bank account/account/iban/account number",
+    )
+)
+"""What people also call the same fact."""
 _EVERYTHING = ("everything", "anything", "information", "detail", "data", "fact", "something", "all", "thing")
 
 
@@ -149,7 +171,7 @@ def _vocabulary() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def synonyms() -> dict[str, frozenset[str]]:
-    """Label -> what made-up worlds also call the same fact, itself included."""
+    """Label -> what made-up worlds and people also call the same fact, itself included."""
     found: dict[str, set[str]] = {}
     for theme in THEMES.values():
         groups: dict[str, set[str]] = {}
@@ -158,6 +180,9 @@ def synonyms() -> dict[str, frozenset[str]]:
         for group in groups.values():
             for label in group:
                 found.setdefault(label, set()).update(group)
+    for also in _ALSO:
+        for label in also:
+            found.setdefault(label, set()).update(also)
     return {label: frozenset(group) for label, group in found.items()}
 
 
@@ -168,7 +193,7 @@ def _sentence(sentence: str, labels: frozenset[str], names: Mapping[str, str]) -
     )
     text = " ".join(re.sub(r"[_\"“”«»`*]", " ", text).casefold().replace("’", "'").split())
     places: list[str] = []
-    for name in sorted(names, key=len, reverse=True):
+    for name in sorted((name for name in names if name in text), key=len, reverse=True):
 
         def mark(_: re.Match[str], path: str = names[name]) -> str:
             places.append(path)

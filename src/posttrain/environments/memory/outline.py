@@ -1,0 +1,264 @@
+"""The pieces of a Markdown note as people write them, each with the texts that govern it.
+
+Governed is the item of a list by what it is nested in, a cell by its column and its row, a line by its headings, a
+continued line by the one that it goes on from. Code and blocks of HTML are one piece, for they may hold any order.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+_FENCE = re.compile(r"\s*(?:```|~~~)")
+_HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s|$)")
+_DELIMITERS = re.compile(r"\s*\|?\s*:?-{2,}:?\s*(?:\|\s*:?-{2,}:?\s*)*\|?\s*$")
+_MARK = re.compile(r"\s*(?:[-*+•]|\d{1,3}[.)]|[a-z][.)])\s+(?:\[[ xX/-]\]\s+)?")
+_QUOTE = re.compile(r"(?:\s{0,3}>)+\s?")
+_CALLOUT = re.compile(r"\s*\[![\w-]+\][+-]?")
+_LABEL = re.compile(
+    r"[\s*_`\"'<!(\[-]*(?P<label>[^:=|\n]{1,60}?)[*_`\"']*\s*(?:::?|=>?|[-=]>|→|\s[-–—]\s)[*_`\"']*\s*(?P<value>.*?)\s*$"
+)
+_CELL = re.compile(r"(?:\\\||\[\[[^\[\]\n]*\]\]|[^|\n])+")
+_ANAPHORA = re.compile(
+    r"\s*(?:it|its|they|their|them|this|that|these|those|he|his|she|her|which|also|and|but|or|mostly|mainly|especially|namely"
+    r"|including|both|one|ones|same)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Characters `start` to `end` of a note, of which `value_start` to `end` is the value where there is a label.
+
+    `label` is the text before the value ("" without). `headings` are those above, the outermost first, `above` the other
+    texts that govern it. `kind`: heading, item, text, cell or block.
+    """
+
+    kind: str
+    start: int
+    end: int
+    value_start: int
+    label: str
+    headings: tuple[str, ...]
+    above: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Line:
+    start: int
+    text: str
+    indent: int
+    quoted: bool
+    marked: bool
+
+
+def outline(text: str) -> list[Piece]:
+    """The pieces of a note from top to bottom; every letter and digit of it is in one at least."""
+    headings: list[tuple[int, str]] = []
+    found: list[Piece] = []
+    lines = list(_lines(text))
+    at = 0
+    if lines[0].text.strip() == "---":
+        front = next((i for i in range(1, len(lines)) if lines[i].text.strip() in ("---", "...")), 0)
+        found += _nested(lines[1:front], (), (), keyed=True)
+        at = front
+    while at < len(lines):
+        line = lines[at]
+        names = tuple(name for _, name in headings)
+        if not line.text.strip():
+            at += 1
+        elif _FENCE.match(line.text):
+            end = next((i for i in range(at + 1, len(lines)) if _FENCE.match(lines[i].text)), len(lines) - 1)
+            found.append(_block(lines, at, end, names, found))
+            at = end + 1
+        elif re.match(r"\s*<[A-Za-z/]", line.text):
+            end = at
+            while end + 1 < len(lines) and lines[end + 1].text.strip():
+                end += 1
+            found.append(_block(lines, at, end, names, found))
+            at = end + 1
+        elif _HEADING.match(line.text) or (not line.marked and _underlined(lines, at)):
+            level = len(line.text.lstrip()) - len(line.text.lstrip().lstrip("#"))
+            level = level or (1 if lines[at + 1].text.lstrip().startswith("=") else 2)
+            headings = [(other, name) for other, name in headings if other < level]
+            above = tuple(name for _, name in headings)
+            found.append(_piece("heading", line, above, ()))
+            headings.append((level, line.text.strip("# \t")))
+            at += 1
+        elif line.text.count("|") and at + 1 < len(lines) and _table(lines, at):
+            end = at
+            while end + 1 < len(lines) and "|" in lines[end + 1].text:
+                end += 1
+            found += _cells(lines[at : end + 1], names, _before(found))
+            at = end + 1
+        else:
+            end = at
+            while end + 1 < len(lines) and _plain(lines, end + 1):
+                end += 1
+            found += _nested(lines[at : end + 1], names, _before(found))
+            at = end + 1
+    return found
+
+
+def _lines(text: str) -> Iterator[_Line]:
+    start = 0
+    for line in text.split("\n"):
+        quote = _QUOTE.match(line)
+        skip = quote.end() if quote else 0
+        bare = line[skip:]
+        indent = len(bare.expandtabs(4)) - len(bare.expandtabs(4).lstrip())
+        yield _Line(start + skip, bare, indent, bool(quote), bool(_MARK.match(bare)))
+        start += len(line) + 1
+
+
+def _plain(lines: list[_Line], at: int) -> bool:
+    """Whether a line goes on with a run of nested lines, blank ones among them."""
+    text = lines[at].text
+    return not (
+        _FENCE.match(text)
+        or _HEADING.match(text)
+        or re.match(r"\s*<[A-Za-z/]", text)
+        or (text.count("|") and at + 1 < len(lines) and _table(lines, at))
+        or (not lines[at].marked and _underlined(lines, at))
+    )
+
+
+def _underlined(lines: list[_Line], at: int) -> bool:
+    """Whether a line is a heading by the line below it. The last line of front matter looks so, and is one line less."""
+    below = lines[at + 1].text if at + 1 < len(lines) else ""
+    return bool(
+        lines[at].text.strip()
+        and re.fullmatch(r"\s{0,3}(?:=+|-{2,})\s*", below)
+        and not re.search(r":|^\s*[-=]+\s*$", lines[at].text)
+    )
+
+
+def _table(lines: list[_Line], at: int) -> bool:
+    bars = re.sub(r"\[\[[^\[\]\n]*\]\]|\\\|", "", lines[at].text).count("|")
+    below = lines[at + 1].text
+    return bars > 0 and (bool(_DELIMITERS.match(below) and "-" in below) or lines[at].text.lstrip().startswith("|"))
+
+
+def _piece(kind: str, line: _Line, headings: tuple[str, ...], above: tuple[str, ...]) -> Piece:
+    mark = _MARK.match(line.text)
+    start = mark.end() if mark else len(line.text) - len(line.text.lstrip())
+    rest = line.text[start:].rstrip()
+    # The colon of an address of the web ends no label.
+    match = _LABEL.match(rest) if kind != "heading" else None
+    if match and (re.search(r"[.!?]\s", match["label"]) or re.match(r"//", match["value"]) or "[[" in match["label"]):
+        owner = re.match(
+            r"(?P<label>[^:\[\]]{1,60}?) (?:of|for) (?P<link>\[\[[^\[\]\n]*\]\])\W*:\s*(?P<value>.*)", rest
+        )
+        match = owner
+    value = match.start("value") if match else 0
+    label = rest[:value].strip(" \t*_`\"'<!([-:=>→–—") if match else ""
+    begin = line.start + start
+    return Piece(kind, begin, begin + len(rest), begin + value, label, headings, above)
+
+
+def _block(lines: list[_Line], first: int, last: int, headings: tuple[str, ...], found: list[Piece]) -> Piece:
+    start, end = lines[first].start, lines[last].start + len(lines[last].text)
+    return Piece("block", start, end, start, "", headings, _before(found))
+
+
+def _before(found: list[Piece]) -> tuple[str, ...]:
+    """The texts that govern what stands below a line that ends in a colon, or is one of emphasis alone."""
+    return found[-1].above if found and found[-1].kind == "lead" else ()
+
+
+def _cells(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...]) -> list[Piece]:
+    """The cells of a table: each is governed by the head of its column and by all of its row."""
+    headed = len(lines) > 1 and bool(_DELIMITERS.match(lines[1].text))
+    heads = [cell for _, cell in _row(lines[0])] if headed else []
+    found = []
+    for number, line in enumerate(lines):
+        if _DELIMITERS.match(line.text):
+            continue
+        head = headed and number == 0
+        for column, (start, cell) in enumerate(_row(line)):
+            column_head = (heads[column],) if column < len(heads) and not head else ()
+            row = () if head else (line.text,)
+            skip = len(cell) - len(cell.lstrip())
+            begin, end = line.start + start + skip, line.start + start + len(cell.rstrip())
+            if end > begin:
+                found.append(
+                    Piece("head" if head else "cell", begin, end, begin, "", headings, (*above, *column_head, *row))
+                )
+    return found
+
+
+def _row(line: _Line) -> list[tuple[int, str]]:
+    outer = line.text.lstrip().startswith("|")
+    first = line.text.index("|") + 1 if outer else 0
+    cells = []
+    for part in re.finditer(rf"(?:^|(?<=\|))({_CELL.pattern})?", line.text[first:]):
+        cells.append((first + part.start(), part.group()))
+    return cells
+
+
+def _nested(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...], keyed: bool = False) -> list[Piece]:
+    """Lines of text and lists: a line is governed by those that it is indented under, goes on from, or follows.
+
+    `keyed`: they are front matter, where a key that is not indented ends what stands under another.
+    """
+    found: list[Piece] = []
+    stack: list[tuple[int, str]] = []
+    lead, lead_quoted, lead_open = above, False, bool(above)
+    previous: _Line | None = None
+    blank = False
+    for line in lines:
+        if not line.text.strip():
+            blank = True
+            continue
+        if re.fullmatch(r"[\s\-*_=]+", line.text):
+            stack, lead, previous, blank = [], (), None, False
+            continue
+        if blank and not line.marked and not line.indent:
+            stack = []
+        goes_on = (
+            previous is not None
+            and not line.marked
+            and (
+                (not blank and line.indent >= previous.indent and not _labelled(line))
+                or re.match(r":\s", line.text.lstrip())
+                or bool(_ANAPHORA.match(line.text))
+            )
+        )
+        if lead and (
+            (lead_quoted and not line.quoted) or (blank and not lead_open and not line.marked and not line.indent)
+        ):
+            lead = ()
+        if not goes_on:
+            stack = [(indent, text) for indent, text in stack if indent < line.indent]
+        if keyed and not line.marked and not line.indent:
+            lead = ()
+        governing = (*lead, *(text for _, text in stack))
+        piece = _piece("item" if line.marked else "text", line, headings, governing)
+        if _leads(line, piece):
+            lead, lead_quoted, lead_open = (line.text,), line.quoted and bool(_CALLOUT.match(line.text)), True
+            piece = replace(piece, above=tuple(text for _, text in stack))
+        else:
+            lead_open = False
+        found.append(piece)
+        # What goes on from a line is governed by it, and what goes on from that by both.
+        stack.append((line.indent, line.text))
+        previous, blank = line, False
+    if lead and lead_open and found:
+        found.append(Piece("lead", found[-1].end, found[-1].end, found[-1].end, "", headings, lead))
+    return found
+
+
+def _labelled(line: _Line) -> bool:
+    """Whether a line begins with what looks like a label of its own."""
+    return bool(
+        re.match(r"\s*(?:\*\*|__|\")?[^\W\d_][\w ’'/()-]{0,40}(?:\*\*|__|\")?\s*::?(?:\*\*|__)?(?:\s|$)", line.text)
+    )
+
+
+def _leads(line: _Line, piece: Piece) -> bool:
+    """Whether a line only says what comes next: it ends in a colon, is nothing but emphasis, or opens a callout."""
+    text = line.text.strip()
+    if _CALLOUT.match(text):
+        return True
+    return not line.marked and (
+        text.endswith((":", ":**", ":__")) or bool(re.fullmatch(r"(\*\*|__|\*|_).{1,80}\1", text))
+    )
