@@ -7,11 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.environments.memory.worlds.graph import USER, Statement
+from posttrain.environments.memory.worlds.replies import Answer, told
+from posttrain.environments.memory.worlds.themes import theme_named
 from posttrain.environments.memory.worlds.truth import Parsed, parse
 from posttrain.environments.memory.worlds.values import plain
 
 SPARE_CHARACTERS = 300
 """So many characters that state nothing may be added to the notes of an update."""
+_UNSEEN = re.compile(
+    r"<!--.*?(?:-->|\Z)|^[ ]{0,3}(?P<fence>`{3,}|~{3,})[^\n]*\n.*?(?:^[ ]{0,3}(?P=fence)[^\n]*$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""Comments and code, which nobody takes for what a note says."""
+_DISOWNED = re.compile(
+    r"\b(?:wrong|false|untrue|incorrect|mistaken|made up|invented|outdated|out of date|obsolete|invalid|a lie|unreliable"
+    r"|(?:not|n't|never) (?:true|right|correct|so|trust|believe|rely)|disregard|ignore)\b",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(r"[ ]{0,3}#{1,6}\s")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 
@@ -84,13 +97,15 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
 
 def outcome(change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
     """Compare the vault after an update with what the update asks for."""
-    was, now = parse(before, theme), parse(after, theme)
+    was, now = (parse({path: _seen(text) for path, text in files.items()}, theme) for files in (before, after))
     want = expected(change, was, now)
     steps = [item in now.statements for item in want.add] + [item not in now.statements for item in want.drop]
     steps += [path not in after for path in want.gone]
     if change["op"] == "new":
         steps += [want.new is not None, want.new is not None and want.new in now.out.get(change["owner"], ())]
-    return Outcome(sum(steps) / len(steps), tuple(_harm(want, was, now, before, after)), tuple(loose_ends(was, now)))
+    return Outcome(
+        sum(steps) / len(steps), tuple(_harm(theme, want, was, now, before, after)), tuple(loose_ends(was, now))
+    )
 
 
 def loose_ends(was: Parsed, now: Parsed) -> list[str]:
@@ -100,7 +115,9 @@ def loose_ends(was: Parsed, now: Parsed) -> list[str]:
     return sorted(found + [f"{path} is not reached from {USER}" for path in lost])
 
 
-def _harm(want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+def _harm(
+    theme_name: str, want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], after: Mapping[str, str]
+) -> list[str]:
     found = []
     extra = now.statements - was.statements - want.add - want.may_add
     lost = was.statements - now.statements - want.drop
@@ -117,7 +134,7 @@ def _harm(want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], a
         elif was.titles[path] != now.titles[path]:
             found.append(f"{path} has another title")
         else:
-            found += _rewritten(path, want, was, now, text, after[path])
+            found += _rewritten(theme_name, path, want, was, now, text, after[path])
     for path in after:
         if path not in before and path != want.new:
             found.append(f"{path} is new")
@@ -126,15 +143,62 @@ def _harm(want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], a
     return sorted(found)
 
 
-def _rewritten(path: str, want: Expected, was: Parsed, now: Parsed, old: str, new: str) -> list[str]:
-    """What is lost of the sentences of a touched note that have nothing to do with the update, and what was added."""
+def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Parsed, old: str, new: str) -> list[str]:
+    """What is lost of the sentences and headings of a touched note that have nothing to do with the update, whether the
+    rest still stands in its order, and what was added.
+    """
     keys = {said.key for said in want.add | want.drop | want.may_add}
     kept = _sentences(path, old, was, keys | _keys_of_gone(want, was)) - _sentences(path, new, now, set())
     found = [f"{path} lost: {text}" for text in kept]
     added = _sentences(path, new, now, keys) - _sentences(path, old, was, set())
     if sum(len(text) * count for text, count in added.items()) > SPARE_CHARACTERS:
         found.append(f"{path} has much new text")
+    found += [f"{path} now says: {text}" for text in added if _DISOWNED.search(text)]
+    old_values = {(said.key, said.value) for said in want.drop if said.about == path and "?" not in said.value}
+    old_values -= {(said.key, said.value) for said in want.add}
+    theme = theme_named(theme_name)
+    for key, value in sorted(old_values):
+        if key in theme.attributes and any(
+            told(text, Answer(theme.attributes[key].type, value, key)) for text in added
+        ):
+            found.append(f"{path} still says {value}")
+    found += [f"{path} lost the heading {line}" for line in _headings_lost(path, was, keys, old, new)]
+    if not _in_order(old, new):
+        found.append(f"{path} has its lines in another order")
     return found
+
+
+def _headings_lost(path: str, was: Parsed, keys: set[str], old: str, new: str) -> list[str]:
+    """Headings that are gone, but for those under which nothing stood but what states one of the keys."""
+    gone = Counter(_headings(old)) - Counter(_headings(new))
+    spans = [(p.start, p.end) for p in was.places if p.statement.note == path and p.statement.key in keys]
+    found, heading, empty, place = [], "", True, 0
+    for line in [*old.split("\n"), "# "]:
+        if _HEADING.match(line):
+            found += [heading] if heading in gone and not empty else []
+            heading, empty = line.strip(), True
+        elif line.strip() and not any(start < place + len(line) and place < end for start, end in spans):
+            empty = False
+        place += len(line) + 1
+    return found
+
+
+def _headings(text: str) -> list[str]:
+    return [line.strip() for line in text.split("\n") if _HEADING.match(line)]
+
+
+def _in_order(old: str, new: str) -> bool:
+    """Whether the lines that both texts have as often follow each other as before."""
+    lines = [[" ".join(line.split()) for line in text.split("\n") if line.strip()] for text in (old, new)]
+    counts = [Counter(side) for side in lines]
+    kept = {line for line, count in counts[0].items() if counts[1][line] == count}
+    one, other = ([line for line in side if line in kept] for side in lines)
+    return one == other
+
+
+def _seen(text: str) -> str:
+    """The text of a note with blanks, as long, for comments and code."""
+    return _UNSEEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
 
 
 def _keys_of_gone(want: Expected, was: Parsed) -> set[str]:
