@@ -149,12 +149,14 @@ CHANGE = (
     'update_file("entities/ada.md", "- city: Bern", "- city: Basel")\n'
     'create_file("entities/bo.md", "# Bo\\n")\n'
     'move_file("entities/bo.md", "entities/bob.md")\n'
-    'delete_file("user.md")'
+    'create_file("old.md", "# Old\\n")\n'
+    'delete_file("old.md")\n'
+    'update_file("user.md", "- friend: [[entities/ada.md]]\\n", "")'
 )
 
 
 def test_changes_of_a_question_are_undone_as_a_whole(agent):
-    one = agent(code(CHANGE), code('create_file("user.md", "# New\\n")'), reply("ok"), reply("nothing to do"))
+    one = agent(code(CHANGE), code('append_file("user.md", "# New\\n")'), reply("ok"), reply("nothing to do"))
     asked(one, "Ada moved.")
     assert set(one.vault.paths()) == {"entities/ada.md", "entities/bob.md", "user.md"}
     diff = one.changes()
@@ -209,7 +211,7 @@ def test_undo_on_disk_outlives_the_session(tmp_path, interpreter):
     for _ in range(2):
         one = MemoryAgent(Vault(DiskStorage(tmp_path)), Script(code(CHANGE), reply("ok")), interpreter)
         asked(one, "Ada moved.")
-        assert not (tmp_path / "user.md").exists()
+        assert (tmp_path / "user.md").read_text() == "# User\n\n- name: Kim Vale\n"
         one.undo()
         one.close()
         assert {path: (tmp_path / path).read_text() for path in NOTES} == NOTES

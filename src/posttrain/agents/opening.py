@@ -9,13 +9,12 @@ from typing import Literal
 from posttrain.agents.speakers import LocalSpeaker, RemoteSpeaker, Speaker
 from posttrain.environments.memory.interpreter import InterpreterLimits
 from posttrain.environments.memory.limits import VaultError
+from posttrain.environments.memory.paths import START
 from posttrain.environments.memory.recipe import AgentRecipe
 from posttrain.environments.memory.storage import DiskStorage
 from posttrain.environments.memory.vault import Vault
 from posttrain.errors import InputError
 
-START = "user.md"
-"""The note that everything else is reached from."""
 _FIRST = "# User\n"
 
 

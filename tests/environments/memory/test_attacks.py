@@ -184,7 +184,7 @@ def test_no_tool_takes_a_path_that_is_no_note(interpreter, place, path):
         "append_file(p, 'x')",
         "delete_file(p)",
         "move_file(p, 'entities/stolen.md')",
-        "move_file('user.md', p)",
+        "move_file('entities/bob.md', p)",
         "backlinks(p)",
     ]
     code = f"p = {path!a}\nwon = []\nraised = 0\n"
@@ -212,7 +212,7 @@ def test_links_and_odd_files_on_disk_lead_nowhere(interpreter, tmp_path, path):
         f"update_file('{path}', '{SECRET[:3]}', 'x')",
         f"delete_file('{path}')",
         f"move_file('{path}', 'entities/stolen.md')",
-        f"move_file('user.md', '{path}')",
+        f"move_file('entities/bob.md', '{path}')",
     ):
         code += f"try:\n    won.append({call})\nexcept Exception:\n    pass\n"
     code += "listed = list_files()\nfound = search_files('hunter')\nsize = get_size()"
@@ -398,6 +398,10 @@ FLOODS = {
     "an existing note": "create_file('user.md', 'gone')",
     "moving onto a note": "move_file('entities/bob.md', 'user.md')",
     "an ambiguous update": "update_file('user.md', '- ', '* ')",
+    "taking the first note away": "delete_file('user.md')",
+    "moving the first note away": "move_file('user.md', 'entities/user.md')",
+    "renaming the first note": "move_file('user.md', 'USER.md')",
+    "the first note in other letters": "delete_file('USER.md')",
     "an empty old text": "update_file('user.md', '', 'x')",
 }
 """Each of these must be refused."""

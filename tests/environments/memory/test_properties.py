@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from posttrain.environments.memory.interpreter_worker import Bounded
 from posttrain.environments.memory.limits import VaultError, VaultLimits
+from posttrain.environments.memory.line_breaks import shown_lines
 from posttrain.environments.memory.links import Link, Notes, mended, parse_link, section, targets
 from posttrain.environments.memory.paths import collision, note_path
 from posttrain.environments.memory.storage import DiskStorage, MemoryStorage
@@ -240,3 +241,27 @@ def test_what_comes_back_is_bounded_json(value, most):
     plenty = Bounded(1_000_000).value(value)
     assert len(repr(plenty)) >= len(repr(shown)) - 1_000
     assert Bounded(1_000_000).value(plenty) == plenty
+
+
+_BROKEN = st.text(alphabet="ab\n\r\v\u2028", max_size=12)
+
+
+@quick
+@given(_BROKEN, st.data(), st.text(alphabet="cd\n", min_size=1, max_size=4))
+def test_what_is_shown_of_a_note_can_be_replaced_where_it_stands(note, data, new):
+    """An update of what is shown is the update of what is there: nothing before or behind it changes."""
+    shown = shown_lines(note)
+    start = data.draw(st.integers(0, len(shown)))
+    old = shown[start : data.draw(st.integers(start, len(shown)))]
+    vault = Vault(MemoryStorage({"a.md": note}))
+    try:
+        vault.update("a.md", old, new)
+    except VaultError:
+        assert not old or shown.find(old) != shown.rfind(old) or old == new
+        return
+    found = vault.read("a.md")
+    head, tail = shown.split(old)
+    assert shown_lines(found) == head + new + tail
+    if "\r" not in note.replace("\r\n", ""):
+        kept = next(n for n in range(len(note) + 1) if shown_lines(note[:n]) == head)
+        assert found.startswith(note[:kept])

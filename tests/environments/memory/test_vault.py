@@ -223,3 +223,47 @@ def test_a_type_error_inside_a_tool_is_not_the_models_fault():
 
     with pytest.raises(TypeError):
         call({"broken": broken}, "broken", ["x"], {})
+
+
+def test_a_model_cannot_take_the_first_note_away(vault):
+    """The user can, in a vault; nothing that a model calls does."""
+    told = "user.md is where every question begins: it cannot be deleted or moved"
+    functions = tools(vault)
+    for name, args in (
+        ("delete_file", ("user.md",)),
+        ("delete_file", ("USER.md",)),
+        ("move_file", ("user.md", "USER.md")),
+        ("move_file", ("user.md", "entities/me.md")),
+    ):
+        assert refuses(functions[name], *args, kind="PermissionError") == told
+    assert vault.files() == FILES
+    vault.delete("user.md")
+
+
+# -- line breaks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_note_keeps_its_line_breaks_and_a_model_sees_one_kind(end):
+    text = "# Me\n- a: x\n- b: y\n".replace("\n", end)
+    vault = Vault(MemoryStorage({"user.md": text}))
+    functions = tools(vault)
+    assert functions["read_file"]("user.md") == functions["follow_link"]("[[user]]") == "# Me\n- a: x\n- b: y\n"
+    assert functions["follow_link"]("[[user#Me]]") == "# Me\n- a: x\n- b: y\n"
+    functions["update_file"]("user.md", "- a: x\n- b: y", "- a: z\n- b: y\n- c: w")
+    functions["append_file"]("user.md", "- d: 1\n- e: 2")
+    functions["append_file"]("user.md", "- f: 3")
+    assert vault.read("user.md") == "# Me\n- a: z\n- b: y\n- c: w\n- d: 1\n- e: 2\n- f: 3".replace("\n", end)
+    assert refuses(vault.update, "user.md", "- a: z", "- a: z").startswith("the old text and the new")
+    whole = functions["read_file"]("user.md")
+    functions["update_file"]("user.md", whole, whole.replace("z", "x"))
+    assert vault.read("user.md").count(end) == 6
+    assert functions["read_file"]("user.md") == whole.replace("z", "x")
+
+
+def test_mixed_line_breaks_outside_of_a_change_stay():
+    vault = Vault(MemoryStorage({"a.md": "1\r\n2\n3\r\n4\r\n\u20285\r"}))
+    vault.update("a.md", "2\r\n3", "2\n\n3")
+    assert vault.read("a.md") == "1\r\n2\r\n\r\n3\r\n4\r\n\u20285\r"
+    vault.update("a.md", "4\n\n5", "6")
+    assert vault.read("a.md") == "1\r\n2\r\n\r\n3\r\n6\r"

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from posttrain.environments.memory.limits import VaultError, VaultLimits, shown
 
 SUFFIX = ".md"
+START = "user.md"
+"""The note that everything else is reached from."""
 _FORBIDDEN = frozenset('\\:*?"<>|#^[]')
 """Characters that some file system or a wikilink reads as something else."""
 _CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})

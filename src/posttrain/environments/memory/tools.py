@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from posttrain.environments.memory.limits import VaultError, shown
+from posttrain.environments.memory.line_breaks import shown_lines
+from posttrain.environments.memory.paths import START, same
 from posttrain.environments.memory.vault import Vault
 
 NAMES = (
@@ -33,7 +35,7 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
     def read_file(path: str) -> str:
         """The text of a note."""
-        return vault.read(path)
+        return shown_lines(vault.read(path))
 
     def update_file(path: str, old: str, new: str) -> bool:
         """Replace a text that stands in the note exactly once."""
@@ -47,11 +49,13 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
     def delete_file(path: str) -> bool:
         """Take a note away."""
+        _check_not_start(path)
         vault.delete(path)
         return True
 
     def move_file(path: str, to: str) -> bool:
         """Move or rename a note; links to it are mended."""
+        _check_not_start(path)
         vault.move(path, to)
         return True
 
@@ -75,7 +79,7 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
     def follow_link(link: str) -> str:
         """The text that a link leads to."""
-        return vault.follow(link)
+        return shown_lines(vault.follow(link))
 
     def backlinks(path: str) -> list[str]:
         """The notes that link to a note."""
@@ -86,6 +90,12 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
         list_files, search_files, file_exists, get_size, follow_link, backlinks,
     ]  # fmt: skip
     return {function.__name__: function for function in functions}
+
+
+def _check_not_start(path: object) -> None:
+    """VaultError for the note that all others are reached from, in any case of its letters: a disk may ignore that."""
+    if isinstance(path, str) and len(path) <= 4 * len(START) and same(path) == START:
+        raise VaultError(f"{START} is where every question begins: it cannot be deleted or moved", "PermissionError")
 
 
 def call(

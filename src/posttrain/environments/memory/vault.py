@@ -4,6 +4,7 @@ from threading import RLock
 
 from posttrain.environments.memory.journal import Journal
 from posttrain.environments.memory.limits import VaultError, VaultLimits, shown
+from posttrain.environments.memory.line_breaks import replaced, shown_lines
 from posttrain.environments.memory.links import Backlinks, Notes, mended, parse_link, section
 from posttrain.environments.memory.log import Change
 from posttrain.environments.memory.paths import collision, folder_path, note_path, same
@@ -45,21 +46,23 @@ class Vault:
         return text
 
     def update(self, path: str, old: str, new: str) -> None:
-        """Replace `old`, which must stand in the note exactly once, by `new`."""
+        """Replace `old`, which must stand in the note exactly once, by `new`. The note keeps its kind of line breaks."""
         with self._lock:
             before = self.read(path)
             clean = note_path(path, self.limits)
             if not _text(old):
                 raise VaultError("the old text is empty; use append_file to add text")
-            count = _count(before, old)
+            wanted, lines = shown_lines(old), shown_lines(before)
+            count = _count(lines, wanted)
             if not count:
                 raise VaultError(f"the old text is not in {shown(clean)}; read the note and copy it exactly")
             if count > 1:
                 often = f"{count} times" if count <= _MANY else f"more than {_MANY} times"
                 raise VaultError(f"the old text is {often} in {shown(clean)}; give more of its surroundings")
-            if old == _text(new):
+            if wanted == shown_lines(_text(new)):
                 raise VaultError("the old text and the new text are the same")
-            self._commit("update", Change(clean, before, before.replace(old, new, 1)))
+            at = lines.index(wanted)
+            self._commit("update", Change(clean, before, replaced(before, at, at + len(wanted), new)))
 
     def append(self, path: str, text: str) -> None:
         """Add `text` at the end of a note, on a new line."""
@@ -67,8 +70,10 @@ class Vault:
             before = self.read(path)
             if not _text(text):
                 raise VaultError("the text to append is empty")
-            gap = "" if not before or before.endswith("\n") else "\n"
-            self._commit("append", Change(note_path(path, self.limits), before, f"{before}{gap}{text}"))
+            lines = shown_lines(before)
+            gap = "" if not lines or lines.endswith("\n") else "\n"
+            after = replaced(before, len(lines), len(lines), gap + text)
+            self._commit("append", Change(note_path(path, self.limits), before, after))
 
     def delete(self, path: str) -> None:
         """Take a note away. Links to it stay as they are."""
