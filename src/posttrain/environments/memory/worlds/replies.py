@@ -114,7 +114,7 @@ def holds(reply: str, wanted: Answer) -> bool:
     told = affirmed(reply)
     if wanted.type in FINDABLE:
         return wanted.value in said(wanted.type, told, [wanted.value])
-    return all(mentions(plain(told), part) for part in _parts(wanted))
+    return all(mentions(_loose(told), _loose(part)) for part in _parts(wanted))
 
 
 def others(
@@ -133,8 +133,11 @@ def others(
             continue
         known = {part for other in wanted for part in _parts(other)} | set(allowed)
         text, asked = plain(reply if one.type == "name" else without_titles(reply, vault)), plain(question)
-        for value in sorted(rivals(one, vault, theme, reply)):
-            if value not in known and mentions(text, value) and not mentions(asked, value):
+        rest = f" {_loose(text)} "
+        for part in sorted(known, key=len, reverse=True):
+            rest = rest.replace(f" {_loose(part)} ", " / ") if part else rest
+        for value in sorted(rivals(one, vault, theme, reply) - known - {""}):
+            if (mentions(text, value) or mentions(rest, _loose(value))) and not mentions(asked, value):
                 found.append(value)
     return found
 
@@ -160,7 +163,13 @@ def told(reply: str, hidden: Answer) -> bool:
     """Whether the reply holds the value in any spelling, denied or not; of a list, any of its items."""
     if hidden.type in FINDABLE:
         return hidden.value in said(hidden.type, reply, [hidden.value])
-    return any(mentions(plain(reply), part) for part in _parts(hidden))
+    return any(mentions(_loose(reply), _loose(part)) for part in _parts(hidden))
+
+
+def _loose(text: str) -> str:
+    """As `plain`, with what stands between letters and digits or in place of a hyphen as one space: LX-1154, LX1154."""
+    text = plain(re.sub(r"[‐‑–]", "-", text)).replace("-", " ")
+    return re.sub(r"(?<=[^\W\d])(?=\d)|(?<=\d)(?=[^\W\d])", " ", text)
 
 
 def _parts(wanted: Answer) -> list[str]:
