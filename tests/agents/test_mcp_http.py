@@ -111,6 +111,11 @@ def test_without_the_token_nobody_is(server, token, method):
     assert {name.lower(): value for name, value in headers.items()}["www-authenticate"] == "Bearer"
 
 
+def test_the_name_of_the_scheme_is_taken_in_any_case(server):
+    for scheme in ("bearer", "BEARER"):
+        assert sent(server, token=None, Authorization=f"{scheme} {TOKEN}")[0] == 200
+
+
 def test_the_token_stands_in_one_header_and_nowhere_else(server):
     assert sent(server, token=None, Authorization=[f"Bearer {TOKEN}", f"Bearer {TOKEN}"])[0] == 401
     assert sent(server, token=None, Authorization=f"Basic {TOKEN}")[0] == 401

@@ -52,7 +52,7 @@ class Guard:
     def __init__(self, app: App, port: int, token: str) -> None:
         self._app = app
         self._hosts = (f"{ADDRESS}:{port}".encode(), f"localhost:{port}".encode())
-        self._expected = b"Bearer " + token.encode()
+        self._token = token.encode()
 
     async def __call__(
         self,
@@ -82,7 +82,9 @@ class Guard:
             return 403, "the Host header is not the address of this server"
         if of(b"origin"):
             return 403, "web pages may not use this server"
-        if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._expected):
+        # The name of the scheme may be written in any case, the token may not.
+        scheme, _, token = tokens[0].partition(b" ") if len(tokens) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(token, self._token):
             return 401, "send the token that the server printed at its start, as `Authorization: Bearer TOKEN`"
         return None
 

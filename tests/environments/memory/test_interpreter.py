@@ -82,6 +82,8 @@ def test_only_the_functions_of_this_turn_can_be_called(interpreter, functions):
         ("read_file('a')", "line 1: ValueError: 'a' is no note: the path of a note ends in .md"),
         ("read_file(1)", "line 1: TypeError: a path is a text"),
         ("read_file(['a'])", "line 1: TypeError: read_file takes texts only"),
+        ("read_file(float('nan'))", "line 1: TypeError: read_file takes texts only"),
+        ("read_file(1e400)", "line 1: TypeError: read_file takes texts only"),
         ("read_file()", "line 1: TypeError: read_file takes (path)"),
         ("x = ", "line 1: SyntaxError: Expected an expression"),
         ("x = 1\ndel x", "line 2: not supported here: the 'del' statement"),
