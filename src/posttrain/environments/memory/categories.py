@@ -3,6 +3,8 @@
 import re
 from functools import cache
 
+from posttrain.environments.memory.facts import Fact
+from posttrain.environments.memory.privacy import CATEGORIES
 from posttrain.environments.memory.redaction import NUMERALS, Span
 from posttrain.environments.memory.worlds.values import MONTHS, find
 
@@ -134,6 +136,23 @@ def of_category(category: str, text: str, wide: bool = True) -> list[Span]:
         spans += [match.span("n") for match in _CALL.finditer(text)]
         return spans + [match.span() for match in _SPOKEN.finditer(text)]
     return spans + [match.span() for pattern in _WIDE[category] for match in pattern.finditer(text)]
+
+
+def in_category(category: str, fact: Fact, exactly: bool, wide: bool) -> bool:
+    """Whether the value of a fact is of a category: by its type, or where it is forbidden by its label, too."""
+    if fact.kind == "link":
+        return False
+    if wide and not exactly:
+        looks = of_category(category, fact.value) if fact.kind == "text" else ()
+        if looks or any(LABELS[category] & set(label.split()) for label in fact.labels):
+            return True
+    if category == "address":
+        return any("address" in label.split() and not {"email", "e-mail"} & set(label.split()) for label in fact.labels)
+    if exactly or category == "number":
+        return fact.kind == category
+    words = {word for name in CATEGORIES[category] for word in name.split()} - {"of", "to"}
+    by_label = any(set(label.split()) & (words - {"number", "address", "value"}) for label in fact.labels)
+    return fact.kind == category or by_label
 
 
 @cache

@@ -72,7 +72,12 @@ class Filter:
         self.view: dict[str, str] = {} if self.active else dict(files)
         """Path -> text of the notes that the model may work with. A note whose name tells what is hidden has another."""
         if self.rules and not self._closed:
-            self._ruling = Ruling(self.rules, allowing, self._facts, self._theme)
+            self._leads = leading(self._files)
+            wanted = {rule.about for rule in self.rules if rule.about}
+            self._pages = Pages(self._files, self._names, self._leads, wanted, self._theme is None)
+            self._ruling = Ruling(self.rules, allowing, self._facts, self._theme, self._pages, self._files)
+            self._named = {word for name in self._names for word in re.findall(r"[^\W_]+", name)}
+            """Single words of names of notes. The names themselves may be said."""
             self._view()
 
     @property
@@ -98,16 +103,13 @@ class Filter:
         """Make the view, and the index of what a reply must not hold."""
         forbidden = [rule for rule in self.rules if not rule.allow]
         gone = {rule.about for rule in forbidden if rule.about and not rule.label and not rule.category}
-        self._leads = leading(self._files)
-        wanted = {rule.about for rule in self.rules if rule.about}
-        self._pages = Pages(self._files, self._names, self._leads, wanted, self._theme is None)
         facts: dict[str, list[Fact]] = {path: [] for path in self._files}
         for fact in self._facts:
             facts[fact.note].append(fact)
         hidden = {fact for fact in self._facts if self._ruling.hides(fact)}
         whole: dict[str, list[Span]] = {}
         secret: dict[Value, set[str]] = {}
-        self._named = {word for name in self._names for word in re.findall(r"[^\W_]+", name)}
+        self._words: set[Value] = set()
         for path, text in self._files.items():
             whole[path] = self._ruled(path, facts[path], hidden, secret, gone)
             for fact in facts[path]:
@@ -124,11 +126,14 @@ class Filter:
         turned = self._turned(gone, index, secret)
         for path, found in spans.items():
             self.view[turned.get(path, path)] = blanked(self._files[path], [*found, *self._links(path, found, turned)])
-        shown = {value for text in self.view.values() for _, _, value in index.find(text)}
-        names_hidden = [Value("text", name) for name in self._hidden_names(hidden)]
-        seen_names = {value for text in self.view.values() for _, _, value in Index(names_hidden).find(text)}
-        kept = [value for value in secret if value not in shown and (value.kind != "word" or not value.text.islower())]
-        self._secrets = Index([*kept, *(name for name in names_hidden if name not in seen_names)])
+        names_hidden = Index(Value("text", name) for name in self._hidden_names(hidden))
+        shown: set[Value] = set()
+        words = set(self._named)
+        for text in self.view.values():
+            shown |= {value for found in (index, names_hidden) for _, _, value in found.find(text)}
+            words |= set(re.findall(r"[^\W_]+", text.casefold()))
+        kept = [value for value in (*secret, *names_hidden.values) if value not in shown and value.kind != "word"]
+        self._secrets = Index([*kept, *(word for word in self._words if word.text.casefold() not in words)])
 
     def _ruled(
         self, path: str, facts: Sequence[Fact], hidden: set[Fact], secret: dict[Value, set[str]], gone: set[str]
@@ -139,16 +144,15 @@ class Filter:
         if self._theme is not None:
             spans += self._by_looks(path)
             return [*spans, *prose(text, facts)] if self._ruling.allowing else spans
-        spans += self._by_looks(path)
         page = self._pages[path]
         for number, span in self._ruling.pieces(path, text, page):
             spans.append(span)
             piece = page.pieces[number]
             said = text[max(span[0], piece.value_start) : span[1]]
             if piece.kind != "heading" and len(said.split()) <= 8 and not links(said):
-                about = next(iter(page.mentions[number] & self._ruling.abouts), path)
+                abouts = page.mentions[number] & self._ruling.abouts or {path}
                 for value in self._values(said, None):
-                    secret.setdefault(value, set()).add(about)
+                    secret.setdefault(value, set()).update(abouts)
         for piece, mentions in zip(page.pieces, page.mentions, strict=True):
             if path not in gone and mentions & gone and not self._ruling.allowing:
                 spans.append((piece.start, piece.end))
@@ -156,12 +160,14 @@ class Filter:
             spans += self._ruling.rest(text, page, [fact for fact in facts if fact not in hidden], self._names, path)
         else:
             spans += self._ruling.unread(path, text, page, facts)
-        return spans
+        hidden_text = [text] if path in gone else [text[start:end] for start, end in spans]
+        self._words |= {value for said in hidden_text for value in self._ruling.words(said)}
+        return [*spans, *self._by_looks(path)]
 
     def _values(self, text: str, fact: Fact | None) -> Iterable[Value]:
         """The values in a hidden text, without single words of names of notes: the names themselves may be said."""
         for value in values_of(text, fact, self._theme is None):
-            if value.kind != "word" or value.text.casefold() not in self._named:
+            if value.kind != "word" or (value.text.casefold() not in self._named and not self._ruling.says(value.text)):
                 yield value
 
     def _by_looks(self, path: str) -> Iterable[Span]:

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from posttrain.environments.memory.categories import LABELS, TITLES, of_category, stem
+from posttrain.environments.memory.categories import LABELS, TITLES, in_category, stem
 from posttrain.environments.memory.facts import Fact
 from posttrain.environments.memory.outline import Piece
 from posttrain.environments.memory.privacy import CATEGORIES, Rule, synonyms
-from posttrain.environments.memory.reading import Page
+from posttrain.environments.memory.reading import Page, Pages
 from posttrain.environments.memory.redaction import Span, Value, prose
 from posttrain.environments.memory.worlds.truth import title
 from posttrain.environments.memory.worlds.values import FINDABLE, find, links
@@ -46,9 +46,17 @@ class Ruling:
     """What the rules say of facts and pieces. Rules that forbid are taken widely, those that allow exactly."""
 
     def __init__(
-        self, rules: Sequence[Rule], allowing: Sequence[Sequence[Rule]], facts: Sequence[Fact], theme: str | None
+        self,
+        rules: Sequence[Rule],
+        allowing: Sequence[Sequence[Rule]],
+        facts: Sequence[Fact],
+        theme: str | None,
+        pages: Pages,
+        texts: Mapping[str, str],
     ) -> None:
-        """`allowing`: what alone may be told, by the text that says so; a fact must be allowed by each."""
+        """`allowing`: what alone may be told, by the text that says so; a fact must be allowed by each. `texts`: the notes,
+        path -> text, that `pages` divides.
+        """
         self.allowing = allowing
         self.abouts = frozenset(rule.about for rule in rules if rule.about)
         self._forbidding = [rule for rule in rules if not rule.allow]
@@ -61,7 +69,18 @@ class Ruling:
             if fact.kind == "link":
                 self._turned.setdefault((fact.about, fact.value), set()).update(fact.labels)
         self._terms = {rule: _terms(rule.label) for rule in self._forbidding if rule.label}
-        self._found = {rule: self._is_found(rule) for rule in self._forbidding if rule.label or rule.category}
+        self._found = {
+            rule: self._is_found(rule) or self._is_told(rule, pages[rule.about], texts[rule.about])
+            for rule in self._forbidding
+            if (rule.label or rule.category) and rule.about is not None
+        }
+        """Rules about one note -> whether it states what they mean, so that not all of it is to be hidden."""
+        self._own = frozenset(
+            stem(word)
+            for rule in rules
+            for name in (*_also(rule.label or ""), *CATEGORIES.get(rule.category or "", ()))
+            for word in name.split()
+        )
 
     def hides(self, fact: Fact) -> bool:
         """Whether the rules forbid to say this fact."""
@@ -79,6 +98,17 @@ class Ruling:
             and len(value.text) >= 4
             and any(rule.label and rule.about is None for rule in self._forbidding)
         )
+
+    def says(self, word: str) -> bool:
+        """Whether the rules themselves have a word, in some form."""
+        return _has(self._own, stem(word))
+
+    def words(self, text: str) -> Iterator[Value]:
+        """The words and digits of a hidden text that may tell what it says; not those that the rules themselves have."""
+        for word in re.findall(r"[^\W_]{3,}", text):
+            known = word.casefold() in _DULL or self.says(word)
+            if not known and (len(word) > 3 or not word.islower()):
+                yield Value("word", word)
 
     def pieces(self, path: str, text: str, page: Page) -> Iterator[tuple[int, Span]]:
         """The numbers of the pieces of a note that may tell what a rule forbids, and what of each is hidden."""
@@ -101,7 +131,10 @@ class Ruling:
         """Sentences that may state a forbidden fact in words of their own: those with a word of its label, and all of its
         note, and about it, where no labelled fact of it was found.
         """
-        for rule, known in self._found.items():
+        for rule in self._forbidding:
+            if not rule.label and not rule.category:
+                continue
+            known = self._found.get(rule, False)
             words = set((rule.label or CATEGORIES[rule.category or "phone"][0]).split()) - COMMON
             for start, end in prose(text, facts):
                 said = set(re.findall(r"\w+", text[start:end].casefold()))
@@ -181,7 +214,7 @@ class Ruling:
         """
         if self._theme is not None or rule.label is None:
             return False
-        return bool(_also(rule.label) & fact.labels) or (rule.about is not None and not self._found[rule])
+        return bool(_also(rule.label) & fact.labels) or (rule.about is not None and not self._found.get(rule, False))
 
     def _is_found(self, rule: Rule) -> bool:
         """Whether the note that a rule is about has a fact that the rule means, by one of its names."""
@@ -190,6 +223,19 @@ class Ruling:
             return any(in_category(rule.category, fact, False, self._theme is None) for fact in own)
         names = _also(rule.label or "")
         return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in own)
+
+    def _is_told(self, rule: Rule, page: Page, text: str) -> bool:
+        """Whether a piece of a note states what a rule means under a label, a heading or a head of its own."""
+        if self._theme is not None:
+            return False
+        for piece in page.pieces:
+            start = self._from(rule, piece, text)
+            if start is not None and piece.kind != "heading" and re.search(r"\w", text[start : piece.end]):
+                own = rule.label is None or (bool(piece.label) and _tells(self._terms[rule], piece.label))
+                above = rule.label is not None and piece.kind in ("item", "cell")
+                if own or (above and any(_tells(self._terms[rule], one) for one in (*piece.headings, *piece.above))):
+                    return True
+        return False
 
     def _resembles(self, label: str, fact: Fact) -> bool:
         """Whether a forbidden label that no fact of the vault has shares a word with those of this fact."""
@@ -217,23 +263,6 @@ class Ruling:
         if piece.label and _only(terms, piece.label):
             return piece.value_start
         return None if piece.kind in ("heading", "head") and _only(terms, said) else piece.start
-
-
-def in_category(category: str, fact: Fact, exactly: bool, wide: bool) -> bool:
-    """Whether the value of a fact is of a category: by its type, or where it is forbidden by its label, too."""
-    if fact.kind == "link":
-        return False
-    if wide and not exactly:
-        looks = of_category(category, fact.value) if fact.kind == "text" else ()
-        if looks or any(LABELS[category] & set(label.split()) for label in fact.labels):
-            return True
-    if category == "address":
-        return any("address" in label.split() and not {"email", "e-mail"} & set(label.split()) for label in fact.labels)
-    if exactly or category == "number":
-        return fact.kind == category
-    words = {word for name in CATEGORIES[category] for word in name.split()} - COMMON
-    by_label = any(set(label.split()) & (words - {"number", "address", "value"}) for label in fact.labels)
-    return fact.kind == category or by_label
 
 
 def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:

@@ -212,8 +212,6 @@ def _nested(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...
         if re.fullmatch(r"[\s\-*_=]+", line.text):
             stack, lead, previous, blank = [], (), None, False
             continue
-        if blank and not line.marked and not line.indent:
-            stack = []
         goes_on = (
             previous is not None
             and not line.marked
@@ -227,6 +225,8 @@ def _nested(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...
             (lead_quoted and not line.quoted) or (blank and not lead_open and not line.marked and not line.indent)
         ):
             lead = ()
+        if blank and not line.marked and not line.indent and not goes_on:
+            stack = []
         if not goes_on:
             stack = [(indent, text) for indent, text in stack if indent < line.indent]
         if keyed and not line.marked and not line.indent:

@@ -59,7 +59,8 @@ class Index:
         self._digits: dict[str, list[Value]] = {}
         self._tails: dict[str, list[Value]] = {}
         self._squeezed: dict[str, Value] = {}
-        for value in dict.fromkeys(values):
+        self.values = list(dict.fromkeys(values))
+        for value in self.values:
             self._add(value)
         self._kinds = {kind for kind, _ in self._typed}
 
