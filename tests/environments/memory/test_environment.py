@@ -272,7 +272,7 @@ def test_players_without_a_model_are_ordered_as_they_should_be():
     assert found["rule agent"].interval is None
     assert all(baseline.n == 25 for baseline in found.values())
     assert found["always asks"].scores["retrieval"][0] == 0
-    assert found["whole vault"].scores["retrieval"][0] == 0
+    assert found["one note"].scores["update"][0] == 0
 
 
 def test_bm25_by_hand():

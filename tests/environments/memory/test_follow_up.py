@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.environments.game import play
-from posttrain.environments.memory.environment import ASKED_AFTER, NOTES, Memory, assignment
+from posttrain.environments.memory.baselines import ASKED_AFTER, NOTES
+from posttrain.environments.memory.environment import Memory, assignment
 from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.memory.worlds.dataset import read_row, row_of, samples
 from posttrain.environments.memory.worlds.recipe import WorldRecipe
@@ -131,6 +132,18 @@ def test_a_right_update_and_a_wrong_answer_afterwards_is_no_success():
     steps = play(Memory(recipe()), seed, [*answers, message("reply", "I do not know.")])
     assert steps[-1].info["scores"] == {"update": 0.0, NOTES: 1.0, ASKED_AFTER: 0.0}
     assert sum(step.reward for step in steps) < 0.6
+
+
+def test_players_without_a_model_have_columns_of_both_halves():
+    found = Memory.baselines(recipe(), range(30))
+    assert set(found) == {*Memory.players, "random", "optimal"}
+    assert all(set(one.scores) == {"update", NOTES, ASKED_AFTER} for one in found.values())
+    assert all(found["optimal"].scores[name][0] == 1 for name in (NOTES, ASKED_AFTER))
+    agent = found["rule agent"].scores
+    assert 0 < agent["update"][0] <= min(agent[NOTES][0], agent[ASKED_AFTER][0]) < 1
+    assert found["one note"].scores[NOTES][0] == 0
+    plain = Memory.baselines(recipe(follow_up=False), range(3))
+    assert all(set(one.scores) == {"update"} for one in plain.values())
 
 
 def test_the_old_value_is_a_wrong_answer_afterwards():

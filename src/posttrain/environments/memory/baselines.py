@@ -1,8 +1,8 @@
 """Players without a model, which show what a score is worth: they read the vault and reply by a fixed rule.
 
 - `random` tells a fact of the vault at random;
-- `always asks` asks back, whatever the question;
-- `whole vault` replies with all notes at once;
+- `always asks` says that it does not know and asks back, whatever the question;
+- `one note` recites the note that matches the question best;
 - `bm25` tells the fact whose words match the question best (Robertson and Zaragoza 2009);
 - `rule agent` looks for names and labels in the question (see `rule_agent.py`); it can ask, decline and change facts.
 
@@ -29,6 +29,8 @@ from posttrain.seeds import random_stream
 
 Player = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
 """From a question and the notes that may be seen (path -> text) to a reply and the notes afterwards."""
+NOTES, ASKED_AFTER = "update, notes", "update, asked after"
+"""Scores with `follow_up`: the notes are as the update wanted them; the question after it was answered rightly."""
 _Z = 1.959963984540054
 
 
@@ -39,6 +41,8 @@ class Outcome:
     kind: str
     success: bool
     paid: float
+    halves: tuple[bool, bool] | None = None
+    """Success of the update and of the question after it, where there was one."""
 
 
 def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
@@ -56,15 +60,20 @@ def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -
 
 
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
-    """Success overall and by kind of task. `sampled`: the player draws, so the success has an interval (Wilson 1927)."""
+    """Success overall, by kind of task, and of both halves of updates that were followed up.
+
+    `sampled`: the player draws, so the success has an interval (Wilson 1927).
+    """
     n = len(outcomes)
     rate = sum(one.success for one in outcomes) / n
-    by_kind = {}
-    for kind in dict.fromkeys(one.kind for one in outcomes):
-        own = [one.success for one in outcomes if one.kind == kind]
-        by_kind[kind] = (sum(own) / len(own), *_interval(sum(own) / len(own), len(own)))
+    columns: dict[str, list[bool]] = {}
+    for one in outcomes:
+        columns.setdefault(one.kind, []).append(one.success)
+        for name, success in zip((NOTES, ASKED_AFTER), one.halves or (), strict=False):
+            columns.setdefault(name, []).append(success)
+    scores = {name: (sum(own) / len(own), *_interval(sum(own) / len(own), len(own))) for name, own in columns.items()}
     paid = math.fsum(one.paid for one in outcomes) / n
-    return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, by_kind)
+    return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, scores)
 
 
 def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome | None:
@@ -76,7 +85,8 @@ def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome | 
         return Outcome(one.task.kind, scored.success, scored.total)
     grounded = forgotten(one.task, changed)
     after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed), grounded)
-    return Outcome(one.task.kind, scored.success and after.success, (scored.total + after.total) / 2)
+    halves = (scored.success, after.success)
+    return Outcome(one.task.kind, all(halves), (scored.total + after.total) / 2, halves)
 
 
 def _replied(
@@ -106,13 +116,16 @@ def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, 
 
 
 def asking_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """A question, with the words of the user's question so that it is to the point."""
-    return f"You said: {question.rstrip('?.! ')}. Can you tell me more?", files
+    """The best that can be said unread: that it is not known, in the words of the user's question, and a question."""
+    return f"I do not know this: {question.rstrip('?.! ')}. Can you tell me more?", files
 
 
-def whole_vault_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Everything."""
-    return "\n\n".join(files.values()), files
+def one_note_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """All of the note that matches the question best, without its question marks, which would be questions back."""
+    paths = sorted(files)
+    scores = bm25(_tokens(question), [_tokens(files[path]) for path in paths])
+    best = max(range(len(paths)), key=lambda i: (scores[i], -i))
+    return files[paths[best]].replace("?", "."), files
 
 
 def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
@@ -128,7 +141,7 @@ def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, st
 PLAYERS: dict[str, Player] = {
     "random": random_player,
     "always asks": asking_player,
-    "whole vault": whole_vault_player,
+    "one note": one_note_player,
     "bm25": bm25_player,
     "rule agent": rule_agent,
 }

@@ -8,7 +8,14 @@ from typing import Any
 from posttrain.environments.answers import Rejected
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import prepare_judge
-from posttrain.environments.memory.baselines import PLAYERS, Outcome, reference_players, summary
+from posttrain.environments.memory.baselines import (
+    ASKED_AFTER,
+    NOTES,
+    PLAYERS,
+    Outcome,
+    reference_players,
+    summary,
+)
 from posttrain.environments.memory.episode import Desk
 from posttrain.environments.memory.facts import facts_of
 from posttrain.environments.memory.filters import split_question
@@ -28,8 +35,6 @@ from posttrain.environments.rows import require_rows
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 
-NOTES, ASKED_AFTER = "update, notes", "update, asked after"
-"""Scores with `follow_up`: the notes are as the update wanted them; the question after it was answered rightly."""
 JUDGE = "judge"
 """What a judge gives, of an episode with a follow-up the mean of both halves."""
 _NOTHING = "Nothing comes to mind."
@@ -204,7 +209,9 @@ class Memory(Environment):
         for seed in seeds:
             steps = play(cls._unjudged(recipe), seed)
             last = steps[-1].info
-            solved.append(Outcome(last["kind"], last["success"], sum(step.reward for step in steps)))
+            scores = last["scores"]
+            halves = (scores[NOTES] == 1, scores[ASKED_AFTER] == 1) if NOTES in scores else None
+            solved.append(Outcome(last["kind"], last["success"], sum(step.reward for step in steps), halves))
         return {**players, "optimal": summary(solved)}
 
     @classmethod
