@@ -16,7 +16,7 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     for line in block.splitlines()
 ]
-LONG = ("rl", "sft", "reward", "dpo", "evaluate", "generate", "pipeline")
+LONG = ("rl", "sft", "reward", "dpo", "evaluate", "generate", "pipeline", "tune")
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def in_a_copy(tmp_path, monkeypatch, finished_run, rationales):
     """Run where nothing of the checkout can be changed, with the runs and the data the README speaks of."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "rationales").symlink_to(rationales)
-    for name in ("demo/rl", "first", "credit"):
+    for name in ("demo/rl", "first", "credit", "memory/rl"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name).symlink_to(finished_run)
     monkeypatch.chdir(tmp_path)
