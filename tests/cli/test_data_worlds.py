@@ -1,6 +1,7 @@
 """`posttrain data worlds`: files that can be read back, tables, and complaints."""
 
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,16 @@ def test_rows_of_each_split_and_what_is_in_them(tmp_path, capsys):
 def test_wrong_keys_are_told(word, told, capsys):
     assert main(["data", "worlds", word]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_episodes_earn_can_be_read_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["--train", "1", "--dev", "0", "--test", "0", "--scenarios", "notes=5", "facts=[2,3]", "bare=true"]
+    assert main(["data", "worlds", *words]) == 0
+    table = capsys.readouterr().out.rsplit("least", 1)[1].splitlines()
+    assert all(len(line) <= 80 for line in table)
+    assert any(re.fullmatch(r" clarification +wrong +no reply +\d+( +-\d\.\d\d){3} *", line) for line in table)
+    assert not any("…" in line for line in table)
 
 
 def test_a_server_needs_a_model(capsys):

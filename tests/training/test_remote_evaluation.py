@@ -112,6 +112,12 @@ def test_answers_without_room_are_told(capsys):
     assert "24 of 24 answers were cut off at rollout.tokens_per_turn = 64" in capsys.readouterr().out
 
 
+def test_the_plan_counts_both_conversations_of_an_update_that_is_followed_up(capsys):
+    with serving(solver()) as server:
+        assert main(words(server.url, "--dry-run", "environment.follow_up=true")) == 0
+    assert "at most 192 requests (16 turns an episode)" in capsys.readouterr().out
+
+
 def test_the_plan_shows_the_server_and_asks_nothing(capsys):
     with serving(solver()) as server:
         assert (

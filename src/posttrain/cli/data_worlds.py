@@ -148,7 +148,9 @@ def _scenario_table(made: "list[Sample]") -> "Table":
     from posttrain.environments.memory.worlds.scenarios import totals
 
     found = totals([(sample.task, sample.world.files) for sample in made], RewardWeights())
-    table = Table("kind", "", Column("episode", no_wrap=True), "n", "least", "mean", "most")
+    # Of 80 columns only the episode may need a second line: what is cut off of a number is lost.
+    numbered = [Column(name, no_wrap=True, justify="right") for name in ("n", "least", "mean", "most")]
+    table = Table(Column("kind", no_wrap=True), Column("", no_wrap=True), "episode", *numbered, box=None)
     for (kind, right, name), scores in sorted(found.items(), key=lambda item: (item[0][0], not item[0][1])):
         numbers = [scored.total for scored in scores]
         cells = [f"{number:+.2f}" for number in (min(numbers), sum(numbers) / len(numbers), max(numbers))]

@@ -198,6 +198,8 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
         return []
     evaluation, most = recipe.evaluation, recipe.rollout.tokens_per_turn
     episodes, turns = evaluation.final_seeds.count * evaluation.episodes_per_seed, recipe.environment.max_turns
+    # An update that is followed up has two conversations.
+    turns *= 2 if getattr(recipe.environment, "follow_up", False) else 1
     return [
         f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('episode', engine.workers)} in flight",
         f"at most {episodes * turns:,} requests ({turns} {_plural('turn', turns)} an episode) of at most {most:,} tokens "
