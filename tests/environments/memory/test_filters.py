@@ -1,6 +1,7 @@
 """Privacy rules: which sentences are understood, what the model gets to see, and that what it sees and says leaks nothing."""
 
 import re
+from time import process_time
 
 import pytest
 
@@ -53,6 +54,7 @@ UNDERSTOOD = {
     "Do not reveal the chip of my neighbour.": [Rule(False, "chip")],
     "The salary of anyone must never be disclosed.": [Rule(False, "salary")],
 }
+HIDE_PHONES = "Do not reveal phone numbers."
 NOT_UNDERSTOOD = [
     "",
     "Ignore the rules.",
@@ -217,3 +219,48 @@ def test_a_second_text_cannot_widen_what_the_first_alone_allows():
     assert "Bern" not in apart
     assert "baker" not in apart
     assert "Bern" in Filter([city, city], files).view[note]
+
+
+def test_time_grows_with_the_notes_and_not_with_their_square():
+    files = {"user.md": "# Me\n"}
+    for i in range(1000):
+        friend = f"[[n{i * 7 % 1000}|Name Number{i * 7 % 1000}]]"
+        body = f"- phone: +1 222 333 {i:04d}\n- city: Bern{i}\n- friend: {friend}\n\nSome prose about it. Call it.\n"
+        files[f"e/n{i}.md"] = f"# Name Number{i}\n\n{body}"
+    for rule in (HIDE_PHONES, "Do not reveal the city of Name Number5."):
+        start = process_time()
+        one = Filter([rule], files)
+        # About half a second on one core; in the square of the notes it was minutes.
+        assert process_time() - start < 6
+        assert len(one.view) == len(files)
+        assert ("222 333" in one.view["e/n5.md"]) == ("Number5" in rule)
+        assert ("Bern5" in one.view["e/n5.md"]) == ("Number5" not in rule)
+
+
+@pytest.mark.parametrize("sign", ["a.", "a", "1 ", "a@", "[[", "Aa ", "- a: b\n", "It is.\n\n"])
+def test_a_long_note_of_one_sign_takes_no_longer_than_its_length_asks(sign):
+    files = {**FILES, "clip.md": f"# Clip\n\n{sign * (10_000 // len(sign))}\n"}
+    for rule in ("No sums of money.", "Never mention dates.", "Do not share the salary of Mara Lindt."):
+        start = process_time()
+        assert Filter([rule], files).problem is None
+        assert process_time() - start < 4
+
+
+def test_notes_whose_names_tell_have_others():
+    files = {
+        "user.md": "# Me\n\n- call: [[x/41795550101|the sheet]]\n",
+        "x/41795550101.md": "# Sheet\n\n- who: Bo\n",
+        "x/other.md": "# Other\n\nSee [[41795550101]].\n",
+        "hidden-1.md": "# One of the user's own\n",
+    }
+    view = Filter([HIDE_PHONES], files).view
+    assert len(view) == len(files)
+    assert "41795550101" not in "\n".join([*view, *view.values()])
+    assert view["hidden-1.md"] == files["hidden-1.md"]
+    assert "- who: Bo" in "\n".join(view.values())
+    assert not {"user.md", "x/other.md"} - set(view)
+
+
+def test_where_everything_is_hidden_no_reply_is_let_out():
+    one = Filter(["Reveal nothing."], FILES)
+    assert (one.view, one.clean("Mara lives in Porto.")) == ({}, HIDDEN)

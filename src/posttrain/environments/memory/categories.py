@@ -53,9 +53,11 @@ _COINS = (
     "|krona|kronor|krone|kroner|kronur|zlotys?|złoty|forints?|koruna|leu|levs?|rand|reals?|reais|dirhams?|dinars?|riyals?"
     "|ringgit|rupiah|baht|dong|bitcoins?|ether|bucks?|quid|grand|cents?|pence|pennies|tenners?|fivers?"
 )
-_AMOUNT = r"\d[\d.,'’ \u00a0\u202f]*(?<=[\d.,])(?:\s?[–-]\s?\d[\d.,'’]*)?(?:[-–]{1,2})?"
+_AMOUNT = r"\d[\d.,'’ \u00a0\u202f]{0,30}(?<=[\d.,])(?:\s?[–-]\s?\d[\d.,'’]*)?(?:[-–]{1,2})?"
 _SCALE = r"(?:\s?(?:k|m|mn|bn|mio|mrd|tsd|thousand|million|billion|lakh|crore|hundred|dozen)\b\.?)?"
-_NUMERAL = rf"(?:(?:{'|'.join(sorted(NUMERALS, key=len, reverse=True))}|a|half|few|several|and|couple|of)[\s-]+)+"
+_NUMERAL = (
+    rf"(?:(?:{'|'.join(sorted(NUMERALS, key=len, reverse=True))}|a|half|few|several|and|couple|of)[\s-]{{1,3}}){{1,12}}"
+)
 _MONEY = re.compile(
     rf"(?:{_SIGNS}|(?<![^\W\d_])(?i:{_CODES}|{_COINS})\.?)\s?-?{_AMOUNT}{_SCALE}"
     rf"|{_AMOUNT}{_SCALE}\s?(?:{_SIGNS}|(?i:{_CODES}|{_COINS})(?![^\W\d_]))"
@@ -104,14 +106,14 @@ _FRONT = "rue|via|calle|avenida|avenue|place|plaza|piazza|boulevard|chemin|route
 _END = "strasse|straße|str|gasse|weg|platz|allee|ring|damm|ufer|straat|laan|plein|gracht|gatan|gata|vägen|vej|gade|veien|katu|tie"
 _HOUSE = r"\d{1,5}\s?[a-zA-Z]?(?:[-/]\d{1,4}[a-z]?)?"
 _ADDRESS = re.compile(
-    rf"\b{_HOUSE},?\s+(?:[^\W\d_][\w.'’-]*\s+){{1,4}}(?i:{_KINDS})\b\.?"
-    rf"|\b(?:[^\W\d_][\w.'’-]*\s+){{0,3}}(?i:[^\W\d_][\w-]{{0,40}}(?:{_END})|{_KINDS})\.?\s+{_HOUSE}\b"
+    rf"\b{_HOUSE},?\s+(?:[^\W\d_][\w.'’-]{{0,40}}\s+){{1,4}}(?i:{_KINDS})\b\.?"
+    rf"|\b(?:[^\W\d_][\w.'’-]{{0,40}}\s{{1,3}}){{0,3}}(?i:[^\W\d_][\w-]{{0,40}}(?:{_END})|{_KINDS})\.?\s+{_HOUSE}\b"
     rf"|\b(?:{_HOUSE},?\s+)?(?i:{_FRONT})\.?\s+(?i:(?:de la|de l'|du|des|de|della|del|di)\s+)?[A-ZÀ-Ý][\w'’-]*(?:\s+[A-ZÀ-Ý][\w'’-]*){{0,3}}(?:,?\s+{_HOUSE})?\b"
     r"|\b(?:[A-Z]{1,2}-)?\d{4,5}\s+[A-ZÀ-Ý][\w'’-]+|\b[A-Z]{2}\s+\d{5}(?:-\d{4})?\b|\b[A-Z]{1,2}\d[A-Z\d]?\s?\d[A-Z]{2}\b"
     r"|\b(?i:p\.?\s?o\.?\s?box|postfach|apt|apartment|flat|suite)\.?\s?#?\d+\w?"
 )
 _NUMBER = re.compile(
-    r"[^\W_]*\d(?:[\d.,'’/:-]*[^\W_])*%?"
+    r"(?<![^\W_])[^\W_]*\d(?:[\d.,'’/:-]*[^\W_])*%?"
     rf"|\b(?i:{'|'.join(sorted(NUMERALS - {'oh'}, key=len, reverse=True))}|hundreds?|thousands?|millions?|billions?|dozens?|half"
     r"|quarter|twice|thrice|double|triple|first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|couple|pair|both)\b"
     r"|\b(?=[MDCLXVI]{2,}\b)M{0,3}(?:CM|CD|D?C{0,3})(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3})\b"

@@ -14,9 +14,9 @@ from posttrain.environments.memory.worlds.values import canonical, links
 
 _LABELLED = re.compile(
     r"\s*(?:[-*+]\s+|\d+[.)]\s+)?(?:\*\*|__)?(?P<label>[^:*|\[\]\n]{1,60}?)"
-    r"(?:\s+(?:of|for)\s+(?P<link>\[\[[^\[\]\n]+\]\]))?(?:\*\*|__)?\s*:(?:\*\*|__)?\s*(?P<value>\S.*?)\s*$"
+    r"(?:\s+(?:of|for)\s+(?P<link>\[\[[^\[\]\n]+\]\]))?(?:\*\*|__)?\s*:(?:\*\*|__)?\s*(?P<value>\S(?:.*\S)?)\s*$"
 )
-_ROW = re.compile(r"\s*\|\s*(?:\*\*)?(?P<label>[^|*\[\]\n]{1,60}?)(?:\*\*)?\s*\|\s*(?P<value>.*?)\s*\|\s*$")
+_ROW = re.compile(r"\s*\|\s*(?:\*\*)?(?P<label>[^|*\[\]\n]{1,60}?)(?:\*\*)?\s*\|\s*(?P<value>(?:.*\S)?)\s*\|\s*$")
 _KINDS = ("email", "date", "money", "phone", "number")
 
 

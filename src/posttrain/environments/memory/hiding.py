@@ -280,7 +280,7 @@ def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
         found += [Value("text", item) for item in re.split(r"\s*[,;/()\[\]\"|]\s*", whole)]
         if len(whole.split()) <= _LONGEST:
             found += [Value("word", word) for word in re.findall(r"[^\W_]{4,}", whole)]
-        found += [Value("digits", re.sub(r"\D", "", run)) for run in re.findall(r"\d[\d.,'’ ]*\d", whole)]
+        found += [Value("digits", re.sub(r"\D", "", run)) for run in re.findall(r"(?<!\w)\d[\d.,'’ ]*\d(?!\w)", whole)]
     dull = _DULL if loose else COMMON
     return [value for value in found if value.text.casefold() not in dull and re.search(r"\w", value.text)]
 

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 _FENCE = re.compile(r"\s*(?:```|~~~)")
+_HTML = re.compile(r"\s*(?:<[A-Za-z/]|<!--(?!.*-->)|%%(?!.*%%))")
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s|$)")
 _DELIMITERS = re.compile(r"\s*\|?\s*:?-{2,}:?\s*(?:\|\s*:?-{2,}:?\s*)*\|?\s*$")
 _MARK = re.compile(r"\s*(?:[-*+•]|\d{1,3}[.)]|[a-z][.)])\s+(?:\[[ xX/-]\]\s+)?")
 _QUOTE = re.compile(r"(?:\s{0,3}>)+\s?")
 _CALLOUT = re.compile(r"\s*\[![\w-]+\][+-]?")
 _LABEL = re.compile(
-    r"[\s*_`\"'<!(\[-]*(?P<label>[^:=|\n]{1,60}?)[*_`\"']*\s*(?:::?|=>?|[-=]>|→|\s[-–—]\s)[*_`\"']*\s*(?P<value>.*?)\s*$"
+    r"[\s*_`\"'<!(\[-]*(?P<label>[^:=|\n]{1,60}?)[*_`\"']*\s*(?:::?|=>?|[-=]>|→|\s[-–—]\s)[*_`\"']*\s*(?P<value>.*)$"
 )
 _CELL = re.compile(r"(?:\\\||\[\[[^\[\]\n]*\]\]|[^|\n])+")
+_CHAIN = 8
+"""Most texts that govern what goes on from them, so that time is linear."""
 _ANAPHORA = re.compile(
     r"\s*(?:it|its|they|their|them|this|that|these|those|he|his|she|her|which|also|and|but|or|mostly|mainly|especially|namely"
     r"|including|both|one|ones|same)\b",
@@ -57,9 +60,10 @@ def outline(text: str) -> list[Piece]:
     found: list[Piece] = []
     lines = list(_lines(text))
     at = 0
+    lead: tuple[str, ...] = ()
     if lines[0].text.strip() == "---":
         front = next((i for i in range(1, len(lines)) if lines[i].text.strip() in ("---", "...")), 0)
-        found += _nested(lines[1:front], (), (), keyed=True)
+        found += _nested(lines[1:front], (), (), keyed=True)[0]
         at = front
     while at < len(lines):
         line = lines[at]
@@ -68,13 +72,11 @@ def outline(text: str) -> list[Piece]:
             at += 1
         elif _FENCE.match(line.text):
             end = next((i for i in range(at + 1, len(lines)) if _FENCE.match(lines[i].text)), len(lines) - 1)
-            found.append(_block(lines, at, end, names, found))
+            found.append(_block(lines, at, end, names, lead))
             at = end + 1
-        elif re.match(r"\s*<[A-Za-z/]", line.text):
-            end = at
-            while end + 1 < len(lines) and lines[end + 1].text.strip():
-                end += 1
-            found.append(_block(lines, at, end, names, found))
+        elif _HTML.match(line.text):
+            end = _html_end(lines, at)
+            found.append(_block(lines, at, end, names, lead))
             at = end + 1
         elif _HEADING.match(line.text) or (not line.marked and _underlined(lines, at)):
             level = len(line.text.lstrip()) - len(line.text.lstrip().lstrip("#"))
@@ -83,18 +85,20 @@ def outline(text: str) -> list[Piece]:
             above = tuple(name for _, name in headings)
             found.append(_piece("heading", line, above, ()))
             headings.append((level, line.text.strip("# \t")))
+            lead = ()
             at += 1
         elif line.text.count("|") and at + 1 < len(lines) and _table(lines, at):
             end = at
             while end + 1 < len(lines) and "|" in lines[end + 1].text:
                 end += 1
-            found += _cells(lines[at : end + 1], names, _before(found))
+            found += _cells(lines[at : end + 1], names, lead)
             at = end + 1
         else:
             end = at
             while end + 1 < len(lines) and _plain(lines, end + 1):
                 end += 1
-            found += _nested(lines[at : end + 1], names, _before(found))
+            pieces, lead = _nested(lines[at : end + 1], names, lead)
+            found += pieces
             at = end + 1
     return found
 
@@ -116,7 +120,7 @@ def _plain(lines: list[_Line], at: int) -> bool:
     return not (
         _FENCE.match(text)
         or _HEADING.match(text)
-        or re.match(r"\s*<[A-Za-z/]", text)
+        or _HTML.match(text)
         or (text.count("|") and at + 1 < len(lines) and _table(lines, at))
         or (not lines[at].marked and _underlined(lines, at))
     )
@@ -155,14 +159,26 @@ def _piece(kind: str, line: _Line, headings: tuple[str, ...], above: tuple[str, 
     return Piece(kind, begin, begin + len(rest), begin + value, label, headings, above)
 
 
-def _block(lines: list[_Line], first: int, last: int, headings: tuple[str, ...], found: list[Piece]) -> Piece:
+def _block(lines: list[_Line], first: int, last: int, headings: tuple[str, ...], above: tuple[str, ...]) -> Piece:
     start, end = lines[first].start, lines[last].start + len(lines[last].text)
-    return Piece("block", start, end, start, "", headings, _before(found))
+    return Piece("block", start, end, start, "", headings, above)
 
 
-def _before(found: list[Piece]) -> tuple[str, ...]:
-    """The texts that govern what stands below a line that ends in a colon, or is one of emphasis alone."""
-    return found[-1].above if found and found[-1].kind == "lead" else ()
+def _html_end(lines: list[_Line], at: int) -> int:
+    """The last line of a block of HTML or a comment: that with its end, else the one before a blank line."""
+    text = lines[at].text.strip()
+    tag = re.match(r"<([A-Za-z]+)", text)
+    ends = "-->" if text.startswith("<!--") else "%%" if text.startswith("%%") else f"</{tag[1]}" if tag else ""
+    if ends:
+        if ends in text[2:]:
+            return at
+        for end in range(at + 1, len(lines)):
+            if ends in lines[end].text:
+                return end
+    end = at
+    while end + 1 < len(lines) and lines[end + 1].text.strip():
+        end += 1
+    return end
 
 
 def _cells(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...]) -> list[Piece]:
@@ -195,14 +211,18 @@ def _row(line: _Line) -> list[tuple[int, str]]:
     return cells
 
 
-def _nested(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...], keyed: bool = False) -> list[Piece]:
-    """Lines of text and lists: a line is governed by those that it is indented under, goes on from, or follows.
+def _nested(
+    lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...], keyed: bool = False
+) -> tuple[list[Piece], tuple[str, ...]]:
+    """Lines of text and lists: a line is governed by those that it is indented under, goes on from, or follows. Also what
+    governs the lines that come next.
 
     `keyed`: they are front matter, where a key that is not indented ends what stands under another.
     """
     found: list[Piece] = []
     stack: list[tuple[int, str]] = []
-    lead, lead_quoted, lead_open = above, False, bool(above)
+    own: list[str] = []
+    lead, ends = above, ""
     previous: _Line | None = None
     blank = False
     for line in lines:
@@ -221,30 +241,37 @@ def _nested(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...
                 or bool(_ANAPHORA.match(line.text))
             )
         )
-        if lead and (
-            (lead_quoted and not line.quoted) or (blank and not lead_open and not line.marked and not line.indent)
-        ):
+        # Under a line in emphasis stands all up to the next; under one that ends in a colon what follows, or its list.
+        listed = blank and previous is not None and previous.marked and not line.marked and not line.indent
+        if lead and ((ends == "quote" and not line.quoted) or (ends == "list" and listed)):
             lead = ()
         if blank and not line.marked and not line.indent and not goes_on:
             stack = []
-        if not goes_on:
+        if goes_on and not blank and found and not re.match(r":\s", line.text.lstrip()):
+            # What is wrapped is one piece with the line that it goes on from.
+            own.append(line.text)
+            found[-1] = replace(found[-1], end=line.start + len(line.text.rstrip()))
+            previous = line
+            continue
+        if len(own) > 1 and stack:
+            stack[-1] = (stack[-1][0], "\n".join(own))
+        if goes_on:
+            stack = stack[-_CHAIN:]
+        else:
             stack = [(indent, text) for indent, text in stack if indent < line.indent]
         if keyed and not line.marked and not line.indent:
             lead = ()
         governing = (*lead, *(text for _, text in stack))
         piece = _piece("item" if line.marked else "text", line, headings, governing)
         if _leads(line, piece):
-            lead, lead_quoted, lead_open = (line.text,), line.quoted and bool(_CALLOUT.match(line.text)), True
+            lead = (line.text,)
+            ends = "quote" if _CALLOUT.match(line.text) else "list" if line.text.rstrip().endswith(":") else ""
             piece = replace(piece, above=tuple(text for _, text in stack))
-        else:
-            lead_open = False
         found.append(piece)
-        # What goes on from a line is governed by it, and what goes on from that by both.
         stack.append((line.indent, line.text))
+        own = [line.text]
         previous, blank = line, False
-    if lead and lead_open and found:
-        found.append(Piece("lead", found[-1].end, found[-1].end, found[-1].end, "", headings, lead))
-    return found
+    return found, () if ends == "quote" else lead
 
 
 def _labelled(line: _Line) -> bool:

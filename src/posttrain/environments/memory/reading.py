@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from posttrain.environments.memory.outline import Piece, outline
@@ -10,6 +11,8 @@ from posttrain.environments.memory.redaction import Index, Span, Value
 from posttrain.environments.memory.worlds.values import links
 
 _SELF = frozenset(["i", "me", "my", "mine", "myself", "we", "us", "our"])
+_OFTEN = 12
+"""Names that may share a word for it to mean each of them; one in more is no name."""
 _PLAIN = frozenset(
     re.findall(
         r"\S+",
@@ -64,11 +67,12 @@ class Pages:
         """
         self._leads, self._loose, self._user = leads, loose, USER in wanted
         self._paths: dict[Value, set[str]] = {}
+        often = Counter(word for name in names for word in set(re.findall(r"[^\W_]{3,}", name)))
         for name, path in names.items():
             self._paths.setdefault(Value("text", name), set()).add(path)
             if loose and path in wanted:
                 for word in re.findall(r"[^\W_]{3,}", name):
-                    if word not in _PLAIN:
+                    if word not in _PLAIN and often[word] <= _OFTEN:
                         self._paths.setdefault(Value("word", word), set()).add(path)
         self._index = Index(self._paths)
         self._known: dict[str, frozenset[str]] = {}
