@@ -72,8 +72,7 @@ class Notes:
         return found[0] if len(found) == 1 else None
 
     def _fitting(self, target: str) -> list[str]:
-        wanted = target.strip().removeprefix("./")
-        named = wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
+        named = _path(target)
         if named in self._paths:
             return [named]
         wanted_key = same(named)
@@ -84,31 +83,27 @@ class Notes:
 
 
 class Backlinks:
-    """Which notes link to which, arranged again only for what has changed since it was asked last."""
+    """Which notes link to which. What a note links to is kept until its text changes."""
 
     def __init__(self) -> None:
-        self._files: dict[str, str] = {}
-        self._paths: frozenset[str] = frozenset()
-        self._targets: dict[str, frozenset[str]] = {}
-        self._sources: dict[str, list[str]] = {}
+        self._texts: dict[str, str] = {}
+        self._by_name: dict[str, dict[str, list[str]]] = {}
+        """Note -> the last part of what a link names, whatever its case -> the targets with that last part."""
 
     def to(self, path: str, paths: Iterable[str], files: dict[str, str]) -> list[str]:
         """The notes that link to the note `path`, sorted. `paths`: those of all notes; `files`: texts of the readable."""
-        known = frozenset(paths)
-        if files != self._files or known != self._paths:
-            old, notes, led = self._files, Notes(known), dict[str, str | None]()
-            self._targets = {
-                other: self._targets[other] if old.get(other) == text else targets(text)
-                for other, text in files.items()
-            }
-            self._sources = {}
-            for other in sorted(files):
-                for target in self._targets[other] - led.keys():
-                    led[target] = notes.leads(target)
-                for note in {led[target] for target in self._targets[other]} - {None, other}:
-                    self._sources.setdefault(str(note), []).append(other)
-            self._files, self._paths = files, known
-        return list(self._sources.get(path, []))
+        for other in self._texts.keys() - files.keys():
+            del self._by_name[other]
+        for other, text in files.items():
+            if self._texts.get(other) != text:
+                self._by_name[other] = _named(targets(text))
+        self._texts = dict(files)
+        notes, name = Notes(paths), same(path).rpartition("/")[2]
+        return [
+            other
+            for other in sorted(files)
+            if other != path and any(notes.leads(target) == path for target in self._by_name[other].get(name, ()))
+        ]
 
 
 def resolve(target: str, paths: Iterable[str]) -> str:
@@ -142,8 +137,13 @@ def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
     A link to another note is turned into its whole path where the new name makes it ambiguous.
     """
 
+    names = [same(path).rpartition("/")[2].removesuffix(SUFFIX) for path in (old, new)]
+
     @cache
     def turned(inner: str) -> str:
+        # Only what is named as the note was or will be can lead elsewhere; most links are told from that at once.
+        if inner.isascii() and not any(name in inner.lower() for name in names):
+            return f"[[{inner}]]"
         link = _parts(inner)
         led = before.leads(link.target)
         wanted = new if led == old else led
@@ -160,6 +160,19 @@ def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
         return f"[[{target}{inner[len(inner[:place].rstrip()) :] if end else ''}]]"
 
     return _LINK.sub(lambda match: turned(match[1]), text)
+
+
+def _path(target: str) -> str:
+    """What a link's target names, with the suffix of a note."""
+    wanted = target.strip().removeprefix("./")
+    return wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
+
+
+def _named(found: Iterable[str]) -> dict[str, list[str]]:
+    by_name: dict[str, list[str]] = {}
+    for target in found:
+        by_name.setdefault(same(_path(target)).rpartition("/")[2], []).append(target)
+    return by_name
 
 
 def _heading(line: str) -> tuple[int, str] | None:
