@@ -255,10 +255,8 @@ def _nested(
             continue
         if len(own) > 1 and stack:
             stack[-1] = (stack[-1][0], "\n".join(own))
-        if goes_on:
-            stack = stack[-_CHAIN:]
-        else:
-            stack = [(indent, text) for indent, text in stack if indent < line.indent]
+        outer = [(indent, text) for indent, text in stack if indent < line.indent]
+        stack = stack[-_CHAIN:] if goes_on else outer
         if keyed and not line.marked and not line.indent:
             lead = ()
         governing = (*lead, *(text for _, text in stack))
