@@ -146,6 +146,8 @@ def in_category(category: str, fact: Fact, exactly: bool, wide: bool) -> bool:
         return False
     if wide and not exactly:
         looks = of_category(category, fact.value) if fact.kind == "text" else ()
+        if fact.kind not in (category, "text", "number"):
+            return False
         if looks or any(LABELS[category] & set(label.split()) for label in fact.labels):
             return True
     if category == "address":

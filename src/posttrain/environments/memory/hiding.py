@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from posttrain.environments.memory.categories import LABELS, TITLES, in_category, stem
 from posttrain.environments.memory.facts import Fact
@@ -10,8 +10,9 @@ from posttrain.environments.memory.outline import Piece
 from posttrain.environments.memory.privacy import CATEGORIES, Rule, synonyms
 from posttrain.environments.memory.reading import Page, Pages
 from posttrain.environments.memory.redaction import Span, Value, prose
+from posttrain.environments.memory.worlds.themes import THEMES
 from posttrain.environments.memory.worlds.truth import title
-from posttrain.environments.memory.worlds.values import FINDABLE, find, links
+from posttrain.environments.memory.worlds.values import FINDABLE, canonical, find, links
 
 COMMON = frozenset(
     re.findall(r"\w+", "a an the of and or in on at to by for with is are was be this that it as no not from")
@@ -40,6 +41,7 @@ _NEUTRAL = frozenset(
     )
 )
 _LONGEST = 12
+_TYPED = ("email", "date", "money", "phone")
 
 
 class Ruling:
@@ -185,7 +187,7 @@ class Ruling:
                 above = piece.above if piece.kind not in ("cell", "head") else ()
                 for other in (*piece.headings, *above):
                     words = set(re.findall(r"\w+", other.casefold()))
-                    if other != title(text) and words - _NEUTRAL - own:
+                    if other != title(text) and words - _NEUTRAL - own - _usual_headings():
                         return False
         return True
 
@@ -254,7 +256,10 @@ class Ruling:
             )
             if governed and piece.kind != "head":
                 return piece.start
-            return piece.value_start if piece.label and _words(piece.label) & words else None
+            other = any(
+                canonical(kind, text[piece.value_start : piece.end]) for kind in _TYPED if kind != rule.category
+            )
+            return piece.value_start if piece.label and _words(piece.label) & words and not other else None
         terms = self._terms[rule]
         if any(_tells(terms, other) for other in (*piece.headings, *piece.above)):
             return piece.start
@@ -283,6 +288,14 @@ def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
         found += [Value("digits", re.sub(r"\D", "", run)) for run in re.findall(r"(?<!\w)\d[\d.,'’ ]*\d(?!\w)", whole)]
     dull = _DULL if loose else COMMON
     return [value for value in found if value.text.casefold() not in dull and re.search(r"\w", value.text)]
+
+
+@cache
+def _usual_headings() -> frozenset[str]:
+    """The words of headings of facts in made-up worlds."""
+    return frozenset(
+        re.findall(r"\w+", " ".join(name for one in THEMES.values() for name in one.headings[0]).casefold())
+    )
 
 
 def _also(label: str) -> frozenset[str]:
