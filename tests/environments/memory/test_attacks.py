@@ -7,13 +7,13 @@ that matters is as it was, and the next turn works.
 import os
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from posttrain.environments.memory.interpreter import Interpreter, InterpreterLimits, Ran
-from posttrain.environments.memory.limits import VaultError, VaultLimits
+from posttrain.environments.memory.limits import VaultLimits
 from posttrain.environments.memory.storage import DiskStorage, MemoryStorage
 from posttrain.environments.memory.tools import tools
 from posttrain.environments.memory.vault import Vault
@@ -494,152 +494,3 @@ def test_a_folder_that_is_exchanged_for_a_link_meanwhile_leads_nowhere(interpret
         os.unlink(folder)
     assert place.outside() == place.around
     place.vault.close()
-
-
-FORGED = {
-    "something beside the vault": '[1,"move",[["../evil.sh","echo pwned\\n",null],["user.md","# Me\\n","# X\\n"]]]',
-    "the removal of a file outside": '[1,"move",[["../secret.md",null,"hunter2-outside"],["user.md","# Me\\n","# X\\n"]]]',
-    "a path out of a folder": '[1,"move",[["entities/../../secret.md",null,"hunter2-outside"],["user.md","# Me\\n","# X\\n"]]]',
-    "an absolute path": '[1,"move",[["/tmp/pwned.md","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "a hidden note": '[1,"move",[[".hidden.md","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "the reserved folder": '[1,"move",[[".posttrain/lock","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "a file that is no note": '[1,"move",[["evil.sh","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "an empty part": '[1,"move",[["a//b.md","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "a path that is not in its normal form": '[1,"move",[["cafe\\u0301.md","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "a path with a nul": '[1,"move",[["a\\u0000.md","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "one note twice": '[1,"move",[["a.md","x",null],["a.md","y",null],["user.md","# Me\\n","# X\\n"]]]',
-    "half a character": '[1,"move",[["a.md","\\ud800",null],["user.md","# Me\\n","# X\\n"]]]',
-    "what cannot be taken back": '[1,"move",[["b.md","y",null],["user.md/a.md","x",null],["b.md/c.md","x",null]]]',
-    "a note in a note": '[1,"move",[["b.md","y",null],["b.md/c.md","x",null],["user.md","# Me\\n","# X\\n"]]]',
-    "a note on the way to a note": '[1,"move",[["b.md/c.md","x",null],["b.md","y",null],["user.md","# Me\\n","# X\\n"]]]',
-    "a number that is a text": '["x","y",[]]',
-    "a number that is a truth value": '[true,"x",[["user.md","# Me\\n","# X\\n"]]]',
-    "a number that goes back": '[2,"x",[["a.md",null,"a"]]]\n[1,"x",[["b.md",null,"b"]]]',
-    "a path that is a number": '[1,"x",[[5,null,"a"]]]',
-    "a text that is a number": '[1,"x",[["a.md",null,5]]]',
-    "no changes": '[1,"x",[]]',
-    "an object": '{"number": 1}',
-    "deep nesting": "[" * 100_000,
-    "a long number": "9" * 10_000,
-    "nonsense": "\0\0\0",
-    "no text": "\udcff\udcfe",
-}
-"""Journals that come with a folder of notes from somebody else."""
-
-
-@pytest.mark.parametrize("name", FORGED)
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_forged_journal_changes_nothing_and_stops_nobody(tmp_path, name, read_only):
-    root = tmp_path / "notes"
-    (root / ".posttrain").mkdir(parents=True)
-    (tmp_path / "secret.md").write_text(SECRET)
-    (root / "user.md").write_text("# Me\n")
-    journal = FORGED[name].encode(errors="surrogateescape") + b"\n"
-    (root / ".posttrain" / "journal.jsonl").write_bytes(journal)
-    for times in range(2):
-        vault = Vault(DiskStorage(root, read_only=read_only, sync=False))
-        # One whose notes cannot be looked at stays; one that cannot be taken back is noticed where it would be.
-        stays = read_only or name == "what cannot be taken back"
-        seen = not stays or not (name == "what cannot be taken back" or name.startswith("a note "))
-        if seen and (read_only or not times):
-            assert "damaged" in vault.journal.remark
-            assert vault.journal.entries() == []
-        assert vault.files() == {"user.md": "# Me\n"}
-        assert not Path("/tmp/pwned.md").exists()
-        outside = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
-        assert outside == {"secret.md": SECRET}
-        vault.close()
-    kept = root / ".posttrain" / ("journal.jsonl" if stays else "journal-damaged-1.jsonl")
-    assert kept.read_bytes() == journal
-    if not stays:
-        with closing(Vault(DiskStorage(root, sync=False))) as vault:
-            vault.append("user.md", "- name: Ada")
-            vault.journal.undo()
-            assert vault.files() == {"user.md": "# Me\n"}
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["../x.md", "a/../../x.md", "/tmp/x.md", "", ".", "..", ".x/a.md", ".posttrain/lock", "a//b.md", "a/", "x\0.md"],
-)
-def test_the_storage_itself_refuses_what_leads_out(tmp_path, path):
-    root = tmp_path / "notes"
-    (root / "a").mkdir(parents=True)
-    (tmp_path / "x.md").write_text(SECRET)
-    before = sorted(str(found) for found in tmp_path.rglob("*"))
-    storage = DiskStorage(root, sync=False)
-    for attempt in (lambda: storage.read(path, 99), lambda: storage.write(path, "x"), lambda: storage.remove(path)):
-        with pytest.raises(VaultError, match="no path of a note"):
-            attempt()
-    storage.close()
-    after = {str(found) for found in tmp_path.rglob("*")} - {
-        str(root / ".posttrain"),
-        str(root / ".posttrain" / "lock"),
-    }
-    assert sorted(after) == before
-    assert (tmp_path / "x.md").read_text() == SECRET
-
-
-# -- time of the trusted side -------------------------------------------------------------------------------------------
-
-
-def test_tools_that_take_too_long_end_the_block(tmp_path):
-    """Whatever the code catches; what was done stays, and the next block works."""
-    place, done = Place("memory", tmp_path), 0
-
-    def slow(path: str) -> bool:
-        nonlocal done
-        done += 1
-        time.sleep(0.1)
-        return True
-
-    with Interpreter(InterpreterLimits(tool_seconds=0.25)) as one:
-        code = "while True:\n    try:\n        slow('x')\n    except BaseException:\n        pass"
-        ran = one.run(code, {"slow": slow})
-        assert ran.error == (
-            "TimeoutError: the code was stopped: its calls of tools took too much time; make fewer of them in one block"
-        )
-        assert done == ran.calls <= 3
-        assert one.run("x = read_file('user.md')", tools(place.vault)).values == {"x": FILES["user.md"]}
-
-
-def _words(count: int) -> list[str]:
-    return [f"{number:04x}" for number in range(count)]
-
-
-SLOW = {
-    "links to one note": ({f"n{i}.md": "[[user]]" * 8_000 for i in range(60)}, "backlinks('user.md')", 40),
-    "links to nowhere": (
-        {f"n{i}.md": "".join(f"[[{i}{w}]]" for w in _words(6_000)) for i in range(60)},
-        "backlinks('user.md')",
-        40,
-    ),
-    "a move with many links": (
-        {f"n{i}.md": "[[user]]" * 7_000 for i in range(60)},
-        "move_file(f'n{i}.md', f'm{i}.md')",
-        10,
-    ),
-    "many places of half a note": ({"a.md": "a" * 65_000}, "update_file('a.md', 'a' * 30_000, 'b')", 40),
-    "a heading of signs": ({"a.md": "# " + "#" * 65_000 + "x"}, "follow_link('[[a#b]]')", 40),
-    "a heading of blanks": ({"a.md": "# " + " #" * 32_000 + "x"}, "follow_link('[[a#b]]')", 40),
-    "lines without end": ({f"n{i}.md": "a\n" * 32_000 for i in range(60)}, "search_files('a')", 20),
-    "a near miss everywhere": ({f"n{i}.md": "a" * 64_000 for i in range(60)}, "search_files('a' * 199 + 'b')", 20),
-    "a note far too large": ({}, "create_file('x.md', 'a' * 500_000)", 40),
-}
-"""Notes, a call, and how often: legal vaults that once kept the trusted side busy for minutes."""
-
-
-@pytest.mark.parametrize("name", SLOW)
-def test_no_legal_vault_makes_the_tools_slow(name):
-    files, call, times = SLOW[name]
-    vault = Vault(MemoryStorage({"user.md": "# Me\n", **files}))
-    with Interpreter(InterpreterLimits()) as one:
-        one.run("1", {})
-        begun = time.process_time()
-        code = f"raised = 0\nfor i in range({times}):\n    try:\n        {call}\n    except Exception as error:\n        raised += 1\ndone = True"
-        ran = one.run(code, tools(vault))
-        # A second or two at most; processor time, for others may hold up the machine.
-        assert time.process_time() - begun < 15
-    assert ran.error is None
-    assert ran.values["done"]
-    assert ran.calls == times
