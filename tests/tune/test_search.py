@@ -133,11 +133,36 @@ def test_where_nothing_keeps_its_limits_the_nearest_is_told(begun, tmp_path, cap
     )
 
 
-def test_a_metric_that_is_not_there_is_the_reason(monkeypatch, tmp_path, capsys):
-    studies.stand_in(monkeypatch, lambda recipe, step: {"success": 0.5})
+@pytest.mark.parametrize("named", ["objective", "within"])
+def test_a_metric_that_is_not_there_ends_the_study_after_one_trial(named, monkeypatch, tmp_path, capsys):
+    begun = studies.stand_in(monkeypatch, lambda recipe, step: {"return": 1.0, "score/update": 0.5, "score/other": 0.5})
     search = {"optimizer.learning_rate": [1e-5, 1e-4]}
-    assert studies.tune(tmp_path, search=search, trials=2) == 1
-    assert "its evaluations have no return; they have success" in capsys.readouterr().err
+    objective = {"metric": "score/updat", "direction": "maximize"}
+    if named == "within":
+        objective = {"metric": "return", "direction": "maximize", "within": {"rollout/score/updat": {"most": 1.0}}}
+    assert studies.tune(tmp_path, search=search, objective=objective, trials=5) == 1
+    said = capsys.readouterr().err
+    assert begun == ["0000"]
+    assert "stopped after trial 0, since no trial can be judged" in said
+    if named == "objective":
+        assert "its evaluations have no score/updat; they have score/update, " in said
+    else:
+        assert "neither evaluations nor training steps have rollout/score/updat" in said
+    assert report(tmp_path).count("| failed |") == 1
+    assert not (tmp_path / "runs/s/best.yaml").exists()
+
+
+def test_a_trial_without_the_metric_is_not_the_end_where_another_has_it(monkeypatch, tmp_path):
+    def measure(recipe, step):
+        return {"return": 1.0} | ({"score/a": 0.5} if recipe.optimizer.learning_rate == 1e-5 else {})
+
+    begun = studies.stand_in(monkeypatch, measure)
+    start = [{"optimizer.learning_rate": rate} for rate in (1e-5, 1e-4)]
+    search = {"optimizer.learning_rate": [1e-5, 1e-4]}
+    objective = {"metric": "score/a", "direction": "maximize"}
+    assert studies.tune(tmp_path, search=search, start=start, objective=objective, trials=3) == 0
+    assert len(begun) == 3
+    assert [trial.state.name for trial in studies.trials(tmp_path)][:2] == ["COMPLETE", "FAIL"]
 
 
 def test_a_worse_trial_is_pruned(begun, tmp_path):

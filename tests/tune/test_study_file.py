@@ -9,6 +9,7 @@ import yaml
 from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.study_file import load_study
+from posttrain.recipe.study_metrics import TRAINING
 from posttrain.tune.space import check_space, distributions, restored, stored
 
 from .studies import study_values
@@ -67,6 +68,21 @@ def objective(metric, **more):
             {"keys": {**ROWS, "data": {"train": "a"}}, "objective": objective("validation/loss")},
             "needs validation rows",
         ),
+        (
+            {"keys": ROWS, "objective": objective("validation/los")},
+            r"line \d+: .*validation/los is not measured by stage sft.*the nearest is validation/loss$",
+        ),
+        ({"keys": ROWS, "objective": objective("validation/accuracy")}, "is not measured by stage sft"),
+        ({"keys": ROWS, "objective": objective("validation/rows")}, "counts rows, which are the same in every trial"),
+        ({"keys": ROWS, "objective": objective("validation/loss_low")}, "validation/loss_low is not measured"),
+        ({"objective": objective("sucess")}, "sucess is not measured by stage rl.*the nearest is success$"),
+        (
+            {"keys": ROWS, "objective": objective("validation/loss", within={"policy/kl": {"most": 1.0}})},
+            r"line \d+: objective.within: policy/kl is measured neither by evaluations nor by training steps of stage sft",
+        ),
+        ({"objective": objective("return", within={"policy/k": {"most": 1.0}})}, "the nearest is policy/kl$"),
+        ({"objective": objective("return", within={"test/loss": {"most": 1.0}})}, "of the final table"),
+        ({"objective": objective("return", within={"token_per_answer": {"most": 1.0}})}, "is tokens_per_answer$"),
         ({"pruner": {"type": "medium"}}, r"pruner.type is \"medium\" \(did you mean median\?\)"),
     ],
 )
@@ -74,6 +90,38 @@ def test_a_mistake_is_one_sentence_with_its_place(tmp_path, changes, said):
     with pytest.raises(InputError, match=said) as caught:
         load(tmp_path, **changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "metric", "limit"),
+    [
+        ("sft", "validation/perplexity", "policy/entropy"),
+        ("sft", "validation/loss/code", "loss/nll"),
+        ("dpo", "validation/margin", "policy/chosen_logprob"),
+        ("reward", "validation/accuracy/code", "validation/loss"),
+        ("reward", "validation/loss", "units/spread"),
+        ("rl", "score/update", "rollout/score/update"),
+        ("rl", "turns", "critic/loss"),
+    ],
+)
+def test_what_a_stage_measures_may_be_named(tmp_path, stage, metric, limit):
+    keys = {**ROWS, "stage": stage} if stage != "rl" else study_values()["keys"]
+    study = load(tmp_path, keys=keys, objective=objective(metric, within={limit: {"most": 1.0}}))
+    assert list(study.recipe.objective.within) == [limit]
+
+
+def test_every_training_metric_is_known_to_some_stage():
+    """The table of `study_metrics` keeps up with the code that measures."""
+    families = "loss|policy|kl|optimizer|preference|reward|rollout|tokens|speed"
+    written = re.compile(rf'"(?:{families})/[a-z0-9_]+"')
+    found = {
+        name.strip('"')
+        for folder in ("training", "losses")
+        for file in (ROOT / "src/posttrain" / folder).glob("*.py")
+        for name in written.findall(file.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 30
+    assert found <= {name for names in TRAINING.values() for name in names}
 
 
 def test_a_key_that_no_recipe_has_is_refused_before_anything_runs(tmp_path):

@@ -15,11 +15,10 @@ from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.study import Limit, Range, StudyRecipe, Together
+from posttrain.recipe.study_metrics import check_metrics
 
 _TRAINED = ("sft", "reward", "dpo", "rl")
 """Stages that have a learning curve."""
-_PLAYED = ("success", "return", "tokens_per_answer", "rejected_share", "turns")
-"""Metrics of held-out episodes, besides `score/...`."""
 Point = Mapping[str, Any]
 """Name of a search -> its value."""
 
@@ -89,7 +88,7 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
     """The study in the YAML file `source` with overrides such as `trials=30`, `search.KEY.high=1e-4`, `keys.KEY=value`.
 
     Raises `InputError` with one sentence per problem, each with the file and line, or the override, of its cause; also
-    where the metric is none that is held out, and where no value of the search makes a recipe.
+    where the metric is none that is held out, or a limit is of a metric that the stage does not measure.
     """
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
     recipe = _typed(given, source)
@@ -106,7 +105,7 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
         raise InputError(f"{where}: {said}; a study searches one of {', '.join(_TRAINED)} (`keys.stage=rl` says which)")
     study = Study(recipe, stage, merge_typed([*files, own], stage))
     _check_start(recipe, given)
-    _check_metric(study, given.origin(("objective", "metric")) or source)
+    check_metrics(recipe.objective, stage, study.base.values, given, source)
     return study
 
 
@@ -212,25 +211,3 @@ def _check_start(recipe: StudyRecipe, given: Layer) -> None:
             if not fits:
                 where = given.origin(("start", str(number - 1))) or given.origin(("start",))
                 raise InputError(f"{where}: start point {number} has {key} = {shown(value)}, which is not {words}")
-
-
-def _check_metric(study: Study, where: str) -> None:
-    """`InputError` unless the objective is a metric that evaluations of the recipe hold."""
-    metric, base = study.recipe.objective.metric, study.base.values
-    rows = isinstance(base.get("data"), dict) and bool(base["data"].get("validation") or base["data"].get("held_out"))
-    played = study.trained == "rl" or (study.trained == "sft" and base.get("environment") is not None)
-    known = [*(["validation/loss"] if rows else [])]
-    known += ["validation/accuracy"] if rows and study.trained in ("reward", "dpo") else []
-    known += ["success", "return"] if played else []
-    if (rows and metric.startswith("validation/")) or (played and (metric in _PLAYED or metric.startswith("score/"))):
-        return
-    use = f"use {' or '.join(known)}" if known else "name `data.validation` or `data.held_out` rows to measure on"
-    if metric.startswith("test/"):
-        why = "is of the final table, which is for no choice"
-    elif metric.startswith("validation/") and study.trained != "rl":
-        why = "needs validation rows, and the recipe names none"
-    elif metric in _PLAYED or metric.startswith(("score/", "validation/")):
-        why = f"is not measured by stage {study.trained} of this recipe"
-    else:
-        why = "is no held-out metric; what training measures of itself chooses nothing"
-    raise InputError(f"{where}: objective.metric: {metric} {why}; {use}")

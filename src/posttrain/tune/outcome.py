@@ -1,5 +1,6 @@
 """What a trial's metrics say: its learning curve on held-out data, the evaluation that counts, and its limits."""
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from posttrain.errors import RunError
 from posttrain.recipe.study import Limit, Objective
 
 Line = Mapping[str, Any]
+
+
+class NotMeasured(RunError):
+    """A run that came to its end and has not a single value of a metric that the study is judged by."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,11 @@ def outcome(lines: Sequence[Line], objective: Objective) -> Outcome:
     """The best evaluation after the start, the first of equals, with its limits.
 
     The start is left out: all trials share it, so it says nothing of a trial. Raises `RunError` where no evaluation
-    has a value, or a limit's metric is not there.
+    has a value, `NotMeasured` where none has the metric at all, or a limit's metric is not there.
     """
     points = curve(lines, objective)
     if not points:
-        raise RunError(_nothing_measured(lines, objective.metric))
+        raise _nothing_measured(lines, objective.metric)
     sign = 1 if objective.direction == "maximize" else -1
     step, value = max(points, key=lambda point: sign * point[1])
     limited = {metric: _limited(lines, metric, step) for metric in objective.within}
@@ -65,7 +70,7 @@ def _limited(lines: Sequence[Line], metric: str, step: int) -> float:
     numbers = [float(value) for value in found if isinstance(value, int | float)]
     if not numbers:
         known = sorted({key for line in lines if line["kind"] == "train" for key in line if key.startswith("policy/")})
-        raise RunError(f"neither evaluations nor training steps have {metric} of objective.within{_such_as(known)}")
+        raise NotMeasured(f"neither evaluations nor training steps have {metric} of objective.within{_such_as(known)}")
     return math.fsum(numbers) / len(numbers)
 
 
@@ -73,15 +78,19 @@ def _beyond(value: float, limit: Limit) -> float:
     return value - limit.most if limit.most is not None else (limit.least or 0.0) - value
 
 
-def _nothing_measured(lines: Sequence[Line], metric: str) -> str:
+def _nothing_measured(lines: Sequence[Line], metric: str) -> RunError:
     after = [line for line in _evaluations(lines) if line["step"] > 0]
     if not after:
-        return "it made no evaluation after its start"
+        return RunError("it made no evaluation after its start")
     if any(metric in line for line in after):
-        return f"{metric} was never a number"
+        return RunError(f"{metric} was never a number")
     names = ("validation/", "success", "return", "score/")
     known = [key for key in after[-1] if key.startswith(names) and not key.endswith(("_low", "_high"))]
-    return f"its evaluations have no {metric}{_such_as(known)}"
+    # The nearest names first: a mistyped one is the usual cause.
+    near = difflib.get_close_matches(metric, known, len(known) or 1, 0.7)
+    return NotMeasured(
+        f"its evaluations have no {metric}{_such_as([*near, *(key for key in known if key not in near)])}"
+    )
 
 
 def _such_as(known: Sequence[str]) -> str:

@@ -26,9 +26,15 @@ class Search:
         self.console = console
         self._distributions = distributions(study)
         self._torn = torn_trials(study, kept)
+        self._told: list[_Told] = []
 
     def take(self) -> TrialJob | None:
-        """The next trial that makes a recipe; None where there is none now. One that makes none fails at once."""
+        """The next trial that makes a recipe; None where there is none now. One that makes none fails at once.
+
+        Raises `RunError` where a trial has ended without a metric that the study is judged by, before any had one: no
+        other trial would have it either.
+        """
+        self._stop_unmeasured()
         while (trial := self._next()) is not None:
             trial.set_user_attr("owner", owner(self.study))
             point = restored(self.study, {name: self._suggest(trial, name) for name in self._names(trial)})
@@ -43,8 +49,18 @@ class Search:
             attempt = Attempt(recipe)
             goes_on = "goes on, " if attempt.run.path.exists() else ""
             self._say(f"trial {trial.number}: {goes_on}{words}")
-            return _Told(self.study, self.kept, trial, attempt, self.console)
+            self._told.append(_Told(self.study, self.kept, trial, attempt, self.console))
+            return self._told[-1]
         return None
+
+    def _stop_unmeasured(self) -> None:
+        lacking = next((job for job in self._told if job.unmeasured), None)
+        measured = (TrialState.COMPLETE, TrialState.PRUNED)
+        if lacking is not None and not self.kept.get_trials(deepcopy=False, states=measured):
+            raise RunError(
+                f"{self.study.directory}: stopped after trial {lacking.trial.number}, since no trial can be judged: "
+                f"{lacking.unmeasured}; correct `objective` and choose another `name`"
+            )
 
     @property
     def _runs(self) -> Path:

@@ -8,7 +8,7 @@ from optuna.trial import TrialState
 from posttrain.errors import PosttrainError
 from posttrain.recipe.study_file import Study
 from posttrain.tune.attempt import Attempt
-from posttrain.tune.outcome import curve, outcome
+from posttrain.tune.outcome import NotMeasured, curve, outcome
 
 
 class TrialJob:
@@ -22,6 +22,8 @@ class TrialJob:
         self._reported = set(_frozen(kept, trial).intermediate_values)
         self._pruned = False
         self._damage = ""
+        self.unmeasured = ""
+        """Why, where the run came to its end without a metric that the study is judged by."""
 
     def begin(self, device: str | None) -> None:
         """Start the run, unless it had ended. One that a killed study was about to prune is pruned."""
@@ -60,6 +62,8 @@ class TrialJob:
                 value = self._measure()
             except PosttrainError as error:
                 reason = str(error)
+                if isinstance(error, NotMeasured):
+                    self.unmeasured = reason
         if reason:
             tell_failure(self.kept, self.trial, reason)
         elif self._pruned:
