@@ -264,6 +264,32 @@ def test_names_are_drawn_as_they_are(tmp_path):
     assert "mathdefault" not in drawn, "numbers of a logarithmic axis are still set as powers"
 
 
+def test_rows_that_chose_the_checkpoint_are_not_called_untouched():
+    def source(name, final, **data):
+        return Source(
+            name, Path(name), [{"step": 1, "kind": "final", **final}], {"stage": "sft", "x": name, "data": data}
+        )
+
+    def note(*sources):
+        return result_table(bundles_of(sources)[0]).note
+
+    rows, played = {"test/loss": 1.0, "test/rows": 5}, {"success": 0.5, "n": 9}
+    fresh = source("fresh", rows, test=[{"path": "t.jsonl"}])
+    again = source("again", rows, held_out=5, test=[])
+    both = source("both", rows | played, held_out=5)
+    untouched = "Final held-out data, on which nothing was chosen."
+    assert note(fresh).startswith(untouched)
+    assert note(source("seeds", played)).startswith(untouched)
+    assert "The rows of again are validation rows, on which the checkpoint was chosen too" in note(again)
+    assert "nothing was chosen" not in note(again)
+    mixed = note(fresh, again, both)
+    assert "The rows of again, both are validation rows" in mixed
+    assert "on all other data nothing was chosen" in mixed
+    assert "on all other data nothing was chosen" in note(both)
+    many = note(*(source(f"r{i}", rows) for i in range(7)))
+    assert "The rows of r0, r1, r2, r3 and 3 more are" in many
+
+
 def test_models_that_were_only_evaluated_are_compared_by_their_results(tmp_path):
     def source(name, success):
         line = {"step": 0, "kind": "final", "success": success, "success_low": 0.1, "success_high": 0.9, "score/a": 0.5}

@@ -24,6 +24,7 @@ _LAST = ("test/accuracy", "test/loss")
 _NAME = 40
 """Characters of a run's name beside its points."""
 _LIMITS = ("_low", "_high")
+_LISTED = 4
 
 Result = tuple[float, float, float]
 """Value and its 95% limits, NaN where there is no interval."""
@@ -59,7 +60,7 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
     keys = list(dict.fromkeys(key for *_, found in rows for key in found))
     cells = [(name, step, n, *(_cell(key, found.get(key)) for key in keys)) for name, step, n, found in rows]
     note = (
-        "Final held-out data, on which nothing was chosen. `n` is the number of environment seeds, or of rows. In brackets "
+        f"{_about_the_data(bundles)} `n` is the number of environment seeds, or of rows. In brackets "
         "95% intervals: over seeds of the environment or over rows for a run, Student's t over the runs for a mean of seeds."
     )
     if "test/loss" in keys and _stages(bundles) > 1:
@@ -105,6 +106,27 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
             axes.set_ylim(len(rows) - 0.5, -0.5)
         entitle(figure, "Final results, 95% intervals")
     return figure
+
+
+def _about_the_data(bundles: Sequence[Bundle]) -> str:
+    """Whether choices were made on the data of the results: without `data.test`, rows are those of validation."""
+    ended = [(source, found) for bundle in bundles for source in bundle.sources if (found := final_results(source))]
+    again = [source.name for source, found in ended if any(key in _LAST for key in found) and not _has_test(source)]
+    if not again:
+        return "Final held-out data, on which nothing was chosen."
+    alike = len(again) == len(ended) and all(key in _LAST for _, found in ended for key in found)
+    whose = f"The rows of {', '.join(again[:_LISTED])}" + (
+        f" and {len(again) - _LISTED} more" if again[_LISTED:] else ""
+    )
+    return (
+        f"Final held-out data. {whose} are validation rows, on which the checkpoint was chosen too, "
+        f"since no `data.test` is named{'' if alike else '; on all other data nothing was chosen'}."
+    )
+
+
+def _has_test(source: Source) -> bool:
+    data = (source.recipe or {}).get("data")
+    return isinstance(data, Mapping) and bool(data.get("test"))
 
 
 def _stages(bundles: Sequence[Bundle]) -> int:
