@@ -248,3 +248,28 @@ def test_the_journal_names_a_damaged_line(tmp_path, capsys):
     journal.write_text("\n".join([*lines[:2], json.dumps({"id": None}), *lines[3:]]) + "\n")
     assert main(["generate", "--resume", "runs/remote"]) == 1
     assert "answers.jsonl, line 3 is damaged" in capsys.readouterr().err
+
+
+def test_a_file_that_another_run_wrote_meanwhile_is_left_alone(tmp_path, capsys):
+    out, journal = tmp_path / "p.jsonl", tmp_path / "runs/remote/checkpoints/answers.jsonl"
+
+    def meanwhile(request):
+        out.write_text("theirs")
+        return square(request)
+
+    with serving(meanwhile) as server:
+        assert main(words(server.url)) == 1
+        told = capsys.readouterr().err
+        assert "p.jsonl holds what this run did not write" in told
+        assert "answers.jsonl; move that file away, then go on with `--resume`" in told
+        assert main(["generate", "--resume", "runs/remote"]) == 1, "before anything is asked"
+        assert (out.read_text(), len(lines_of(journal))) == ("theirs", 1 + ROWS)
+        out.rename(tmp_path / "away.jsonl")
+        assert main(["generate", "--resume", "runs/remote"]) == 0
+        assert [row["id"] for row in lines_of(out)] == list(range(ROWS))
+        out.write_text("theirs again")
+        assert main(["generate", "--resume", "runs/remote"]) == 1, "a finished run too"
+        assert out.read_text() == "theirs again"
+        assert len(server.asked) == ROWS
+        assert main(words(server.url, "--overwrite")) == 0
+        assert len(lines_of(out)) == ROWS

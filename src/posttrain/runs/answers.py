@@ -1,9 +1,12 @@
 """The answers of a generation: whole lines, appended as they come, and put in order at the end."""
 
+import fcntl
+import hashlib
 import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,15 @@ class AnswerLog:
     it where no answer came.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, about: Mapping[str, Any], replaces: Path | None = None) -> None:
         """Open the log at `path`, or begin it; `about` (JSON values) is its first line.
 
-        InputError where the log there is about something else, naming what differs; RunError for a damaged line.
+        `replaces`: a file that a new log may `publish` over as it now is, also after a kill. InputError where the log
+        there is about something else, naming what differs; RunError for a damaged line.
         """
         self.path = path
         self._about = json.loads(json.dumps(about))
+        self._replaces = None if replaces is None else _digest(replaces)
         self._places: dict[Key, tuple[int, int]] = {}
         """Where the line of an answer begins, and its bytes."""
         with storage_errors(path):
@@ -62,7 +67,8 @@ class AnswerLog:
         if key in self._places:
             raise ValueError(f"the answer {key} is there already")
         if os.fstat(self._file.fileno()).st_size == 0:
-            self._append({_FORMAT: 1, **self._about})
+            replaces = {} if self._replaces is None else {"replaces": self._replaces}
+            self._append({_FORMAT: 1, **self._about, **replaces})
         self._places[key] = self._append(answer)
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
@@ -73,14 +79,42 @@ class AnswerLog:
         """All answers in the order in which they came, one at a time."""
         return (self[key] for key in self._places)
 
-    def publish(self, path: Path, keys: Iterable[Key]) -> int:
+    def publish(self, path: Path, keys: Iterable[Key], overwrite: bool = False) -> int:
         """Write the lines of those `keys` that are there to `path`, in that order, whole or not at all; how many.
 
-        Raises RunError where the disk refuses.
+        Raises RunError where the disk refuses, and without `overwrite` where `refuse_foreign` does. Of several
+        processes that publish to `path`, one at a time looks and writes.
         """
         found = [key for key in keys if key in self._places]
-        write_lines(path, (self._line(key) for key in found))
+        with _one_at_a_time(path.parent):
+            if not overwrite:
+                self.refuse_foreign(path)
+            write_lines(path, (self._line(key) for key in found))
         return len(found)
+
+    def refuse_foreign(self, path: Path) -> None:
+        """RunError where the file at `path` holds a line that is not in this log, unless it is the one to replace."""
+        with storage_errors(path):
+            if self._holds(path) or (self._replaces is not None and self._replaces == _digest(path)):
+                return
+        raise RunError(
+            f"{path} holds what this run did not write, so it is left as it is and the answers stay in {self.path}; move "
+            "that file away, then go on with `--resume`"
+        )
+
+    def _holds(self, path: Path) -> bool:
+        """Whether every line of `path` is one of this log, so that nothing is lost with it. So is what is not there."""
+        try:
+            with open(path, "rb") as lines:
+                for line in lines:
+                    answer = json.loads(line)
+                    if self._line((answer["id"], answer["sample"])) != line:
+                        return False
+        except FileNotFoundError:
+            return True
+        except (ValueError, KeyError, TypeError):
+            return False
+        return True
 
     def _line(self, key: Key) -> bytes:
         start, size = self._places[key]
@@ -121,6 +155,7 @@ class AnswerLog:
                 f"{self.path} holds answers to another {' and another '.join(differs)}, so it is not gone on with; restore "
                 "what has changed, or generate under another `name`"
             )
+        self._replaces = found.get("replaces")
 
 
 def line_of(value: Mapping[str, Any]) -> bytes:
@@ -140,6 +175,30 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
             if writer and not process_runs(int(writer[1])):
                 other.unlink(missing_ok=True)
     write_atomically(path, lines)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold `folder`, made where it is not there, against the other processes that come here; they wait."""
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Some file systems lock no directories; there looking just before writing has to do.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str | None:
+    """SHA-256 of the file at `path` in hex digits; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
 
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
 
     Answers are kept in the run directory as they come, so a run that ends in any way goes on with `resume`. Raises
     RunError at the end if some answers could not be had; those are listed beside the predictions. A file of that name
-    is replaced with `overwrite` only.
+    is replaced with `overwrite` only, unless all it holds is answers of this run: it is looked at before the first
+    answer, and again when the last one is there.
     """
     if not (resume or overwrite) and recipe.predictions.exists():
         raise InputError(f"{recipe.predictions} exists; replace it with `--overwrite`, or choose another `out`")
@@ -41,7 +42,10 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
     everything = [(question, sample) for question in questions for sample in range(recipe.samples)]
     wanted = [(question, sample) for question, sample in everything if question.number not in answerer.left_out]
     about = {"recipe": _hash(recipe), "data": digest_of(questions)}
-    with AnswerLog(directory.checkpoints / "answers.jsonl", about) as log, Interrupts():
+    replaces = recipe.predictions if overwrite else None
+    with AnswerLog(directory.checkpoints / "answers.jsonl", about, replaces) as log, Interrupts():
+        if resume:
+            log.refuse_foreign(recipe.predictions)
         generation = _Generation(recipe, answerer, log, console)
         try:
             generation.play(wanted)
@@ -51,7 +55,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
             console.print(f"{len(log)} of {len(wanted)} answers are kept; {_again(directory)}", soft_wrap=True)
             raise
         if len(log):
-            log.publish(recipe.predictions, [key_of(*asked) for asked in wanted])
+            log.publish(recipe.predictions, [key_of(*asked) for asked in wanted], overwrite)
         _finish(recipe, directory, everything, generation, console)
 
 

@@ -1,0 +1,89 @@
+"""The journal of a generation: what it may publish over, and that two never publish over each other."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from posttrain.errors import RunError
+from posttrain.runs import answers
+from posttrain.runs.answers import AnswerLog, line_of
+
+ABOUT = {"recipe": "r", "data": "d"}
+KEYS = [(n, 0) for n in range(4)]
+
+
+def answered(folder, text, keys=KEYS, replaces=None):
+    log = AnswerLog(folder / "answers.jsonl", ABOUT, replaces)
+    for row, sample in keys:
+        if (row, sample) not in log:
+            log.append((row, sample), {"id": row, "sample": sample, "prediction": f"{text} {row}"})
+    return log
+
+
+def texts(path):
+    return [json.loads(line)["prediction"] for line in path.read_text().splitlines()]
+
+
+def test_what_the_log_holds_is_replaced_and_nothing_else(tmp_path):
+    out = tmp_path / "deep/p.jsonl"
+    with answered(tmp_path / "a", "mine") as log:
+        assert log.publish(out, KEYS[:2]) == 2
+        assert log.publish(out, reversed(KEYS)) == 4, "more of its own"
+        assert texts(out) == ["mine 3", "mine 2", "mine 1", "mine 0"]
+        for foreign in (
+            b"mine",
+            b"[1]\n",
+            b'{"id": [0], "sample": 0}\n',
+            line_of({"id": 9, "sample": 0}),
+            out.read_bytes()[:-1],
+            out.read_bytes() + line_of({"id": 0, "sample": 0, "prediction": "theirs 0"}),
+        ):
+            out.write_bytes(foreign)
+            with pytest.raises(RunError, match=r"deep/p\.jsonl holds what this run did not write"):
+                log.publish(out, KEYS)
+            assert out.read_bytes() == foreign
+        assert log.publish(out, KEYS, overwrite=True) == 4
+        assert texts(out)[0] == "mine 0"
+
+
+def test_the_file_to_replace_is_still_that_after_a_kill_and_another_is_not(tmp_path):
+    out = tmp_path / "p.jsonl"
+    out.write_text("old")
+    with answered(tmp_path / "a", "mine", KEYS[:1], replaces=out):
+        pass
+    with answered(tmp_path / "a", "mine") as log:
+        out.write_text("another")
+        with pytest.raises(RunError):
+            log.publish(out, KEYS)
+        out.write_text("old")
+        assert log.publish(out, KEYS) == 4
+
+
+def test_of_two_that_publish_at_once_one_is_told(tmp_path, monkeypatch):
+    whole, out, told = answers.write_lines, tmp_path / "p.jsonl", {}
+
+    def slowly(path, lines):
+        time.sleep(0.3)
+        whole(path, lines)
+
+    def publish(name):
+        with answered(tmp_path / name, name) as log:
+            both.wait()
+            try:
+                log.publish(out, KEYS)
+            except RunError as error:
+                told[name] = str(error)
+
+    monkeypatch.setattr(answers, "write_lines", slowly)
+    both = threading.Barrier(2)
+    running = [threading.Thread(target=publish, args=(name,)) for name in ("one", "two")]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    (loser,) = told
+    winner = "two" if loser == "one" else "one"
+    assert texts(out) == [f"{winner} {n}" for n in range(4)]
+    assert f"{loser}/answers.jsonl" in told[loser]
