@@ -80,6 +80,29 @@ def test_models_that_are_alike_are_told_apart_by_nothing(files):
     assert "no difference can be told between again.jsonl and good.jsonl in bleu" in found.sentence()
 
 
+def test_few_items_and_few_runs_conclude_nothing(tmp_path):
+    """Three items, or two runs a side, that differ as runs of one recipe do."""
+
+    def file(name, values):
+        return str(write(tmp_path / f"{name}.jsonl", [{"id": n, "score": value} for n, value in enumerate(values)]))
+
+    few = compare(read_sides([file("a", [0.1, 0.2, 0.3]), file("b", [0.6, 0.8, 0.7])]))
+    assert "is better than" not in few.sentence()
+    assert any("3 items are few" in line for line in few.warnings)
+    hard = [n / 10 for n in range(40)]
+    runs = [file(f"r{i}", [value + shift for value in hard]) for i, shift in enumerate((0.0, 0.3, 0.5, 0.6))]
+    found = compare(read_sides([f"a={runs[0]},{runs[1]}", f"b={runs[2]},{runs[3]}"]))
+    assert "is better than" not in found.sentence()
+
+
+def test_the_warning_of_few_items_speaks_of_the_test_that_was_used(tmp_path):
+    a = write(tmp_path / "a.jsonl", [{"id": n, "passed": n < 2, "score": n / 7} for n in range(12)])
+    b = write(tmp_path / "b.jsonl", [{"id": n, "passed": n < 10, "score": n / 6} for n in range(12)])
+    warnings = compare(read_sides([str(a), str(b)])).warnings
+    assert "passed: 12 items are few: only a large difference can be told" in warnings
+    assert any(line.startswith("score: 12 items are few") and line.endswith("a rough one") for line in warnings)
+
+
 def test_several_runs_of_a_side(files):
     sides = read_sides([f"new={files['good']},{files['again']}", f"old={files['fair']},{files['bad']}"])
     assert [(side.name, len(side.runs)) for side in sides] == [("new", 2), ("old", 2)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from posttrain.evaluation.comparisons import holm, mcnemar, odds_ratio, paired_rates, standardised_difference
-from posttrain.evaluation.paired import paired, run_draws
+from posttrain.evaluation.paired import paired, t_test
 from posttrain.evaluation.scores import item_means, item_sums
 from posttrain.evaluation.statistics import difference_interval, success_rate
 
@@ -104,8 +104,20 @@ def test_holm_of_a_textbook_family():
 def test_the_standardised_difference():
     found = standardised_difference([1.0, 2.0, 3.0, 2.0])
     assert found.value == pytest.approx(2 / np.std([1, 2, 3, 2], ddof=1))
-    assert found.low <= found.value <= found.high
+    many = standardised_difference([1.0, 2.0, 3.0, 2.0] * 5)
+    assert many.low <= many.value <= many.high
     assert math.isnan(standardised_difference([1.0, 1.0]).value)
+    assert math.isnan(standardised_difference([0.1 + 0.2 - 0.3 + 1, 1.0, 1.0]).value)
+
+
+def test_an_effect_of_few_items_has_no_interval_and_never_an_absurd_one():
+    few = standardised_difference(list(np.random.default_rng(3).normal(size=3) + 1))
+    assert math.isfinite(few.value)
+    assert math.isnan(few.low)
+    assert math.isnan(few.high)
+    # Resamples that are nearly all alike differ by rounding alone; they have no standard deviation to divide by.
+    drawn = standardised_difference([0.1] * 12 + [0.1 + 0.7])
+    assert abs(drawn.high) < 100
 
 
 @pytest.mark.parametrize("counts", [(5, 1, 9, 5), (10, 0, 0, 10), (3, 4, 4, 0)])
@@ -119,7 +131,7 @@ def test_right_or_wrong_answers_of_one_run_get_mcnemars_test(counts):
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20))
-def test_the_bootstrap_turns_round_and_holds_the_difference(pairs):
+def test_the_t_test_turns_round_and_holds_the_difference(pairs):
     a, b = ([pair[side] for pair in pairs] for side in (0, 1))
     there = paired("score", "higher", [scores(a)], [scores(b)], names(len(a)), draws=300)
     back = paired("score", "higher", [scores(b)], [scores(a)], names(len(a)), draws=300)
@@ -128,8 +140,8 @@ def test_the_bootstrap_turns_round_and_holds_the_difference(pairs):
     assert (back.difference.low, back.difference.high) == pytest.approx(
         (-there.difference.high, -there.difference.low), abs=1e-9
     )
-    assert back.p == there.p
-    assert 1 / 301 <= there.p <= 1
+    assert back.p == pytest.approx(there.p)
+    assert 2.0 ** (1 - len(a)) <= there.p <= 1
 
 
 def test_pairs_remove_what_the_items_have_in_common():
@@ -137,25 +149,50 @@ def test_pairs_remove_what_the_items_have_in_common():
     hard = generator.normal(0, 10, size=80)
     found = paired("score", "higher", [scores(hard)], [scores(hard + 1 + generator.normal(0, 0.2, 80))], names(80))
     assert 0.9 < found.difference.low < 1 < found.difference.high < 1.1
-    assert found.p == pytest.approx(1 / 5001)
+    assert found.p < 1e-12
     assert found.with_correction(found.p).better_side == "B"
 
 
-def test_p_values_are_uniform_where_there_is_no_difference():
+@pytest.mark.parametrize(("runs", "n"), [((1, 1), 3), ((1, 1), 20), ((2, 2), 20), ((1, 2), 20)])
+def test_of_sides_that_are_alike_no_more_than_five_percent_are_told_apart(runs, n):
     generator = np.random.default_rng(0)
-    drawn = [
-        paired(
-            "s",
-            "higher",
-            [scores(generator.normal(size=40))],
-            [scores(generator.normal(size=40))],
-            names(40),
-            draws=200,
-        ).p
-        for _ in range(200)
-    ]
-    assert 0.02 <= np.mean(np.array(drawn) < 0.05) <= 0.11
-    assert 0.35 <= np.median(drawn) <= 0.65
+    drawn = []
+    for _ in range(60):
+        hard = generator.normal(size=n)
+        sides = [[scores(hard + 0.3 * generator.normal() + generator.normal(size=n)) for _ in range(r)] for r in runs]
+        if runs == (1, 1):
+            sides = [[scores(hard + generator.normal(size=n))] for _ in runs]
+        drawn.append(paired("s", "higher", *sides, names(n), draws=60).p)
+    assert np.mean(np.array(drawn) < 0.05) <= 0.1
+    assert np.median(drawn) >= 0.35
+
+
+def test_of_items_alone_it_is_students_paired_t():
+    generator = np.random.default_rng(5)
+    a, b = generator.normal(size=12), generator.normal(0.6, 1, size=12)
+    found, known = paired("s", "higher", [scores(a)], [scores(b)], names(12)), stats.ttest_rel(b, a)
+    limits = known.confidence_interval(0.95)
+    assert found.p == pytest.approx(known.pvalue, rel=0.1)
+    assert (found.difference.low, found.difference.high) == pytest.approx((limits.low, limits.high), abs=0.03)
+
+
+def test_of_runs_alone_it_is_welchs_t_and_with_one_run_a_side_students():
+    a, b = [0.1, 0.5, 0.3], [0.9, 1.3, 0.6, 0.8]
+    found, p = t_test(a, b, 0.0, 100)
+    known = stats.ttest_ind(b, a, equal_var=False)
+    limits = known.confidence_interval(0.95)
+    assert (p, found.low, found.high) == pytest.approx((known.pvalue, limits.low, limits.high))
+    known = stats.ttest_ind(b, [0.2], equal_var=True)
+    limits = known.confidence_interval(0.95)
+    found, p = t_test([0.2], b, 0.0, 100)
+    assert (p, found.low, found.high) == pytest.approx((known.pvalue, limits.low, limits.high))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_five_items_conclude_nothing_however_alike_their_differences(n):
+    found = paired("s", "higher", [scores([1.0] * n)], [scores([2.0] * n)], names(n), draws=100)
+    assert found.p == 2.0 ** (1 - n)
+    assert found.with_correction(found.p).better_side is None
 
 
 def test_the_same_answers_are_no_difference():
@@ -186,13 +223,6 @@ def test_runs_that_differ_widen_the_interval():
     assert several.difference.value == pytest.approx(0.2)
     assert several.runs == (3, 3)
     # Nothing but the runs varies: the variance is that of two means of three runs of standard deviation 0.5.
+    # Student's quantile with 4 degrees of freedom.
     width = several.difference.high - several.difference.low
-    assert width == pytest.approx(2 * 1.96 * 0.5 * math.sqrt(2 / 3), rel=0.15)
-
-
-def test_draws_of_runs_are_unbiased():
-    table = [np.full(20_000, value) for value in (0.0, 1.0, 5.0)]
-    drawn = run_draws(table, "a", 0)
-    assert drawn.mean() == pytest.approx(2.0, abs=0.05)
-    assert drawn.var() == pytest.approx(np.var([0, 1, 5], ddof=1) / 3, rel=0.05)
-    assert (run_draws(table[:1], "a", 0) == 0).all()
+    assert width == pytest.approx(2 * 2.776 * 0.5 * math.sqrt(2 / 3), rel=0.01)

@@ -9,7 +9,8 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.evaluation.comparisons import holm
-from posttrain.evaluation.paired import DRAWS, Paired, paired
+from posttrain.evaluation.paired import Paired, paired
+from posttrain.evaluation.scores import DRAWS
 from posttrain.evaluation.sides import Run, Side
 from posttrain.runs.files import write_atomically
 from posttrain.runs.tables import Table
@@ -51,7 +52,8 @@ class Comparison:
         note = (
             f"{who}. `n` is items that all runs have; intervals are 95%. Right or wrong answers, one run a side: McNemar's "
             "exact test, Newcombe's interval for pairs, and OR, the odds ratio of the items that one side alone got right. "
-            "Otherwise: bootstrap over items and runs, and Cohen's d_z over items. p is Holm's, corrected for all "
+            "Otherwise: Student's t with the variance over items (by bootstrap) and between runs, and Cohen's d_z over "
+            "items, with an interval from ten items on. p is Holm's, corrected for all "
             f"{len(self.tests)} tests of this table."
         )
         return Table("", headings, rows, note, words=("B", "metric") if several else ("metric",))
@@ -112,7 +114,8 @@ def compare(sides: Sequence[Side], common: bool = False, seed: int = 0, draws: i
                 raise InputError(f"{name}: {len(items)} items have a value on both sides; a comparison needs two")
             tests.append((side.name, paired(name, runs[0].metrics[name].better, a, b, items, seed, draws)))
             if len(items) < _FEW_ITEMS:
-                warnings.append(f"{name}: {len(items)} items are few, and bootstrap intervals over them too narrow")
+                rough = "" if tests[-1][1].test.startswith("McNemar") else ", and its interval is a rough one"
+                warnings.append(f"{name}: {len(items)} items are few: only a large difference can be told{rough}")
     for (name, test), corrected in zip(list(tests), holm([test.p for _, test in tests]), strict=True):
         tests[tests.index((name, test))] = (name, test.with_correction(corrected))
     return Comparison(sides[0].name, tests, [*_few_runs(sides), *dict.fromkeys(warnings)], list(dict.fromkeys(remarks)))
@@ -191,7 +194,10 @@ def _few_runs(sides: Sequence[Side]) -> list[str]:
             "name several runs a side with commas"
         ]
     if single:
-        return [f"one training run of {', '.join(single)}: how much its training varies is not in the intervals"]
+        return [
+            f"one training run of {', '.join(single)}: how much its training varies is not known, and taken to be as much "
+            "as that of the other side"
+        ]
     if min(counts.values()) < _FEW_RUNS:
         return [f"{min(counts.values())} training runs of a side are few: the interval over them is a rough one"]
     return []
@@ -201,7 +207,7 @@ def _finding(baseline: str, name: str, test: Paired) -> str:
     ahead, behind = (name, baseline) if test.better_side == "B" else (baseline, name)
     return (
         f"{ahead} is better than {behind} in {test.metric} by {_size(test)} "
-        f"({_interval(test)}, corrected p = {_p(test.corrected)})"
+        f"({_interval(test)}, corrected p = {_p(test.corrected)})".replace("= <", "< ")
     )
 
 
@@ -234,14 +240,15 @@ def _value(test: Paired, value: float, signed: bool = False) -> str:
 
 
 def _p(p: float) -> str:
-    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
+    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}" if p >= 1e-16 else "<1e-16"
 
 
 def _effect(test: Paired) -> str:
     if test.effect is None or math.isnan(test.effect.value):
         return "–"
     name = "OR" if test.test.startswith("McNemar") else "d_z"
-    return f"{name} {test.effect.value:.2f}\n[{test.effect.low:.2f}, {test.effect.high:.2f}]"
+    limits = "" if math.isnan(test.effect.low) else f"\n[{test.effect.low:.2f}, {test.effect.high:.2f}]"
+    return f"{name} {test.effect.value:.2f}{limits}"
 
 
 def _other(runs: Sequence[Run]) -> str:

@@ -9,6 +9,11 @@ import numpy as np
 from posttrain.evaluation.statistics import Difference, Estimate, clustered_rate, success_rate
 from posttrain.seeds import random_stream
 
+_FEWEST = 10
+"""Differences that a standardised one needs for an interval."""
+_ROUNDING = 1e-9
+"""A spread below this share of the values is none."""
+
 
 @dataclass(frozen=True)
 class CalibrationBin:
@@ -130,18 +135,22 @@ def odds_ratio(only_a: int, only_b: int) -> Estimate:
 
 def standardised_difference(differences: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
     """Cohen's d_z of paired differences, mean / standard deviation (divisor n - 1; Cohen 1988), with a percentile
-    bootstrap interval over items. NaN where the differences are all alike, or fewer than two.
+    bootstrap interval over items. NaN where the differences are all alike but for rounding, or fewer than two. The
+    limits are NaN with fewer than ten, for resamples of so few are often of nearly the same value.
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
-    if n < 2 or np.ptp(values) == 0:
+    if n < 2 or np.ptp(values) <= _ROUNDING * np.abs(values).max():
         return Estimate(math.nan, math.nan, math.nan, n)
+    value, deviation = float(values.mean()), float(values.std(ddof=1))
+    if n < _FEWEST:
+        return Estimate(value / deviation, math.nan, math.nan, n)
     generator = random_stream("standardised difference", seed)
     drawn = values[generator.integers(n, size=(draws, n))]
     spread = drawn.std(axis=1, ddof=1)
-    found = drawn.mean(axis=1)[spread > 0] / spread[spread > 0]
-    low, high = np.quantile(found, [0.025, 0.975])
-    return Estimate(float(values.mean() / values.std(ddof=1)), float(low), float(high), n)
+    varied = spread > _ROUNDING * np.abs(drawn).max(axis=1)
+    low, high = np.quantile(drawn.mean(axis=1)[varied] / spread[varied], [0.025, 0.975])
+    return Estimate(value / deviation, float(low), float(high), n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -8,12 +8,11 @@ from typing import Literal
 import numpy as np
 
 from posttrain.evaluation.comparisons import mcnemar, odds_ratio, paired_rates, standardised_difference
-from posttrain.evaluation.scores import ItemScores, Kind, combine, resampled_sums
+from posttrain.evaluation.scores import DRAWS, ItemScores, Kind, combine, resampled_sums
 from posttrain.evaluation.statistics import Difference, Estimate
-from posttrain.seeds import random_stream
 
-DRAWS = 5_000
-"""Bootstrap resamples; the smallest p-value is one in that many."""
+_ROUNDING = 1e-12
+"""Differences below this share of the values themselves are none."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Paired:
     difference: Difference
     """B minus A with its 95% interval."""
     p: float
-    test: Literal["McNemar, exact", "bootstrap"]
+    test: Literal["McNemar, exact", "t"]
     n: int
     """Items."""
     runs: tuple[int, int]
@@ -61,8 +60,8 @@ def paired(
     """B minus A in `metric` on `items`, which every run of both sides has; ValueError with fewer than two items.
 
     The value of a side is the mean over its runs. With one run a side and answers that are right or wrong, the test is
-    McNemar's and the interval Newcombe's for pairs. Otherwise both are a bootstrap over items, the same ones for all
-    runs, and within each side over its runs (see `run_draws`); p = (1 + #{|d* - d| >= |d|}) / (1 + draws).
+    McNemar's and the interval Newcombe's for pairs. Otherwise both are Student's, with the variance of a bootstrap over
+    items (the same ones for all runs) and that between the runs of a side (see `t_test`).
     """
     if len(items) < 2:
         raise ValueError(f"a comparison needs two items, got {len(items)}")
@@ -78,35 +77,51 @@ def paired(
         p, effect = mcnemar(only_a, only_b), odds_ratio(only_a, only_b)
         return Paired(metric, kind, better, value_a, value_b, difference, p, "McNemar, exact", len(items), runs, effect)
     drawn_a, drawn_b = (
-        run_draws([combine(kind, resampled_sums(run.table(items), seed, draws)) for run in side], name, seed)
-        for side, name in ((a, "a"), (b, "b"))
+        np.mean([combine(kind, resampled_sums(run.table(items), seed, draws)) for run in side], axis=0)
+        for side in (a, b)
     )
-    drawn, value = drawn_b - drawn_a, value_b - value_a
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    difference = Difference(value, min(float(low), value), max(float(high), value))
-    # A whit of room, for sums in another order differ by rounding.
-    extreme = np.abs(drawn - value) >= abs(value) - 1e-12 * max(abs(value_a), abs(value_b), 1e-300)
-    p = (1 + int(extreme.sum())) / (1 + draws)
+    over_items = float(np.var(drawn_b - drawn_a)) * len(items) / (len(items) - 1)
+    difference, p = t_test(totals_a, totals_b, over_items, len(items))
+    if kind == "rate":
+        difference = replace(difference, low=max(difference.low, -1.0), high=min(difference.high, 1.0))
     dz = None
     if kind in ("rate", "mean"):
         dz = standardised_difference((np.mean(values_b, axis=0) - np.mean(values_a, axis=0)).tolist(), seed)
-    return Paired(metric, kind, better, value_a, value_b, difference, p, "bootstrap", len(items), runs, dz)
+    return Paired(metric, kind, better, value_a, value_b, difference, p, "t", len(items), runs, dz)
 
 
-def run_draws(values: Sequence[np.ndarray], name: str, seed: int) -> np.ndarray:
-    """[draws]: the mean over runs drawn with replacement, of `values`: per run [draws], one for each draw of items.
+def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) -> tuple[Difference, float]:
+    """Mean of `b` minus mean of `a`, the values of the runs of two sides, with Student's t interval and two-sided p.
 
-    Resampling R runs shows (R - 1) / R of the variance between them, so their deviations are scaled by
-    sqrt(R / (R - 1)). One run shows nothing of it, and stays as it is.
+    `over_items`: variance of the difference over draws of the `n` items. The squared standard error is that plus, of
+    each side of R runs, s^2 / R, s^2 being the variance between its runs with divisor R - 1; the degrees of freedom are
+    Welch and Satterthwaite's (Satterthwaite 1946) of these parts, with n - 1 and R - 1. Where one side alone has a
+    single run, its variance is taken to be the other's (Student's test with one value on a side), and the degrees of
+    freedom are at most the other's R - 1. Where both have, no variance of training is in it. p is at least 2^(1 - n),
+    the least that the signs of n differences can give.
     """
-    table = np.stack(values, axis=1)
-    draws, count = table.shape
-    if count == 1:
-        return table[:, 0]
-    chosen = random_stream("runs", name, seed).integers(count, size=(draws, count))
-    centre = table.mean(axis=1)
-    resampled = np.take_along_axis(table, chosen, axis=1).mean(axis=1)
-    return centre + math.sqrt(count / (count - 1)) * (resampled - centre)
+    from scipy.special import stdtr, stdtrit
+
+    value_a, value_b = float(np.mean(a)), float(np.mean(b))
+    value = value_b - value_a
+    parts, most = [(over_items, n - 1)], n - 1
+    if min(len(a), len(b)) > 1:
+        parts += [(float(np.var(side, ddof=1)) / len(side), len(side) - 1) for side in (a, b)]
+    elif max(len(a), len(b)) > 1:
+        several = max(a, b, key=len)
+        most = len(several) - 1
+        parts.append((float(np.var(several, ddof=1)) * (1 / len(several) + 1), most))
+    scale = max(abs(value_a), abs(value_b))
+    variance = math.fsum(part for part, _ in parts)
+    if variance <= (_ROUNDING * scale) ** 2:
+        return Difference(value, value, value), 1.0 if abs(value) <= _ROUNDING * scale else 2.0 ** (1 - n)
+    # Shares of the variance, for the square of a tiny one is 0.
+    freedom = 1 / math.fsum((part / variance) ** 2 / own for part, own in parts)
+    freedom = min(freedom, most) if 1 in (len(a), len(b)) else freedom
+    error = math.sqrt(variance)
+    half = float(stdtrit(freedom, 0.975)) * error
+    p = 1.0 if abs(value) <= _ROUNDING * scale else 2 * float(stdtr(freedom, -abs(value) / error))
+    return Difference(value, value - half, value + half), min(1.0, max(p, 2.0 ** (1 - n)))
 
 
 def _binary(values: np.ndarray) -> bool:
