@@ -140,9 +140,10 @@ def standardised_difference(differences: Sequence[float], seed: int = 0, draws: 
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
-    if n < 2 or np.ptp(values) <= _ROUNDING * np.abs(values).max():
+    deviation = float(values.std(ddof=1)) if n > 1 else 0.0
+    if not deviation or np.ptp(values) <= _ROUNDING * np.abs(values).max():
         return Estimate(math.nan, math.nan, math.nan, n)
-    value, deviation = float(values.mean()), float(values.std(ddof=1))
+    value = float(values.mean())
     if n < _FEWEST:
         return Estimate(value / deviation, math.nan, math.nan, n)
     generator = random_stream("standardised difference", seed)
