@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.data.messages import Unusable, as_messages, check_conversation, check_text, kind_of
@@ -70,7 +71,7 @@ class Predictions:
 
     def digests(self) -> dict[str, str]:
         """Item -> digest of its prompt and reference, by which two files are known to speak of the same items."""
-        return {row.item: _digest([row.prompt, row.reference]) for row in self.rows}
+        return {row.item: digest_of([row.prompt, row.reference]) for row in self.rows}
 
 
 def column_names(words: Sequence[str]) -> PredictionColumns:
@@ -95,6 +96,8 @@ def read_predictions(path: str, columns: PredictionColumns | None = None) -> Pre
     rows: list[Prediction] = []
     prompts: dict[str, list[Message] | None] = {}
     samples: set[tuple[str, str]] = set()
+    if not Path(path).expanduser().exists():
+        raise InputError(f"{path}: there is no such file or directory; correct the path")
     for origin, row in read_rows(SourceRecipe(path=path)):
         try:
             if isinstance(row, str):
@@ -141,7 +144,7 @@ def _prediction(row: dict[str, Any], origin: str, names: PredictionColumns) -> P
         prompt = as_messages(row[names.prompt], names.prompt, "user")
         check_conversation(prompt, answered=False)
     cut_off = row.get("stop_reason") in _CUT_OFF
-    item = _item(row, prompt, origin, names)
+    item = item_of(row, prompt, origin, names)
     return Prediction(item, prompt, text, _reference(row, names), cut_off, row, origin)
 
 
@@ -157,16 +160,22 @@ def _reference(row: dict[str, Any], names: PredictionColumns) -> str | None:
     return reference
 
 
-def _item(row: dict[str, Any], prompt: list[Message] | None, origin: str, names: PredictionColumns) -> str:
+def item_of(row: dict[str, Any], prompt: Any, origin: str, names: PredictionColumns) -> str:
+    """What samples of one prompt share: the id, else the prompt, else the seed of a row without a prediction, else the
+    place of the row. (The seed of a prediction is that of its sampling.) Raises Unusable for an id of a wrong type.
+    """
     given = row.get(names.id)
     if isinstance(given, str | int) and not isinstance(given, bool):
         return str(given)
     if given is not None:
         raise Unusable("wrong type", f"`{names.id}` is {kind_of(given)}, not text or a whole number")
-    if prompt is None:
-        return origin.rpartition(" row ")[2]
-    return _digest(prompt)
+    if prompt is not None:
+        return digest_of(prompt)
+    if names.prediction not in row and row.get("seed") is not None:
+        return str(row["seed"])
+    return origin.rpartition(" row ")[2]
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: object) -> str:
+    """A short name of a JSON value."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()

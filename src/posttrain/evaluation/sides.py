@@ -1,16 +1,16 @@
 """What is compared: run directories, results files, and files of predictions or scores, read into item scores."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.data.messages import Unusable, as_messages
 from posttrain.data.problems import Problems
 from posttrain.data.readers import read_rows
 from posttrain.errors import InputError
-from posttrain.evaluation.predictions import PredictionColumns, column_names, read_predictions
+from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
 from posttrain.evaluation.results import read_results
 from posttrain.evaluation.scores import ItemScores, item_means
 from posttrain.evaluation.summary import knows_success, reported
@@ -99,7 +99,8 @@ def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) 
     if metrics is not None:
         absent = [name for name in metrics if name not in run.metrics]
         if absent:
-            has = ", ".join(run.metrics) or "none"
+            every = [*run.metrics, *(() if file.is_dir() else _read(path, None, columns).metrics)]
+            has = ", ".join(dict.fromkeys(every)) or "none"
             raise InputError(f"{path} has no metric {absent[0]!r}; it has {has}")
         run = Run(path, {name: run.metrics[name] for name in metrics}, run.digests, run.environment, run.remarks)
     if not run.metrics:
@@ -147,18 +148,26 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Measured]:
 
 def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
     """Predictions, which are measured against their references, or rows of numbers."""
-    listed = list(read_rows(SourceRecipe(path=path)))
-    rows = [row for _, row in listed if isinstance(row, dict)]
+    if not Path(path).expanduser().exists():
+        raise InputError(f"{path}: there is no such file or directory; correct the path")
+    listed, problems = list(read_rows(SourceRecipe(path=path))), Problems()
     if not listed:
         raise InputError(f"{path}: there are no rows in it; write some, or name another file")
-    scored = _numbers(rows, columns, metrics)
-    if not any(columns.prediction in row for row in rows):
-        problems = Problems()
-        for origin, row in listed:
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for origin, row in listed:
+        try:
             if isinstance(row, str):
-                problems.add_text(row, origin)
+                raise Unusable(*row.split(": ", 1))
+            rows.append((item_of(row, _prompt(row, columns.prompt), origin, columns), row))
+        except Unusable as problem:
+            problems.add_text(str(problem), origin)
+    scored = _numbers(rows, columns)
+    if not any(columns.prediction in row for _, row in rows):
         remarks = [f"{path}: {line}" for line in problems.summary()]
-        remarks += [f"{path}: {lost} rows without a number in {name}" for name, lost in scored.lost.items() if lost]
+        lost = {name: count for name, count in scored.lost.items() if metrics is None or name in metrics}
+        remarks += [f"{path}: {count} rows without a number in {name}" for name, count in lost.items() if count]
+        if (items := len({item for item, _ in rows})) < len(rows):
+            remarks.append(f"{path}: {len(rows)} rows are of {items} items, each the mean of its rows")
         return Run(path, scored.metrics, {}, None, remarks)
     predictions = read_predictions(path, columns)
     found = dict(scored.metrics) if metrics is not None else {}
@@ -181,33 +190,27 @@ class _Numbers:
     """Rows without a number, per column."""
 
 
-def _numbers(rows: Sequence[dict[str, Any]], columns: PredictionColumns, wanted: Sequence[str] | None) -> _Numbers:
-    """The columns of numbers or of true and false; a null or a NaN is no number and left out."""
+def _numbers(rows: Sequence[tuple[str, dict[str, Any]]], columns: PredictionColumns) -> _Numbers:
+    """The columns of numbers or of true and false of (item, row); a null or a NaN is no number and left out."""
     names = [
         name
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if name not in (columns.id, *_NO_SCORES)
-        and (wanted is None or name in wanted)
-        and any(_is_number(row.get(name)) for row in rows)
+        for name in dict.fromkeys(name for _, row in rows for name in row)
+        if name not in (columns.id, *_NO_SCORES) and any(_is_number(row.get(name)) for _, row in rows)
     ]
     metrics, lost = {}, {}
     for name in names:
-        values = [
-            (_item(row, columns, place), float(row[name]))
-            for place, row in enumerate(rows)
-            if _is_number(row.get(name))
-        ]
+        values = [(item, float(row[name])) for item, row in rows if _is_number(row.get(name))]
         lost[name] = len(rows) - len(values)
         metrics[name] = Measured(name, item_means(_kind([value for _, value in values]), values), texts=len(values))
     return _Numbers(metrics, lost)
 
 
-def _item(row: dict[str, Any], columns: PredictionColumns, place: int) -> str:
-    for name in (columns.id, "seed"):
-        if row.get(name) is not None:
-            return str(row[name])
-    prompt = row.get(columns.prompt)
-    return str(place + 1) if prompt is None else json.dumps(prompt, sort_keys=True)
+def _prompt(row: dict[str, Any], name: str) -> Any:
+    """The prompt as predictions have it, or as it stands where it is no conversation."""
+    try:
+        return None if row.get(name) is None else as_messages(row[name], name, "user")
+    except Unusable:
+        return row[name]
 
 
 def _kind(values: Sequence[float]) -> Literal["rate", "mean"]:
