@@ -80,6 +80,52 @@ def test_models_that_are_alike_are_told_apart_by_nothing(files):
     assert "no difference can be told between again.jsonl and good.jsonl in bleu" in found.sentence()
 
 
+def test_a_prompt_says_which_item_a_row_is_and_not_its_seed(tmp_path):
+    rows = [{"prompt": f"Question {n}?", "seed": n % 3, "score": n % 7} for n in range(30)]
+    a = write(tmp_path / "a.jsonl", rows)
+    b = write(tmp_path / "b.jsonl", [row | {"score": row["score"] + 1} for row in rows])
+    assert compare(read_sides([str(a), str(b)])).tests[0][1].n == 30
+    answered = write(tmp_path / "p.jsonl", [row | {"prediction": "x", "reference": "x"} for row in rows])
+    run = read_sides([str(answered)], ["score", "exact"])[0].runs[0]
+    assert run.metrics["score"].scores.items.keys() == run.metrics["exact"].scores.items.keys()
+    seeds = write(tmp_path / "s.jsonl", [{"seed": n % 3, "score": n} for n in range(30)])
+    assert "30 rows are of 3 items" in read_sides([str(seeds)])[0].runs[0].remarks[0]
+
+
+def test_a_wrong_name_of_a_metric_is_told_with_those_there_are(tmp_path, monkeypatch):
+    scores = write(tmp_path / "a.jsonl", [{"id": n, "ok": True} for n in range(30)])
+    with pytest.raises(InputError, match="no metric 'okay'; it has ok"):
+        read_sides([str(scores)], ["okay"])
+    answered = predictions(tmp_path / "p.jsonl", 0.5)
+    with pytest.raises(InputError, match=r"it has .*exact, bleu, chrf"):
+        read_sides([str(answered)], ["blue"])
+    monkeypatch.setattr("posttrain.data.readers._read_hub", lambda source: pytest.fail("the network was asked"))
+    with pytest.raises(InputError, match="no such file or directory"):
+        read_sides(["runs-mistyped"])
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "Infinity", "[]", "0"])
+def test_results_without_finite_numbers_are_refused(files, tmp_path, wrong):
+    path = tmp_path / "r.json"
+    evaluate_text(read_predictions(files["good"]), TextOptions(("exact",))).write(path)
+    values = json.loads(path.read_text())
+    values["scores"]["exact"]["3"] = ["HERE", 1.0]
+    path.write_text(json.dumps(values).replace('["HERE", 1.0]', wrong if wrong in ("[]", "0") else f"[{wrong}, 1.0]"))
+    with pytest.raises(InputError, match="exact of item 3 is no list of finite numbers"):
+        read_sides([str(path)])
+
+
+def test_what_is_neither_better_nor_worse_is_not_compared():
+    def side(name, shift):
+        bias = item_sums("mean", ((str(n), (shift, 1.0)) for n in range(25)))
+        won = item_sums("mean", ((str(n), (n % 3 + shift, 1.0)) for n in range(25)))
+        return Side(name, [Run(name, {"bias": Measured("bias", bias, "neither"), "won": Measured("won", won)})])
+
+    found = compare([side("a", 0.0), side("b", -1.0)])
+    assert [test.metric for _, test in found.tests] == ["won"]
+    assert any("bias: not compared" in line for line in found.remarks)
+
+
 def test_few_items_and_few_runs_conclude_nothing(tmp_path):
     """Three items, or two runs a side, that differ as runs of one recipe do."""
 

@@ -46,7 +46,7 @@ def test_the_interval_holds_the_value(values):
     if len(values) == 1:
         assert math.isnan(found.low)
         return
-    assert min(values) - 1e-9 <= found.low <= found.value <= found.high <= max(values) + 1e-9
+    assert found.low <= found.value <= found.high
 
 
 @settings(max_examples=15, deadline=None)
@@ -87,9 +87,26 @@ def test_the_bootstrap_is_that_of_scipy():
     from scipy import stats
 
     values = np.random.default_rng(1).exponential(size=60)
-    found = estimate(item_means("mean", ((str(i), v) for i, v in enumerate(values))))
+    found = estimate(item_sums("perplexity", ((str(i), (v, 1.0)) for i, v in enumerate(values))))
     known = stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(2)).confidence_interval
-    assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=0.03)
+    wider = stats.t.ppf(0.975, 59) / stats.norm.ppf(0.975) * math.sqrt(60 / 59)
+    expected = [values.mean() + wider * (limit - values.mean()) for limit in (known.low, known.high)]
+    assert np.log([found.low, found.high]) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("n", [2, 5, 10])
+def test_intervals_of_few_items_cover(n):
+    generator = np.random.default_rng(n)
+    hits = 0
+    for _ in range(400):
+        found = estimate(item_means("mean", ((str(i), v) for i, v in enumerate(generator.normal(size=n)))))
+        hits += found.low <= 0 <= found.high
+    assert hits / 400 >= 0.92
+
+
+def test_a_rate_has_wilsons_interval():
+    found = estimate(item_means("rate", ((str(i), float(i < 2)) for i in range(7))))
+    assert (found.low, found.high) == pytest.approx((success_rate(2, 7).low, success_rate(2, 7).high))
 
 
 def test_tables_of_the_same_items_are_resampled_alike():

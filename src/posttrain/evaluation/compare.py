@@ -101,6 +101,12 @@ def compare(sides: Sequence[Side], common: bool = False, seed: int = 0, draws: i
         listed = "; ".join(f"{run.path}: {', '.join(run.metrics)}" for run in runs)
         raise InputError(f"the sides have no metric in common ({listed}); compare results of the same kind")
     remarks = [line for run in runs for line in run.remarks]
+    neither = [name for name in metrics if runs[0].metrics[name].better == "neither"]
+    metrics = [name for name in metrics if name not in neither]
+    if not metrics:
+        raise InputError(f"{', '.join(neither)}: neither more nor less is better, so sides cannot be compared by it")
+    if neither:
+        remarks.append(f"{', '.join(neither)}: not compared, for neither more nor less is better")
     warnings = [*_same_environment(runs), *(line for name in metrics for line in _same_measure(name, runs))]
     shared = _shared(runs, common, remarks)
     tests = []

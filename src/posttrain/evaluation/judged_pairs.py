@@ -154,7 +154,7 @@ def _measured(
         return found
     bias: Iterable[tuple[str, float]] = ((item, sum(shown) - 1) for item, shown in asked)
     agreed = ((item, float(shown[0] + shown[1] == 1)) for item, shown in asked)
-    found.append(Measured("position_bias", item_means("mean", bias), "lower", len(asked), {}, _BIAS))
+    found.append(Measured("position_bias", item_means("mean", bias), "neither", len(asked), {}, _BIAS))
     found.append(Measured("orders_agree", item_means("rate", agreed), "higher", len(asked), {}, _AGREE))
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 from posttrain.evaluation.comparisons import mcnemar, odds_ratio, paired_rates, standardised_difference
 from posttrain.evaluation.scores import DRAWS, ItemScores, Kind, combine, resampled_sums
 from posttrain.evaluation.statistics import Difference, Estimate
+from posttrain.evaluation.text_metrics import Better
 
 _ROUNDING = 1e-12
 """Differences below this share of the values themselves are none."""
@@ -21,7 +22,7 @@ class Paired:
 
     metric: str
     kind: Kind
-    better: Literal["higher", "lower"]
+    better: Better
     a: float
     b: float
     difference: Difference
@@ -40,7 +41,7 @@ class Paired:
     @property
     def better_side(self) -> Literal["A", "B"] | None:
         """Which side is better, where that can be told at 5% after correction."""
-        if not self.corrected < 0.05 or not self.difference.value:
+        if not self.corrected < 0.05 or not self.difference.value or self.better == "neither":
             return None
         return "B" if (self.difference.value > 0) == (self.better == "higher") else "A"
 
@@ -50,7 +51,7 @@ class Paired:
 
 def paired(
     metric: str,
-    better: Literal["higher", "lower"],
+    better: Better,
     a: Sequence[ItemScores],
     b: Sequence[ItemScores],
     items: Sequence[str],

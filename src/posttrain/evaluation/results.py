@@ -5,18 +5,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from posttrain.errors import InputError
 from posttrain.evaluation.scores import ItemScores, estimate
 from posttrain.evaluation.statistics import Estimate
-from posttrain.evaluation.text_metrics import Measured
+from posttrain.evaluation.text_metrics import Better, Measured
 from posttrain.runs.files import write_atomically
 from posttrain.runs.tables import Table
 
 FORMAT = 1
+_FEW = 30
+"""Prompts below which intervals are told to be rough."""
 _KINDS = ("rate", "mean", "perplexity", "bleu", "chrf")
 
 
@@ -49,7 +51,7 @@ class Results:
             title=self.predictions,
             headings=("metric", "value", "95% interval", "n", "texts"),
             rows=rows,
-            note="`n` is prompts; intervals are 95%, by bootstrap over prompts.",
+            note="`n` is prompts; intervals are 95%, over prompts.",
             words=("metric",),
         )
 
@@ -61,7 +63,10 @@ class Results:
             missing = [f"{count} left out: {reason}" for reason, count in one.left_out.items()]
             if said := "; ".join([*known, *missing]):
                 about.setdefault(said, []).append(one.name)
-        return [*(f"{', '.join(names)}: {said}" for said, names in about.items()), *self.dropped]
+        few = [one.name for one in self.measured if len(one.scores) < _FEW]
+        rough = f"{', '.join(few)}: fewer than {_FEW} prompts, so the interval is a rough one"
+        told = [f"{', '.join(names)}: {said}" for said, names in about.items()]
+        return [*told, *([rough] if few else []), *self.dropped]
 
     def write(self, path: Path) -> None:
         """Write `path`, whole or not at all; RunError where the disk refuses."""
@@ -108,6 +113,14 @@ def read_results(path: Path) -> tuple[dict[str, Measured], dict[str, str]]:
             if about["kind"] not in _KINDS:
                 raise ValueError(f"{name} is of the unknown kind {about['kind']!r}")
             items = {item: np.array(own, dtype=np.float64) for item, own in values["scores"][name].items()}
+            for item, own in items.items():
+                counted = about["kind"] in ("bleu", "chrf") or (own.shape == (2,) and own[1] > 0)
+                if own.ndim != 1 or not own.size or not np.isfinite(own).all() or not counted:
+                    raise ValueError(f"{name} of item {item[:40]} is no list of finite numbers that make a score")
+            if not items:
+                raise ValueError(f"{name} has no items")
+            if about["better"] not in get_args(Better):
+                raise ValueError(f"{name} is better {about['better']!r}; known are {', '.join(get_args(Better))}")
             found[name] = Measured(
                 name,
                 ItemScores(about["kind"], items),

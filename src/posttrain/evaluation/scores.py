@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.errors import InputError
-from posttrain.evaluation.statistics import Estimate, clustered_rate
+from posttrain.evaluation.statistics import Estimate, Z, clustered_rate, mean
 from posttrain.seeds import random_stream
 
 Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
@@ -21,6 +21,8 @@ Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
 
 DRAWS = 5_000
 """Bootstrap resamples."""
+_ANY = 10**12
+"""More trials than there are: how many samples an item had is not known here."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,35 @@ def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
 
 
 def estimate(scores: ItemScores, seed: int = 0, draws: int = DRAWS) -> Estimate:
-    """The metric over all items with a percentile bootstrap interval over items (Efron 1979).
+    """The metric over all items with an interval over items.
 
-    Where all items of a rate are alike, resampling shows no spread, and the interval is Wilson's. A metric of one
-    item that is no rate has NaN for limits.
+    Means have Student's t interval; rates Wilson's with as many trials as the items are worth (`clustered_rate`), at
+    least n. Others have a percentile bootstrap interval (Efron 1979), its limits moved away from the value by
+    t(0.975, n - 1) / z sqrt(n / (n - 1)), for percentiles are too narrow by that (Hesterberg 2015); of a perplexity,
+    by that in its logarithm. A metric of one item that is no rate has NaN for limits.
     """
+    from scipy.special import stdtrit
+
     if not len(scores):
         raise ValueError("no items make no estimate")
     table, n = scores.table(), len(scores)
     value = float(combine(scores.kind, table.sum(0)))
-    if scores.kind == "rate" and np.ptp(table[:, 0]) == 0:
-        known = clustered_rate(table[:, 0].tolist(), n)
+    own = scores.values()
+    if scores.kind == "rate":
+        known = clustered_rate(own.tolist(), n if np.ptp(own) == 0 else _ANY)
         return Estimate(value, known.low, known.high, n)
     if n == 1:
         return Estimate(value, math.nan, math.nan, 1)
-    low, high = np.quantile(combine(scores.kind, resampled_sums(table, seed, draws)), [0.025, 0.975])
+    if scores.kind == "mean":
+        return mean(own.tolist())
+    limits = np.quantile(combine(scores.kind, resampled_sums(table, seed, draws)), [0.025, 0.975])
     # Of a skewed metric of few items the percentiles may miss the value itself.
-    return Estimate(value, min(float(low), value), max(float(high), value), n)
+    low, high = min(float(limits[0]), value), max(float(limits[1]), value)
+    wider = float(stdtrit(n - 1, 0.975)) / Z * math.sqrt(n / (n - 1))
+    if scores.kind == "perplexity":
+        low, high = (value * float(np.exp(wider * math.log(limit / value))) for limit in (low, high))
+        return Estimate(value, low, high, n)
+    return Estimate(value, max(0.0, value + wider * (low - value)), min(100.0, value + wider * (high - value)), n)
 
 
 def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.ndarray:

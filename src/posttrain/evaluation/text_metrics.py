@@ -12,6 +12,9 @@ from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction
 from posttrain.evaluation.scores import ItemScores, item_means, item_sums, sacrebleu_metric
 
+Better = Literal["higher", "lower", "neither"]
+"""Which values of a metric are better; `neither` is not compared."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -19,7 +22,7 @@ class Measured:
 
     name: str
     scores: ItemScores
-    better: Literal["higher", "lower"] = "higher"
+    better: Better = "higher"
     texts: int = 0
     """Texts that were scored; an item may have several."""
     left_out: Mapping[str, int] = field(default_factory=dict)
