@@ -1,7 +1,6 @@
 """Rubrics: where they come from, and the prompts to a judge that they make of predictions."""
 
 import difflib
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 from posttrain.environments.framing import Prompt, Texts, laid_out_prompt
 from posttrain.environments.judge_replies import ChoiceReply, ClaimsReply, PointsReply, ReplyForm
 from posttrain.errors import InputError
-from posttrain.evaluation.predictions import Prediction
+from posttrain.evaluation.predictions import Prediction, digest_of
 from posttrain.recipe.complaints import complaints
 from posttrain.recipe.rubric import FIELD, Anchor, PointsScale, Rubric
 from posttrain.recipe.sources import Layer, read_text
@@ -39,7 +38,7 @@ class Question:
     @property
     def digest(self) -> str:
         """Of the prompt; 16 hexadecimal digits."""
-        return _digest(self.prompt)
+        return digest_of(self.prompt)
 
 
 class NotToBeAsked(Exception):
@@ -74,7 +73,7 @@ def load_rubric(named: str) -> Rubric:
 
 def rubric_digest(rubric: Rubric) -> str:
     """Of all that a rubric says; 16 hexadecimal digits."""
-    return _digest(rubric.model_dump(mode="json"))
+    return digest_of(rubric.model_dump(mode="json"))
 
 
 def judging(rubric: Rubric, row: Prediction, longest: int) -> Question:
@@ -160,7 +159,3 @@ def _prompt(row: Prediction) -> Texts:
 
 def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:longest]}\n({len(text) - longest} more characters)"
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
