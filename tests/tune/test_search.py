@@ -165,6 +165,30 @@ def test_a_trial_without_the_metric_is_not_the_end_where_another_has_it(monkeypa
     assert [trial.state.name for trial in studies.trials(tmp_path)][:2] == ["COMPLETE", "FAIL"]
 
 
+def test_what_runs_warn_of_is_said_once_and_reported(monkeypatch, tmp_path, capsys):
+    def warn(recipe):
+        return ["24 rows held out\nand trained on as well"] + (["slow"] if recipe.name in ("0001", "0002") else [])
+
+    studies.stand_in(monkeypatch, warn=warn)
+    search = {"optimizer.learning_rate": [1e-5, 1e-4]}
+    assert studies.tune(tmp_path, search=search, trials=3, retest={"best": 1, "seeds": [1, 2]}) == 0
+    said = capsys.readouterr().out
+    assert said.count("warning: 24 rows held out and trained on as well") == 1
+    assert "trial 0: warning: 24 rows" in said
+    assert "trial 1: warning: slow" in said
+    assert "2 warnings of the runs: see " in said
+    _, _, section = report(tmp_path).partition("## Warnings of the runs\n\n")
+    assert section.splitlines() == [
+        "- 24 rows held out and trained on as well (all 5 runs)",
+        "- slow (trials/0001, trials/0002)",
+    ]
+
+
+def test_a_study_without_warnings_has_no_section_of_them(begun, tmp_path, capsys):
+    assert studies.tune(tmp_path, trials=1) == 0
+    assert "warning" not in (report(tmp_path) + capsys.readouterr().out).lower()
+
+
 def test_a_worse_trial_is_pruned(begun, tmp_path):
     pruner = {"type": "median", "startup_trials": 2}
     search = {"optimizer.learning_rate": {"low": 1e-6, "high": 1e-2, "log": True}}

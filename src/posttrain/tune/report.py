@@ -132,11 +132,14 @@ def sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequence[Ret
     return said
 
 
-def write_report(study: Study, tables: Sequence[Table], said: Sequence[str], plots: Sequence[Path]) -> Path:
-    """report.md of the study."""
+def write_report(
+    study: Study, tables: Sequence[Table], said: Sequence[str], plots: Sequence[Path], warned: Sequence[str]
+) -> Path:
+    """report.md of the study; `warned` is what its runs warned of."""
     parts = [f"# {study.recipe.name}", " ".join(said)]
     parts += [f"## {table.title.partition(': ')[2]}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
     parts += [f"![{plot.stem}]({plot.relative_to(study.directory)})" for plot in plots]
+    parts += ["## Warnings of the runs\n\n" + "\n".join(f"- {text}" for text in warned)] if warned else []
     path = study.directory / "report.md"
     write_atomically(path, "\n\n".join(parts) + "\n")
     return path

@@ -12,6 +12,7 @@ from posttrain.tune.report import retest_table, sentences, trial_table, write_be
 from posttrain.tune.retest import Retested, retest
 from posttrain.tune.search import Search
 from posttrain.tune.space import check_space
+from posttrain.tune.warned import warnings_of
 from posttrain.tune.work import work
 
 
@@ -59,11 +60,15 @@ def _conclude(study: Study, kept: optuna.Study, results: list[Retested], unchain
     if best is None:
         said.append(why_none(study, trials))
     plots = draw_study(study, kept)
-    report = write_report(study, [trial_table(study, trials), *again], said, plots)
+    warned = warnings_of(study)
+    report = write_report(study, [trial_table(study, trials), *again], said, plots, warned)
     for table in [trial_table(study, trials, narrow=True), *again]:
         console.print(table.rich())
     for text in said if best is not None else said[:-1]:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if warned:
+        plural = "warnings" if len(warned) > 1 else "warning"
+        console.print(f"{len(warned)} {plural} of the runs: see {report}", highlight=False, soft_wrap=True)
     file = study.directory / "best.yaml"
     if best is None or unchained:
         file.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from posttrain.tune.best import best_of, most_frequent
 from posttrain.tune.keep import owner, torn_trials
 from posttrain.tune.space import distributions, restored, stored
 from posttrain.tune.trial import TrialJob, tell_failure
+from posttrain.tune.warned import messages_of
 
 
 class Search:
@@ -27,6 +28,7 @@ class Search:
         self._distributions = distributions(study)
         self._torn = torn_trials(study, kept)
         self._told: list[_Told] = []
+        self._warned: set[str] = set()
 
     def take(self) -> TrialJob | None:
         """The next trial that makes a recipe; None where there is none now. One that makes none fails at once.
@@ -49,7 +51,7 @@ class Search:
             attempt = Attempt(recipe)
             goes_on = "goes on, " if attempt.run.path.exists() else ""
             self._say(f"trial {trial.number}: {goes_on}{words}")
-            self._told.append(_Told(self.study, self.kept, trial, attempt, self.console))
+            self._told.append(_Told(self.study, self.kept, trial, attempt, self.console, self._warned))
             return self._told[-1]
         return None
 
@@ -120,14 +122,27 @@ class Search:
 
 
 class _Told(TrialJob):
-    """A trial whose end is printed."""
+    """A trial whose end is printed, and those of its warnings that are not in `warned`, where they are then put."""
 
-    def __init__(self, study: Study, kept: optuna.Study, trial: optuna.Trial, attempt: Attempt, console: Console):
+    def __init__(
+        self,
+        study: Study,
+        kept: optuna.Study,
+        trial: optuna.Trial,
+        attempt: Attempt,
+        console: Console,
+        warned: set[str],
+    ) -> None:
         super().__init__(study, kept, trial, attempt)
         self.console = console
+        self.warned = warned
 
     def end(self) -> None:
         super().end()
+        for message in [] if self.damaged else messages_of(self.attempt.lines()):
+            if message not in self.warned:
+                self.warned.add(message)
+                self._say(f"trial {self.trial.number}: warning: {message}")
         if self.study.recipe.weights == "best":
             self._forget()
         ended = self.kept.get_trials(deepcopy=False)[self.trial.number]
@@ -137,7 +152,10 @@ class _Told(TrialJob):
         else:
             how = "pruned, " if ended.state == TrialState.PRUNED else ""
             said = f"{how}{metric} {ended.value:.4g} at step {ended.user_attrs['step']}"
-        self.console.print(f"trial {ended.number}: {said}", highlight=False, markup=False, soft_wrap=True)
+        self._say(f"trial {ended.number}: {said}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _forget(self) -> None:
         """Keep the weights of the best trial alone."""

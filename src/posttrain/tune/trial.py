@@ -25,6 +25,11 @@ class TrialJob:
         self.unmeasured = ""
         """Why, where the run came to its end without a metric that the study is judged by."""
 
+    @property
+    def damaged(self) -> bool:
+        """Whether the metrics of the run cannot be read."""
+        return bool(self._damage)
+
     def begin(self, device: str | None) -> None:
         """Start the run, unless it had ended. One that a killed study was about to prune is pruned."""
         if self._reported and self.trial.should_prune():
