@@ -9,6 +9,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.perplexity import LanguageModel, conditional, unconditional
 from posttrain.evaluation.predictions import read_predictions
 from posttrain.evaluation.scores import estimate
+from posttrain.evaluation.text import TextOptions, evaluate_text
 from tests.evaluation.made import write
 
 ROWS = [
@@ -105,3 +106,21 @@ def test_numbers_that_are_none_are_left_out(model, rows, monkeypatch):
     found = conditional(rows, model, "prediction")
     assert found.left_out["not a finite number"] == 1
     assert estimate(found.scores, draws=20).value == pytest.approx(math.e)
+
+
+def failed_and_measured(path, rows, tiny_model):
+    options = TextOptions(("exact", "perplexity"), model=str(tiny_model))
+    found = evaluate_text(read_predictions(str(write(path, rows))), options)
+    return found.failed, [one.name for one in found.measured]
+
+
+def test_a_perplexity_that_cannot_be_had_leaves_the_others_be(tmp_path, tiny_model):
+    empty = [{**row, "prediction": ""} for row in ROWS[::2]]
+    failed, measured = failed_and_measured(tmp_path / "empty.jsonl", empty, tiny_model)
+    assert measured == ["exact", "perplexity_reference", "perplexity_unconditional"]
+    assert list(failed) == ["perplexity_prediction"]
+    assert "2 empty prediction" in failed["perplexity_prediction"]
+    alone = [{key: value for key, value in row.items() if key != "prompt"} for row in ROWS[:1]]
+    failed, measured = failed_and_measured(tmp_path / "alone.jsonl", alone, tiny_model)
+    assert measured == ["exact", "perplexity_unconditional"]
+    assert all("1 no prompt" in failed[f"perplexity_{of}"] for of in ("reference", "prediction"))

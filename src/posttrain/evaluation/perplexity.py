@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from posttrain.evaluation.predictions import Prediction
 from posttrain.evaluation.scores import item_means, item_sums
 from posttrain.evaluation.text_metrics import Measured
 from posttrain.recipe.model import ModelRecipe
-
-if TYPE_CHECKING:
-    pass
 
 _POSITIONS_PER_CHUNK = 512
 Text = tuple[np.ndarray, np.ndarray]

@@ -65,13 +65,18 @@ def evaluate_text(
     for name in options.metrics:
         progress(name)
         try:
-            found.measured += _measure(name, predictions, options)
+            if name == "perplexity":
+                _perplexities(found, predictions, options)
+            else:
+                found.measured += _measure(name, predictions, options)
         except InputError as error:
             found.failed[name] = str(error)
     return found
 
 
-def _measure(name: Metric, predictions: Predictions, options: TextOptions) -> Sequence[Measured]:
+def _measure(
+    name: Literal["bleu", "chrf", "exact", "verifier", "bertscore"], predictions: Predictions, options: TextOptions
+) -> Sequence[Measured]:
     rows = predictions.rows
     if name == "bleu" or name == "chrf":
         return [corpus_metric(name, rows)]
@@ -80,16 +85,29 @@ def _measure(name: Metric, predictions: Predictions, options: TextOptions) -> Se
     if name == "verifier":
         assert options.verifier is not None
         return [verified(rows, options.verifier)]
-    if name == "bertscore":
-        from posttrain.evaluation.bertscore import Encoder, bert_scores
+    from posttrain.evaluation.bertscore import Encoder, bert_scores
 
-        assert options.encoder is not None
-        return bert_scores(rows, Encoder(options.encoder, options.layer), options.tokens_per_batch)
+    assert options.encoder is not None
+    return bert_scores(rows, Encoder(options.encoder, options.layer), options.tokens_per_batch)
+
+
+def _perplexities(found: Results, predictions: Predictions, options: TextOptions) -> None:
+    """Add each of the perplexities to `found`, or why it could not be had: they need different columns."""
     from posttrain.evaluation.perplexity import LanguageModel, conditional, unconditional
 
     assert options.model is not None
-    model = LanguageModel(options.model, options.tokens_per_batch)
-    measured = [conditional(rows, model, "prediction")]
+    model, rows = LanguageModel(options.model, options.tokens_per_batch), predictions.rows
+    measures: dict[str, Callable[[], Measured]] = {
+        "perplexity_prediction": lambda: conditional(rows, model, "prediction")
+    }
     if any(row.reference is not None for row in rows):
-        measured = [conditional(rows, model, "reference"), *measured, unconditional(rows, model)]
-    return measured
+        measures = {
+            "perplexity_reference": lambda: conditional(rows, model, "reference"),
+            **measures,
+            "perplexity_unconditional": lambda: unconditional(rows, model),
+        }
+    for name, measure in measures.items():
+        try:
+            found.measured.append(measure())
+        except InputError as error:
+            found.failed[name] = str(error)
