@@ -221,6 +221,13 @@ def test_bad_input_is_told_in_one_sentence_and_leaves_the_name_free(words, said,
     assert main(given) == 0
 
 
+def test_ids_that_are_one_as_text_are_refused(tiny_model, tmp_path, capsys):
+    write_rows(tmp_path / "keys.jsonl", [{"prompt": "one", "key": 1}, {"prompt": "other", "key": "1"}])
+    words = [f"model.path={tiny_model}", "data.test=keys.jsonl", "rollout.tokens_per_turn=2"]
+    assert main(["generate", *words, "data.id=key"]) == 2
+    assert "row 2: the id '1' in `key` is that of keys.jsonl row 1 too" in capsys.readouterr().err
+
+
 def test_the_plan_says_what_would_be_done_and_does_nothing(tiny_model, tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", some_rows(2))
     words = [f"model.path={tiny_model}", "data.test=rows.jsonl", "samples=4", "sampling.temperature=0.7"]

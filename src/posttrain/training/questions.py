@@ -23,22 +23,23 @@ def task_of(recipe: GenerateRecipe) -> TextTaskRecipe:
 
 def read_questions(recipe: GenerateRecipe) -> tuple[list[Question], Problems]:
     """The usable rows, and what is wrong with the others; InputError where there are none, where a row lacks a column
-    of `keep` or `data.id`, or where two rows have one id.
+    of `keep` or `data.id`, or where two rows have one id, as 1 and "1" are.
     """
     task = task_of(recipe)
     table = prompt_table(task)
     table.problems.raise_if(recipe.data.strict)
     shown = TextTask(task)
     questions: list[Question] = []
-    origins: dict[int | str, str] = {}
+    origins: dict[str, str] = {}
     for number, row in enumerate(table.rows[: recipe.data.max_rows]):
         name = _id(recipe, row, number)
-        if name in origins:
+        # A file of predictions is read with its ids as text: 1 and "1" would be one row there.
+        if str(name) in origins:
             raise InputError(
-                f"{row.origin}: the id {name!r} in `{recipe.data.id}` is that of {origins[name]} too; name another column in "
+                f"{row.origin}: the id {name!r} in `{recipe.data.id}` is that of {origins[str(name)]} too; name another column in "
                 "data.id, or leave it out"
             )
-        origins[name] = row.origin
+        origins[str(name)] = row.origin
         reference = reference_answer(row, recipe.data.columns)
         messages = list(shown.reset(number).messages)
         questions.append(Question(number, name, messages, reference, _kept(recipe, row), row.origin))
