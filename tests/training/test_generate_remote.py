@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import main
+from posttrain.evaluation.statistics import success_rate
 from tests.rollout.chat_server import Reply, serving
 from tests.training.test_generate import lines_of, write_rows
 
@@ -273,3 +274,17 @@ def test_a_file_that_another_run_wrote_meanwhile_is_left_alone(tmp_path, capsys)
         assert len(server.asked) == ROWS
         assert main(words(server.url, "--overwrite")) == 0
         assert len(lines_of(out)) == ROWS
+
+
+def test_the_share_cut_off_has_an_interval_over_rows(tmp_path, capsys):
+    def half_of_them(request):
+        return Reply("x", tokens=5, reason="length" if number(request) % 2 else "stop")
+
+    with serving(half_of_them) as server:
+        assert main(words(server.url, "samples=8", "sampling.temperature=1", "rollout.tokens_per_turn=5")) == 0
+    last = lines_of(tmp_path / "runs/remote/metrics.jsonl")[-1]
+    low, high = last["generate/cut_off_low"], last["generate/cut_off_high"]
+    rows, answers = success_rate(ROWS // 2, ROWS), success_rate(4 * ROWS, 8 * ROWS)
+    assert (last["generate/cut_off_share"], low, high) == pytest.approx((0.5, rows.low, rows.high))
+    assert high - low > 2 * (answers.high - answers.low)
+    assert f"48 of 96 cut off at rollout.tokens_per_turn = 5: 50.0% [{low:.1%}, {high:.1%}]" in capsys.readouterr().out

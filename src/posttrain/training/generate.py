@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.errors import InputError, RunError
-from posttrain.evaluation.statistics import success_rate
+from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.generate import GenerateRecipe
 from posttrain.rollout.driver import Place, play_each
 from posttrain.rollout.streams import CUT_OFF, Episode, Outcome
@@ -155,13 +155,18 @@ def _finish(
 
 
 def _summary(recipe: GenerateRecipe, generation: _Generation, wanted: int) -> tuple[dict[str, Any], list[str]]:
-    """What the file holds, as metrics and in words. The share of answers cut off has its 95% interval."""
-    rows, count, tokens, cut, thought, emptied, removed = set(), 0, 0, 0, 0, 0, 0
+    """What the file holds, as metrics and in words. The share of answers cut off is a mean over rows with its 95% interval:
+    answers to one row are alike.
+    """
+    rows: dict[int | str, list[bool]] = {}
+    """Row -> which of its answers are cut off."""
+    count, tokens, cut, thought, emptied, removed = 0, 0, 0, 0, 0, 0
     for row in generation.log.answers():
         count += 1
-        rows.add(row["id"])
         tokens += row["tokens"] or 0
-        cut += row["stop_reason"] in CUT_OFF
+        is_cut = row["stop_reason"] in CUT_OFF
+        rows.setdefault(row["id"], []).append(is_cut)
+        cut += is_cut
         characters = row.get("thinking_characters", 0)
         thought += characters > 0
         removed += row["thinking_tokens"] or 0 if characters else 0
@@ -182,7 +187,7 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, wanted: int) -> tu
         f"{duration(generation.seconds)}, {speed:,.0f} tokens/s" + (f"; {before:,} were there" if before else "")
     ]
     if count:
-        share = success_rate(cut, count)
+        share = clustered_rate([sum(own) / len(own) for own in rows.values()], count)
         values |= {
             "generate/cut_off_share": share.value,
             "generate/cut_off_low": share.low,
