@@ -146,3 +146,14 @@ def test_the_terminal_table_shows_the_same_cells() -> None:
     for row in ROWS:
         for cell in row.cells:
             assert cell in text
+
+
+def test_a_narrow_terminal_cuts_nothing_off() -> None:
+    console = Console(width=50, record=True, file=io.StringIO())
+    console.print(play_tables(ROWS, "Result")[0].rich())
+    text = console.export_text()
+    assert "…" not in text
+    letters = [character for character in text if character.isalnum()]
+    for character in "".join(cell for row in ROWS for cell in row.cells):
+        if character.isalnum():
+            letters.remove(character)  # ValueError where one is missing

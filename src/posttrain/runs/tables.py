@@ -31,7 +31,8 @@ class Table:
 
         table = RichTable(title=self.title or None, title_justify="left")
         for heading in self.headings:
-            table.add_column(heading, justify="left" if heading in self.words else "right")
+            # Nothing is cut off: where the terminal is narrow, cells go on in the next line.
+            table.add_column(heading, justify="left" if heading in self.words else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
