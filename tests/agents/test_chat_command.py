@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -226,6 +227,8 @@ def in_terminal(*words):
     """The command in a terminal of its own: `until` reads until a text has come (or the end), `press` types."""
     child, terminal = pty.fork()
     if not child:
+        # Where the tests run in the background of a shell, SIGINT is ignored, and that is inherited.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.execve(START[0], [*START, *map(str, words)], {**os.environ, "TERM": "xterm", "COLUMNS": "100"})
     seen = ""
 
