@@ -1,6 +1,7 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio. Each loads only when named."""
 
 import importlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -52,6 +53,7 @@ class TensorBoardSink:
         self._writer_class = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._directory = str(run.logs / "tensorboard")
         self._writer = self._writer_class(self._directory)
+        self._second = int(time.time())
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         for key, value in _numbers(kind, values).items():
@@ -61,7 +63,11 @@ class TensorBoardSink:
     def rewind(self, step: int) -> None:
         # Event files are append-only; TensorBoard hides everything from `purge_step` on in the earlier files.
         self._writer.close()
+        # TensorBoard reads files in the order of their names, which begin with the second in which they were begun.
+        while int(time.time()) <= self._second:
+            time.sleep(0.02)
         self._writer = self._writer_class(self._directory, purge_step=step + 1)
+        self._second = int(time.time())
 
     def close(self) -> None:
         self._writer.close()
