@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,6 +13,7 @@ from posttrain.environments.judge import JudgeFailure, judge_client, judge_promp
 from posttrain.environments.memory.neutral import neutral
 from posttrain.errors import InputError
 from posttrain.recipe.text_task import JudgeRecipe
+from tests.listening import listening
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -62,13 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    made = _Server()
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+    with listening(_Server()) as made:
+        yield made
 
 
 @pytest.mark.parametrize(

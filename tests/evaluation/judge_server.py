@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.listening import listening
+
 
 @dataclass(frozen=True)
 class Trouble:
@@ -53,15 +55,8 @@ class Server(ThreadingHTTPServer):
 @contextmanager
 def serving(rule):
     """A server that is there inside."""
-    made = Server(rule)
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with listening(Server(rule)) as made:
         yield made
-    finally:
-        made.shutdown()
-        made.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

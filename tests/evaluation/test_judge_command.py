@@ -113,7 +113,10 @@ def test_a_kill_loses_nothing_and_what_is_left_alone_is_asked(file):
 
 def test_what_the_server_failed_at_is_asked_again_alone(file, capsys):
     sick = ["yes"]
-    rule = lambda frames, number: Trouble(500) if sick and frames["prediction"] == "3" else points(frames, number)  # noqa: E731
+
+    def rule(frames, number):
+        return Trouble(500) if sick and frames["prediction"] == "3" else points(frames, number)
+
     with serving(rule) as server:
         assert main(words(file, server)) == 1
         said = capsys.readouterr()

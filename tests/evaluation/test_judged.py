@@ -181,7 +181,9 @@ def test_a_server_that_never_answers_is_not_asked_for_every_row():
 
 
 def test_a_server_that_dies_leaves_the_scores_it_gave():
-    rule = lambda frames, number: points(frames, number) if number <= 10 else Trouble(500)  # noqa: E731
+    def rule(frames, number):
+        return points(frames, number) if number <= 10 else Trouble(500)
+
     with serving(rule) as server:
         found = judge_predictions(rows([str(1 + number % 5) for number in range(100)]), options(server, workers=2))
     scored = [record["score"] for record in found.records if record["score"] is not None]
@@ -259,8 +261,9 @@ def test_a_judge_that_looks_at_the_place_alone_finds_no_winner(said, bias):
 
 
 def test_a_pair_with_one_readable_reply_has_no_value():
-    rule = lambda frames, number: "?" if frames["first"] == "1" else {"better": larger(*frames_of(frames))}  # noqa: E731
-    frames_of = lambda frames: (frames["first"], frames["second"])  # noqa: E731
+    def rule(frames, number):
+        return "?" if frames["first"] == "1" else {"better": larger(frames["first"], frames["second"])}
+
     with serving(rule) as server:
         found = judge_pairs(rows(["5", "1"]), rows(["4", "2"]), options(server))
     assert [record["value"] for record in found.records] == [1, None]

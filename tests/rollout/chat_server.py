@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from posttrain.environments.protocol import Environment
+from tests.listening import listening
 
 
 @dataclass
@@ -87,15 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(model: Callable[[dict[str, Any]], Reply]) -> Iterator[ChatServer]:
     """A server of `model` in a thread."""
-    server = ChatServer(model)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with listening(ChatServer(model)) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def scripted(kind: type[Environment], recipe: Any, seeds: range) -> Callable[[dict[str, Any]], str]:

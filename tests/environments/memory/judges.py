@@ -2,9 +2,10 @@
 
 import json
 import re
-import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.listening import listening
 
 
 def frames(messages):
@@ -44,15 +45,8 @@ class Judge(ThreadingHTTPServer):
 @contextmanager
 def judge(rule):
     """A judge that is there inside."""
-    made = Judge(rule)
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with listening(Judge(rule)) as made:
         yield made
-    finally:
-        made.shutdown()
-        made.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
