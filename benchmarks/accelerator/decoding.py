@@ -56,9 +56,9 @@ def decoding(
         engine = engine_of(policy, count)
         try:
             answers(engine, random_prompts(count, prompt, shape.vocabulary, count, 0), 4, SamplingRecipe(), 0)
-            engine.load_weights(None, 0)
+            engine.load_weights(0)
             first = _timed(engine, shape, device, count, prompt, 1)
-            engine.load_weights(None, 0)
+            engine.load_weights(0)
             whole = _timed(engine, shape, device, count, prompt, tokens)
         except Exception as error:
             # What one number in flight cannot do, another may.

@@ -54,7 +54,7 @@ def learning(
     apart = 0.0
     for step in range(2):
         asked = [p for p in random_prompts(groups, prompt, shape.vocabulary, "step", step) for _ in range(members)]
-        engine.load_weights(None, step)
+        engine.load_weights(step)
         begun = _now(device)
         found = answers(engine, asked, tokens, SamplingRecipe(), "step", step)
         generated = _now(device)

@@ -42,7 +42,7 @@ def over_steps(policy: Policy, steps: int) -> Series:
         scores.logprobs.mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        engine.load_weights(None, step)
+        engine.load_weights(step)
         if step % max(1, steps // 10) == 0:
             series.add(step, resident_bytes() / 1e6)
     return series

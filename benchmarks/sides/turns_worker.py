@@ -64,8 +64,11 @@ def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) 
         async def generate(self, request: Any) -> Any:
             return await engine.generate(replace(request, max_tokens=lengths[request.seed]))
 
-        def load_weights(self, tensors: Any, version: int) -> None:
-            engine.load_weights(tensors, version)
+        def load_weights(self, version: int) -> None:
+            engine.load_weights(version)
+
+        def sleep(self) -> None:
+            engine.sleep()
 
     renderer = Renderer(policy.tokenizer, frozenset(policy.tokenizer.all_special_ids))
     rollout = RolloutRecipe(tokens_per_turn=3 * job["answer"], tokens_per_episode=job["context"])

@@ -94,7 +94,7 @@ def test_cached_states_are_forgotten_when_weights_change(tiny_policy):
     engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
     prompt = prompts(1, length=20)[0]
     generate(engine, [Request(prompt, GREEDY, 0, 3)])
-    engine.load_weights(None, version=1)
+    engine.load_weights(version=1)
     generate(engine, [Request(prompt, GREEDY, 0, 3)])
     assert engine.counters.reused == 0
 

@@ -6,9 +6,8 @@ the same bits whatever the environments' timing.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -104,11 +103,13 @@ class LocalEngine:
         finally:
             self._open_episodes -= 1
 
-    def load_weights(self, tensors: Mapping[str, Any] | None, version: int) -> None:
+    def load_weights(self, version: int) -> None:
         """The weights are the policy's own, as they are now; what was cached under the old ones is forgotten."""
-        assert tensors is None, "the local engine shares the policy's weights"
         self._decoder = None
         self._slots.forget()
+
+    def sleep(self) -> None:
+        """Nothing to give back: the weights are the learner's, and the cache is wanted again in the next step."""
 
     # -- scheduling ---------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
 """What an engine is: token ids in, token ids and their log-probabilities out. It knows no text and no environment."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.streams import StopReason
@@ -66,6 +65,13 @@ class Engine(Protocol):
         """Open while an episode is played: the engine may wait for its next request before it decides what to compute."""
         ...
 
-    def load_weights(self, tensors: Mapping[str, Any] | None, version: int) -> None:
-        """From now on sample with the weights of `version`; None where the engine shares them with the learner."""
+    def load_weights(self, version: int) -> None:
+        """From now on sample with the policy's weights as they are now, which are those of `version`.
+
+        What was computed with others is forgotten; an engine that sleeps wakes.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Nothing is asked of the engine until the next `load_weights`: give back the memory that the learner needs."""
         ...

@@ -49,11 +49,11 @@ class LocalAnswerer:
 
     def player(self) -> Player:
         """A player with an engine that has computed nothing yet."""
-        from posttrain.engines.local import LocalEngine
+        from posttrain.engines.opening import open_engine
 
         assert isinstance(self.recipe.engine, EngineRecipe)
         return Player(
-            engine=LocalEngine(self.policy, self.recipe.engine),
+            engine=open_engine(self.policy, self.recipe.engine),
             renderer=self.renderer,
             environment=task_of(self.recipe),
             rollout=_limits(self.recipe, self.most),

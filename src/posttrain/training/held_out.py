@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -36,8 +37,8 @@ class HeldOut(ABC):
         """What to know of the episodes played last besides their summary."""
 
     @abstractmethod
-    def player(self, sampling: SamplingRecipe) -> EpisodePlayer[Any]:
-        """A player as it is now."""
+    def player(self, sampling: SamplingRecipe) -> AbstractContextManager[EpisodePlayer[Any]]:
+        """A player as it is now, for the time of the block."""
 
     def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
         """What chooses the best checkpoint among evaluations: `metric`, or success where it is known, else the return."""
@@ -106,7 +107,8 @@ class HeldOut(ABC):
 
     def _play(self, seeds: SeedRange, step: int, split: Split) -> dict[str, Any]:
         recipe = self.recipe.evaluation.model_copy(update={"seeds": seeds})
-        result, episodes = evaluate(self.player(recipe.sampling), recipe, self.recipe.seed, self.left_out)
+        with self.player(recipe.sampling) as player:
+            result, episodes = evaluate(player, recipe, self.recipe.seed, self.left_out)
         write_episodes(self.run.episodes, step, split, episodes, None)
         self.remarks = _remarks(episodes, self.recipe.rollout.tokens_per_turn)
         return result.metrics()

@@ -1,7 +1,10 @@
 """Playing an environment with the policy in training: for rollouts, and as a measurement."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from posttrain.data.rendering import Renderer
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.opening import open_engine
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
@@ -26,7 +29,7 @@ class Playing(HeldOut):
         self.policy = policy
         self.scorer = scorer
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
-        self.engine = LocalEngine(policy, recipe.engine)
+        self.engine = open_engine(policy, recipe.engine)
 
     def about_the_template(self) -> list[str]:
         """What the chat template does to system messages and to the history of several turns."""
@@ -39,12 +42,13 @@ class Playing(HeldOut):
             )
         return found
 
-    def player(self, sampling: SamplingRecipe) -> Player:
-        """A player with the current policy. The engine starts without memories: what a step samples must not depend
-        on whether an evaluation, or a resume, came before it.
+    @contextmanager
+    def player(self, sampling: SamplingRecipe) -> Iterator[Player]:
+        """A player with the current policy; outside, the engine sleeps. It starts without memories: what a step samples
+        must not depend on whether an evaluation, or a resume, came before it.
         """
-        self.engine.load_weights(None, self.policy.version)
-        return Player(
+        self.engine.load_weights(self.policy.version)
+        yield Player(
             engine=self.engine,
             renderer=self.renderer,
             environment=self.environment,
@@ -53,3 +57,4 @@ class Playing(HeldOut):
             version=self.policy.version,
             scorer=self.scorer,
         )
+        self.engine.sleep()

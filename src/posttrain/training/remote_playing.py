@@ -1,5 +1,8 @@
 """Playing an environment with a model behind a server, as a measurement."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from posttrain.environments.remote import chat_client
 from posttrain.errors import InputError
 from posttrain.recipe.components import environment_class
@@ -26,10 +29,11 @@ class RemotePlaying(HeldOut):
         how = (self.engine.url, self.engine.seconds, self.engine.retries, self.engine.api_key_variable)
         self.client = chat_client("engine", *how)
 
-    def player(self, sampling: SamplingRecipe) -> RemotePlayer:
+    @contextmanager
+    def player(self, sampling: SamplingRecipe) -> Iterator[RemotePlayer]:
         """A player for the final seeds, which counts failures anew."""
         evaluation = self.recipe.evaluation
-        return RemotePlayer(
+        yield RemotePlayer(
             client=self.client,
             engine=self.engine,
             faults=Faults(self.recipe.rollout.failures, evaluation.final_seeds.count * evaluation.episodes_per_seed),

@@ -66,8 +66,8 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
         trainer.begin()
         while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
             step, counters = trainer.step + 1, StepCounters(trainer, playing.engine)
-            with trainer.phase("rollout"):
-                collected = collect(playing.player(recipe.rollout.sampling), recipe, tasks, step)
+            with trainer.phase("rollout"), playing.player(recipe.rollout.sampling) as player:
+                collected = collect(player, recipe, tasks, step)
             with trainer.phase("credit"):
                 samples = samples_of(collected.episodes, step)
                 reference_and_old(trainer.learner, policy, recipe, samples)
