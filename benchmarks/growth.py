@@ -75,6 +75,7 @@ def plot(found: Sequence[Series], file: str) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     columns = min(4, len(found))
     lines = -(-len(found) // columns)
@@ -85,6 +86,14 @@ def plot(found: Sequence[Series], file: str) -> None:
         panel.loglog(series.x, bound, "--", color="gray", label=f"exponent {series.expected:g}")
         panel.set(title=f"{series.part}: {series.size}", xlabel=series.size, ylabel=series.cost)
         panel.title.set_size(9)
+        panel.set_xticks(series.x[:: -(-len(series.x) // 5)])
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+            axis.set_major_formatter(EngFormatter(places=None, sep=""))
+        low, high = panel.get_ylim()
+        if high < 10 * low:
+            # A cost that hardly changes would fill the panel with its noise.
+            panel.set_ylim(low / 3, high * 3)
         panel.tick_params(labelsize=7, which="both")
         panel.xaxis.label.set_size(8)
         panel.yaxis.label.set_size(7)

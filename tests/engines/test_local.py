@@ -99,6 +99,15 @@ def test_cached_states_are_forgotten_when_weights_change(tiny_policy):
     assert engine.counters.reused == 0
 
 
+def test_prompts_asked_again_are_found_again_although_no_slot_is_free_of_them(tiny_policy):
+    engine = LocalEngine(tiny_policy, EngineRecipe(slots=4))
+    requests = [Request(p, GREEDY, i, 1) for i, p in enumerate(prompts(4, length=20))]
+    for computed in (sum(len(request.prompt_ids) for request in requests), 4, 4):
+        before = engine.counters.prefilled
+        generate(engine, requests)
+        assert engine.counters.prefilled - before == computed
+
+
 def test_stop_reasons(tiny_policy):
     engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
     budget = generate(engine, [Request(prompts(1)[0], SamplingRecipe(), 0, 3)])[0]

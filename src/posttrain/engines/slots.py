@@ -64,8 +64,9 @@ class Slots:
         shared = cached[source]
         if coming >= shared + WORTH_WAITING:
             return None
-        # A slot that holds just this prefix is an earlier turn: continue there. Otherwise take the longest unused.
-        in_place = [i for i in free if cached[i] == shared == len(self.slots[i].held) > 0]
+        # A slot that holds just this prefix is an earlier turn, or the same prompt asked again: continue there.
+        # Otherwise take the longest unused.
+        in_place = [i for i in free if cached[i] == shared > 0 and len(self.slots[i].held) - shared <= 1]
         target = in_place[0] if in_place else min(free, key=lambda i: (self.slots[i].last_used, i))
         return Placement(target, target if cached[target] == shared else source, shared)
 
