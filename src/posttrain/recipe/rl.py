@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from posttrain.recipe.credit import CreditRecipe, CriticCredit, GroupCredit, TokenCredit
 from posttrain.recipe.credit_turns import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
 from posttrain.recipe.critic import CriticRecipe
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.ptx import PtxRecipe
@@ -48,6 +49,7 @@ class RlRecipe(PlayedRecipe):
     evaluation: EvaluationRecipe = EvaluationRecipe()
     guards: GuardRecipe = GuardRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    hardware: HardwareRecipe = HardwareRecipe()
 
     @property
     def has_critic(self) -> bool:

@@ -7,6 +7,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.preference import DpoLoss, PreferenceLossRecipe, RewardLossRecipe
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
@@ -50,6 +51,7 @@ class _Rows(StageRecipe):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    hardware: HardwareRecipe = HardwareRecipe()
 
 
 class SftRecipe(_Rows):
