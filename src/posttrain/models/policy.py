@@ -11,6 +11,7 @@ from posttrain.models.base import TrainedModel
 from posttrain.models.forward import TokenScores, hidden_states, token_scores
 from posttrain.models.load import load_model
 from posttrain.models.packing import PackedRow, pack_row
+from posttrain.models.weights import adapter_tensors, exported_weights
 from posttrain.recipe.model import ModelRecipe
 
 
@@ -23,6 +24,14 @@ class Policy(TrainedModel):
 
     def load(self) -> torch.nn.Module:
         return load_model(self.recipe)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole tensors of the model as it is now, under the names that `export` writes, adapters folded in."""
+        return exported_weights(self.model)
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole tensors of the adapters as they are now, under the names that peft writes."""
+        return adapter_tensors(self.model)
 
     def score(
         self,

@@ -22,6 +22,7 @@ from posttrain.recipe.memory import ModelSizes, trained_parameters
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.vllm import VllmEngineRecipe
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _width(dtype: str, device: Device) -> int:
 def _sampling(
     engine: object, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, episodes: Episodes
 ) -> list[Phase]:
-    assert isinstance(engine, EngineRecipe), "a remote model takes no time here"
+    assert isinstance(engine, EngineRecipe | VllmEngineRecipe), "a remote model takes no time here"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)

@@ -10,6 +10,7 @@ from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.remote import OpenAIEngineRecipe, refuse_unknown_sampling
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 from posttrain.recipe.stage import StageRecipe
+from posttrain.recipe.vllm import VllmEngineRecipe, refuse_lone_adapters
 
 OWN_COLUMNS = (
     "id",
@@ -75,8 +76,10 @@ class GenerateRecipe(StageRecipe):
     data: PromptsRecipe
     system: str | None = None
     """System message put before every prompt; it takes the place of one that the row has."""
-    engine: Annotated[EngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = EngineRecipe()
-    """Who answers: the model of `model.path` in this process, or one behind a server."""
+    engine: Annotated[EngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
+        EngineRecipe()
+    )
+    """Who answers: the model of `model.path` in this process or in vLLM, or one behind a server."""
     rollout: LimitsRecipe = LimitsRecipe()
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """How tokens are drawn; temperature 0 is greedy."""
@@ -122,7 +125,8 @@ class GenerateRecipe(StageRecipe):
         return self
 
     @model_validator(mode="after")
-    def _what_a_server_can_do(self):
+    def _what_an_engine_can_do(self):
+        refuse_lone_adapters(self.engine, self.model)
         if self.remote is not None:
             refuse_unknown_sampling(self.sampling, "sampling")
         return self

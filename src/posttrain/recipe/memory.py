@@ -10,6 +10,7 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe
 from posttrain.recipe.units import EntropyUnits
+from posttrain.recipe.vllm import VllmEngineRecipe
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,17 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
-    assert isinstance(recipe.engine, EngineRecipe), "a remote model takes no memory here"
+    assert isinstance(recipe.engine, EngineRecipe | VllmEngineRecipe), "a remote model takes no memory here"
     width = weight_width(recipe.model)
     rows = {}
-    if placement.engines:
+    if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
         own = -(-width * sizes.parameters // placement.tensor)
         rows["weights of the engine"] = (own, f"{width} bytes a parameter over {placement.tensor} devices")
     slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
     cache = cache_bytes(sizes, width, placement.tensor)
+    if isinstance(recipe.engine, VllmEngineRecipe) and recipe.engine.cache_gigabytes is not None:
+        size = int(recipe.engine.cache_gigabytes * 2**30)
+        return rows | {"key/value cache": (size, f"engine.cache_gigabytes {recipe.engine.cache_gigabytes:g}")}
     rows["key/value cache, at most"] = (
         slots * tokens * cache,
         f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes",

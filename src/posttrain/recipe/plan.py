@@ -29,6 +29,7 @@ from posttrain.recipe.unit_credit import (
     TruncationCredit,
     UnitCreditRecipe,
 )
+from posttrain.recipe.vllm import VllmEngineRecipe
 
 
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
@@ -76,7 +77,7 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
             f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('request', engine.workers)} in flight"
         )
     else:
-        assert isinstance(recipe.engine, EngineRecipe)
+        assert isinstance(recipe.engine, EngineRecipe | VllmEngineRecipe)
         lines.append(f"{recipe.engine.slots} answers in flight, {recipe.window} computed together before the next ones")
     return [*lines, f"predictions: {recipe.predictions}"]
 

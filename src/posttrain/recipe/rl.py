@@ -17,6 +17,7 @@ from posttrain.recipe.run import CheckpointRecipe, GuardRecipe
 from posttrain.recipe.stage import PlayedRecipe, refuse_overlap
 from posttrain.recipe.unit_credit import CausalCredit, HindsightCredit, UnitCreditRecipe
 from posttrain.recipe.units import EntropyUnits
+from posttrain.recipe.vllm import PolicyEngineRecipe, refuse_lone_adapters, refuse_unknown_logprobs
 
 
 class RlRecipe(PlayedRecipe):
@@ -30,7 +31,8 @@ class RlRecipe(PlayedRecipe):
     """Minutes after which no further step begins; the run then ends as after its last step. Null is no limit."""
     seeds: SeedRange = SeedRange(start=0, count=100_000)
     """Environment seeds to train on; each step takes the next ones, in an order shuffled once per pass."""
-    engine: EngineRecipe = EngineRecipe()
+    engine: PolicyEngineRecipe = EngineRecipe()
+    """Who samples: the weights in training themselves, or vLLM, which is sent them."""
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
     """A reward model that pays each episode besides what the environment pays; null is none."""
@@ -92,6 +94,12 @@ class RlRecipe(PlayedRecipe):
                 f"one episode may have `rollout.tokens_per_episode` = {longest} tokens, more than the reward model reads "
                 f"at a time, `reward.tokens_per_batch` = {self.reward.tokens_per_batch}; raise the latter or lower the former"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_fits(self):
+        refuse_lone_adapters(self.engine, self.model)
+        refuse_unknown_logprobs(self.engine, self.rollout.sampling)
         return self
 
     @model_validator(mode="after")

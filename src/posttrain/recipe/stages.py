@@ -11,6 +11,7 @@ from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe
 from posttrain.recipe.stage import PlayedRecipe
 from posttrain.recipe.supervised import DpoRecipe, RewardRecipe, SftRecipe
+from posttrain.recipe.vllm import VllmEngineRecipe, refuse_lone_adapters
 
 
 class EvaluateRecipe(PlayedRecipe):
@@ -18,8 +19,10 @@ class EvaluateRecipe(PlayedRecipe):
 
     stage: Literal["evaluate"] = "evaluate"
     """Which stage the recipe is for; `posttrain evaluate` takes this one."""
-    engine: Annotated[EngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = EngineRecipe()
-    """Who answers: the model of `model.path` in this process, or one behind a server."""
+    engine: Annotated[EngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
+        EngineRecipe()
+    )
+    """Who answers: the model of `model.path` in this process or in vLLM, or one behind a server."""
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
     """A reward model that pays each episode besides what the environment pays; null is none."""
@@ -31,7 +34,8 @@ class EvaluateRecipe(PlayedRecipe):
         return self.engine if isinstance(self.engine, OpenAIEngineRecipe) else None
 
     @model_validator(mode="after")
-    def _what_a_server_can_do(self):
+    def _what_an_engine_can_do(self):
+        refuse_lone_adapters(self.engine, self.model)
         if self.remote is not None:
             refuse_unknown_sampling(self.evaluation.sampling, "evaluation.sampling")
             if self.reward is not None:

@@ -14,6 +14,7 @@ from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutReci
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.recipe.stage import StageRecipe, refuse_overlap
 from posttrain.recipe.unit_rewards import UnitRewardsRecipe
+from posttrain.recipe.vllm import PolicyEngineRecipe, refuse_lone_adapters
 
 
 class ExpertsRecipe(Part):
@@ -66,7 +67,8 @@ class SftRecipe(_Rows):
     experts: ExpertsRecipe = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens of a row are trained: all answers, the last one, or every token."""
-    engine: EngineRecipe = EngineRecipe()
+    engine: PolicyEngineRecipe = EngineRecipe()
+    """Who plays evaluation episodes: the weights in training themselves, or vLLM, which is sent them."""
     rollout: RolloutRecipe = RolloutRecipe()
     """Limits of evaluation episodes."""
     evaluation: SftEvaluation = SftEvaluation()
@@ -78,6 +80,7 @@ class SftRecipe(_Rows):
 
     @model_validator(mode="after")
     def _parts_fit(self):
+        refuse_lone_adapters(self.engine, self.model)
         if self.data is None and self.environment is None:
             raise ValueError(
                 "there is nothing to train on; name rows in `data.train`, or in `environment.type` a task whose expert to copy"

@@ -1,0 +1,35 @@
+"""The keys of the vLLM engine: what goes together, and what is refused in one sentence."""
+
+import pytest
+
+from posttrain.errors import InputError
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.vllm import VllmEngineRecipe
+
+
+def test_the_engine_of_each_stage_may_be_vllm():
+    for stage in ("rl", "evaluate", "sft"):
+        given = ["engine.type=vllm", "engine.servers=2", "engine.sequences=16"]
+        recipe = load_recipe([], [*given, *(["environment.type=bandit"] if stage == "sft" else [])], stage)
+        assert isinstance(recipe.engine, VllmEngineRecipe)
+        assert recipe.engine.slots == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["engine.mode=in_process", "engine.servers=2"], "`servers` is about servers"),
+        (["engine.urls=[http://a:1]", "engine.servers=2"], "give one of the two"),
+        (["engine.urls=[a:1]"], "should begin with http"),
+        (["engine.adapters=adapter_only"], "set `model.lora`"),
+        (["rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.9"], "those after the temperature alone"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given, words):
+    with pytest.raises(InputError, match=words):
+        load_recipe([], ["engine.type=vllm", *given], "rl")
+
+
+def test_truncation_goes_with_temperature_one_and_adapters_with_lora():
+    given = ["engine.type=vllm", "rollout.sampling.top_p=0.9", "engine.adapters=adapter_only", "model.lora.rank=4"]
+    assert load_recipe([], given, "rl").rollout.sampling.top_p == 0.9
