@@ -115,3 +115,7 @@ def _told(error: BaseException) -> tuple[str, int]:
     said = " ".join(str(error).split())
     name = type(error).__name__
     return f"unexpected {name}{': ' if said else ''}{said}; run again with --debug for the traceback", 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -54,7 +54,13 @@ class HardwareRecipe(Part):
     """Processes, devices, and who computes where."""
 
     processes: int = Field(1, ge=1)
-    """Learner processes; they divide the micro-batches of an update among them."""
+    """Learner processes, each with one GPU or with its share of the processor's threads; they divide each update's forward passes, a step's groups and the model's state. Under `torchrun` as many as that started."""
+    reduce: Literal["once", "each"] = "once"
+    """When the processes add up their gradients: `once` per update keeps a whole float32 gradient in every process until then, `each` after every forward pass keeps a share of it."""
+    reshard_after_forward: bool = True
+    """Whether a layer's whole weights are freed after its forward pass and gathered again for its backward pass: less memory, half as much again to send."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in the processors' memory, where AdamW computes; a GPU then holds what it computes with."""
     ray: str | None = None
     """The Ray cluster that the run is placed on: `auto` connects to one that runs on this machine and starts one where none does, anything else is the address of one (`host:port` or `ray://host:port`). Null: no Ray."""
     cpus: float = Field(1.0, gt=0)
