@@ -39,7 +39,7 @@ class Parrot:
     async def generate(self, request):
         self.asked.append(request)
         ids = tuple(self._renderer.answer(self._script.pop(0)))
-        return Completion(ids, (0.0,) * len(ids), StopReason.END_TOKEN)
+        return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
 
     @contextmanager
     def episode(self):

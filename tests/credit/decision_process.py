@@ -115,6 +115,7 @@ def episode(trajectory: Trajectory, log_policy: np.ndarray, index: int) -> Episo
         logprobs,
         np.array(trajectory.rewards, dtype=np.float32),
         np.array(trajectory.turn, dtype=np.int32),
+        np.where(sampled, 0, -1).astype(np.int32),
     )
     return Episode(seed=0, group=0, index=index, version=0, streams=[stream], turns=[], outcome=Outcome.TERMINATED)
 

@@ -26,7 +26,14 @@ def episode(*streams, group=0, index=0):
         for place, reward in paid.items():
             rewards[place] = reward
         made.append(
-            Stream(np.arange(len(mask)), sampled, np.zeros(len(mask), np.float32), rewards, np.where(sampled, 0, -1))
+            Stream(
+                np.arange(len(mask)),
+                sampled,
+                np.zeros(len(mask), np.float32),
+                rewards,
+                np.where(sampled, 0, -1),
+                np.where(sampled, 0, -1),
+            )
         )
     return Episode(seed=group, group=group, index=index, version=0, streams=made, turns=[], outcome=Outcome.TERMINATED)
 

@@ -335,7 +335,7 @@ class _SaysFour:
         self.ids = tuple(renderer.answer("4"))
 
     async def generate(self, request):
-        return Completion(self.ids, tuple(-0.5 for _ in self.ids), StopReason.END_TOKEN)
+        return Completion(self.ids, tuple(-0.5 for _ in self.ids), tuple(0 for _ in self.ids), StopReason.END_TOKEN)
 
     def episode(self):
         return nullcontext()

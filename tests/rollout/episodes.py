@@ -34,7 +34,12 @@ def played(
             {"role": "assistant", "content": f"answer {number}"},
         ]
     stream = Stream(
-        np.arange(length, dtype=np.int64), turn >= 0, np.where(turn >= 0, -0.5, 0).astype(np.float32), paid, turn
+        np.arange(length, dtype=np.int64),
+        turn >= 0,
+        np.where(turn >= 0, -0.5, 0).astype(np.float32),
+        paid,
+        turn,
+        turn * 0 - (turn < 0),
     )
     values: dict[str, Any] = {"group": 0, "index": 0, "version": 0, "failure": None, "messages": messages, **fields}
     return Episode(seed=seed, streams=[stream], turns=turns, outcome=outcome, **values)

@@ -34,7 +34,7 @@ class EchoEngine:
     async def generate(self, request):
         self.requests.append(request)
         ids = tuple(RENDERER.answer(f"answer {len(self.requests)}"))[-request.max_tokens :]
-        return Completion(ids, tuple(-0.5 for _ in ids), StopReason.END_TOKEN)
+        return Completion(ids, tuple(-0.5 for _ in ids), tuple(7 for _ in ids), StopReason.END_TOKEN)
 
     def episode(self):
         return nullcontext()

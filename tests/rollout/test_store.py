@@ -32,7 +32,7 @@ def streams(draw: st.DrawFn) -> Stream:
     floats = arrays.arrays(np.float32, length, elements=FLOAT32)
     turn = arrays.arrays(np.int32, length, elements=st.integers(-1, 9))
     sampled = arrays.arrays(np.bool_, length, elements=st.booleans())
-    return Stream(draw(integers), draw(sampled), draw(floats), draw(floats), draw(turn))
+    return Stream(draw(integers), draw(sampled), draw(floats), draw(floats), draw(turn), draw(turn))
 
 
 TURNS = st.builds(

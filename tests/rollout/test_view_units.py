@@ -41,7 +41,7 @@ def said(*answers: str, ended: bool = True) -> Episode:
         turn[one.start : one.stop] = number
     zeros = np.zeros(len(ids), np.float32)
     episode = played(0, messages=[{"role": "assistant", "content": answer} for answer in answers])
-    episode.streams, episode.turns = [Stream(np.array(ids), turn >= 0, zeros, zeros, turn)], turns
+    episode.streams, episode.turns = [Stream(np.array(ids), turn >= 0, zeros, zeros, turn, np.minimum(turn, 0))], turns
     return episode
 
 

@@ -15,7 +15,9 @@ def sample(prompt, answer, label="step 1 group 0 episode 0"):
     ids = np.array([*prompt, *answer], dtype=np.int64)
     sampled = np.arange(len(ids)) >= len(prompt)
     zeros = np.zeros(len(ids), dtype=np.float32)
-    stream = Stream(ids, sampled, zeros, zeros, np.where(sampled, 0, -1).astype(np.int32))
+    stream = Stream(
+        ids, sampled, zeros, zeros, np.where(sampled, 0, -1).astype(np.int32), np.full(len(ids), -1, np.int32)
+    )
     return Sample(stream, label, np.ones(len(answer), dtype=np.float32))
 
 

@@ -6,7 +6,7 @@ the same bits whatever the environments' timing.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -46,6 +46,7 @@ class _Sequence:
         """Tokens whose keys and values are in the cache."""
         self.slot = -1
         self.logprobs: list[float] = []
+        self.versions: list[int] = []
         # A stop string of n bytes ends within the last n tokens, each of which stands for one at least.
         longest = max((len(stop.encode()) for stop in request.stop_strings), default=0)
         self.looked_at = longest + SPARE_TOKENS
@@ -59,10 +60,11 @@ class _Sequence:
     def answer(self) -> np.ndarray:
         return self.tokens[self.prompt : self.length]
 
-    def append(self, token: int, logprob: float) -> None:
+    def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens[self.length] = token
         self.length += 1
         self.logprobs.append(logprob)
+        self.versions.append(version)
 
 
 class LocalEngine:
@@ -75,6 +77,8 @@ class LocalEngine:
         self.recipe = recipe
         self.counters = EngineCounters()
         self.capacity = recipe.slots
+        self.version = 0
+        self.before_pass: Callable[[], None] | None = None
         self._cache = KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
         self._decoder: Decoder | None = None
@@ -104,9 +108,17 @@ class LocalEngine:
             self._open_episodes -= 1
 
     def load_weights(self, version: int) -> None:
-        """The weights are the policy's own, as they are now; what was cached under the old ones is forgotten."""
+        """The weights are the policy's own, as they are now; what was cached under the old ones is forgotten.
+
+        A pass computes without yielding to the event loop, so this is always between two. What runs has its keys and
+        values computed anew: then every token is sampled by one version of the weights, given all tokens before it,
+        and its log-probability is one that a learner with that version finds too.
+        """
+        self.version = version
         self._decoder = None
         self._slots.forget()
+        for sequence in self._running:
+            sequence.computed = 0
 
     def sleep(self) -> None:
         """Nothing to give back: the weights are the learner's, and the cache is wanted again in the next step."""
@@ -118,6 +130,11 @@ class LocalEngine:
         while self._waiting or self._running:
             await self._until_all_wait()
             try:
+                if self.before_pass is not None:
+                    self.before_pass()
+                    self._drop_cancelled()
+                    if not self._all_wait():
+                        continue  # those that were given up begin again, or others take their places
                 self._step()
             except Exception as error:
                 self._abandon(error)
@@ -127,9 +144,12 @@ class LocalEngine:
     async def _until_all_wait(self) -> None:
         """Let the environments move until every open episode has asked for its next answer or closed."""
         looks = 0
-        while len(self._waiting) + len(self._running) < self._open_episodes:
+        while not self._all_wait():
             looks += 1
             await asyncio.sleep(0 if looks < 100 else 0.001)
+
+    def _all_wait(self) -> bool:
+        return len(self._waiting) + len(self._running) >= self._open_episodes
 
     def _abandon(self, error: Exception) -> None:
         """Hand a failure of the engine to everyone who waits for it."""
@@ -174,7 +194,7 @@ class LocalEngine:
             )
         self.counters.sampled += len(sequences)
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.append(token, logprob)
+            sequence.append(token, logprob, self.version)
             reason = self._stop_reason(sequence)
             if reason is not None:
                 self._finish(sequence, reason)
@@ -245,8 +265,8 @@ class LocalEngine:
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
         self._release(sequence)
         if not sequence.future.done():
-            completion = Completion(tuple(sequence.answer.tolist()), tuple(sequence.logprobs), reason)
-            sequence.future.set_result(completion)
+            ids = tuple(sequence.answer.tolist())
+            sequence.future.set_result(Completion(ids, tuple(sequence.logprobs), tuple(sequence.versions), reason))
 
     def _release(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)

@@ -1,5 +1,6 @@
 """What an engine is: token ids in, token ids and their log-probabilities out. It knows no text and no environment."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +34,8 @@ class Completion:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    """Of the policy's weights that sampled each token: the number of optimizer updates they had seen."""
     stop_reason: StopReason
 
 
@@ -48,6 +51,14 @@ class EngineCounters:
     """Prompt tokens taken from the cache: earlier turns, and prompts shared in a group."""
     forwards: int = 0
     """Forward passes."""
+
+
+class SteppedEngine(Protocol):
+    """An engine that computes in the event loop of those who ask, one forward pass after another."""
+
+    before_pass: Callable[[], None] | None
+    """Called before each forward pass, when every open episode waits for the engine. It may load weights, and it may
+    cancel requests. What is computed after the same calls at the same passes is the same to the bit."""
 
 
 class Engine(Protocol):
@@ -68,7 +79,10 @@ class Engine(Protocol):
     def load_weights(self, version: int) -> None:
         """From now on sample with the policy's weights as they are now, which are those of `version`.
 
-        What was computed with others is forgotten; an engine that sleeps wakes.
+        What was computed with others is forgotten; an engine that sleeps wakes. It may be called while requests are in
+        flight: they go on, each token is sampled with the weights of one version and `Completion.versions` tells which,
+        and keys and values of earlier tokens are computed anew, so that a token's log-probability is that of its version
+        given all tokens before it.
         """
         ...
 

@@ -21,6 +21,7 @@ from posttrain.recipe.unit_credit import CausalCredit
 _UPDATES = 32
 """Most optimizer steps on the same episodes that published runs of many steps have borne."""
 _STEEP = 0.95
+_AHEAD = ("ahead", "on_new_weights", "stale", "stale_after", "replay")
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -141,7 +142,7 @@ def _limits(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
 
 
 def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
-    keys = ("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong", "missing_end_penalty")
+    keys = ("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong", "missing_end_penalty", *_AHEAD)
     reason = f"the {stage} stage samples evaluation episodes only"
     return [_without_effect(f"rollout.{key}", reason) for key in keys if _given(rollout, key)]
 
@@ -161,7 +162,9 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         if rollout.failures.policy != policy and _given(rollout.failures, key):
             reason = f"rollout.failures.policy is {rollout.failures.policy}"
             found.append(_without_effect(f"rollout.failures.{key}", reason))
-    once = learner.updates_per_step == 1 and learner.passes == 1
+    if rollout.ahead == 0:
+        found += [_without_effect(f"rollout.{key}", "rollout.ahead is 0") for key in _AHEAD[1:] if _given(rollout, key)]
+    once = learner.updates_per_step == 1 and learner.passes == 1 and rollout.ahead == 0
     if recipe.has_critic:
         found += _critic_without_effect(recipe.critic, once)
     elif recipe.critic != type(recipe.critic)():
@@ -226,6 +229,11 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
         )
     found += _many_updates(recipe) + _steep_kl(recipe)
+    if recipe.rollout.ahead > 0 and loss.type == "reinforce" and loss.correction is None:
+        found.append(
+            "loss.type reinforce has no importance weights, and with rollout.ahead above 0 it takes episodes of older "
+            "weights for those of the newest; use ppo, or set loss.correction"
+        )
     if lora is not None and lora.dropout > 0:
         found.append("model.lora.dropout above 0 makes the engine and the learner different policies")
     if lora is None and optimizer.learning_rate > 1e-4:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from posttrain.recipe.ahead import refuse_ahead
 from posttrain.recipe.credit import CreditRecipe, CriticCredit, GroupCredit, TokenCredit
 from posttrain.recipe.credit_turns import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
 from posttrain.recipe.critic import CriticRecipe
@@ -139,6 +140,7 @@ class RlRecipe(PlayedRecipe):
                 f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
                 f"{updates} updates; lower it or raise `steps`"
             )
+        refuse_ahead(self.rollout, self.learner)
         if self.ptx is not None and self.ptx.data.max_tokens > self.learner.tokens_per_batch:
             raise ValueError(
                 f"one row may have `ptx.data.max_tokens` = {self.ptx.data.max_tokens} tokens, more than "

@@ -67,6 +67,16 @@ class RolloutRecipe(Part):
     failures: FailureRecipe = FailureRecipe()
     filter: FilterRecipe = FilterRecipe()
     overlong: OverlongRecipe | None = None
+    ahead: int = Field(0, ge=0)
+    """Steps by which sampling may run ahead of learning: a step's episodes begin once the weights after the step `ahead + 1` before it exist. 0 samples, then learns."""
+    on_new_weights: Literal["finish", "continue", "restart"] = "finish"
+    """What becomes of episodes in flight when newer weights are there: `finish` with the old ones, `continue` with the new ones from the next token on, or `restart` with them."""
+    stale: Literal["train", "drop"] = "train"
+    """What becomes of an episode whose oldest token was sampled more than `stale_after` optimizer updates ago."""
+    stale_after: int | None = Field(None, ge=0)
+    """`drop`: the most optimizer updates between sampling a token and learning from it."""
+    replay: str | None = None
+    """Directory of a run whose order of events is followed: new weights come to the episodes where they came there. Null takes them as they come."""
     missing_end_penalty: float = Field(0.0, ge=0)
     """Subtracted in training from the reward of an episode whose last answer was cut off before its end, after the reward is normalised."""
 

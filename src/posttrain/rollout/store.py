@@ -28,7 +28,7 @@ Split = Literal["train", "evaluation", "final"]
 
 FORMAT = 1
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
-_ARRAYS = ("ids", "sampled", "logprobs", "rewards", "turn")
+_ARRAYS = ("ids", "sampled", "logprobs", "rewards", "turn", "versions")
 _CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
 _CHANNEL_OF = {kind: name for name, kind in _CHANNELS.items()}
 
@@ -252,9 +252,17 @@ def _episode(record: dict[str, Any]) -> Episode:
         group=record["group"],
         index=record["index"],
         version=record["version"],
-        streams=[Stream(**{name: _unpack(stream[name]) for name in _ARRAYS}) for stream in record["streams"]],
+        streams=[_stream(stream, record["version"]) for stream in record["streams"]],
         turns=[Turn(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]],
         outcome=Outcome(record["outcome"]),
         failure=record["failure"],
         messages=record["messages"],
     )
+
+
+def _stream(record: dict[str, Any], version: int) -> Stream:
+    """`version`: of the episode, which files of before every token had one give to all that were sampled."""
+    arrays = {name: _unpack(record[name]) for name in _ARRAYS if name in record}
+    if "versions" not in arrays:
+        arrays["versions"] = np.where(arrays["sampled"], version, -1).astype(np.int32)
+    return Stream(**arrays)

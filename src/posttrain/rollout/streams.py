@@ -49,6 +49,9 @@ class Stream:
     """[T] float32: reward that arrived at this token; turn rewards sit on the last sampled token of their turn."""
     turn: np.ndarray
     """[T] int32: index of the turn that sampled the token; -1 for tokens that nobody sampled."""
+    versions: np.ndarray
+    """[T] int32: version of the policy's weights that sampled the token, which is the number of optimizer updates they had
+    seen; -1 for tokens that nobody sampled."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,7 +87,8 @@ class Episode:
     index: int
     """Place within the group."""
     version: int
-    """Version of the policy's weights that sampled it: the number of optimizer updates so far."""
+    """Version of the policy's weights at its beginning: the number of optimizer updates so far. Newer weights may have
+    sampled its later tokens, see `Stream.versions`."""
     streams: list[Stream]
     turns: list[Turn]
     outcome: Outcome
@@ -107,3 +111,9 @@ class Episode:
     @property
     def sampled_tokens(self) -> int:
         return int(sum(stream.sampled.sum() for stream in self.streams))
+
+    @property
+    def versions(self) -> np.ndarray:
+        """[n] int32: the version that sampled each of its sampled tokens, in their order."""
+        own = [stream.versions[stream.sampled] for stream in self.streams]
+        return np.concatenate(own) if own else np.empty(0, dtype=np.int32)

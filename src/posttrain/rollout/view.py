@@ -1,8 +1,9 @@
 """Episodes as text that a person can read in a terminal."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -69,11 +70,18 @@ def view_episode(
         parts.append(_speaker(message["role"]))
         if message["role"] == "assistant" and waiting:
             number, turn = waiting.pop(0)
-            parts += [_inset(answer(message["content"], turn)), _turn_line(number, turn, advantages)]
+            parts += [
+                _inset(answer(message["content"], turn)),
+                _turn_line(number, turn, advantages, _changes(episode, turn)),
+            ]
         else:
             parts.append(_inset(Text(visible(message["content"]))))
     for number, turn in waiting:
-        parts += [_speaker("assistant"), _inset(answer(turn.answer, turn)), _turn_line(number, turn, advantages)]
+        parts += [
+            _speaker("assistant"),
+            _inset(answer(turn.answer, turn)),
+            _turn_line(number, turn, advantages, _changes(episode, turn)),
+        ]
     if units is not None:
         parts.append(_inset(units_lines(units, credited)))
     if episode.failure is not None:
@@ -109,8 +117,15 @@ def _title(episode: Episode) -> Text:
     return Text.assemble(
         f"group {episode.group} episode {episode.index} · seed {episode.seed} · ",
         (ending, style),
-        f" · return {episode.total_reward:+.3f}{many} · version {episode.version}",
+        f" · return {episode.total_reward:+.3f}{many} · {_versions(episode)}",
     )
+
+
+def _versions(episode: Episode) -> str:
+    """Which weights sampled it: one version, or the first and the last of several."""
+    own = episode.versions
+    mixed = len(own) and own.min() != own.max()
+    return f"versions {own.min()} to {own.max()}" if mixed else f"version {episode.version}"
 
 
 def _speaker(role: str) -> Text:
@@ -121,10 +136,22 @@ def _inset(said: RenderableType) -> Padding:
     return Padding(said, (0, 0, 0, 2))
 
 
-def _turn_line(number: int, turn: Turn, advantages: list[np.ndarray] | None) -> Padding:
+def _changes(episode: Episode, turn: Turn) -> list[tuple[int, int]]:
+    """(version, tokens in a row) of an answer; empty where all tokens of the episode are of one version."""
+    if len(set(episode.versions.tolist())) < 2:
+        return []
+    own = episode.streams[turn.stream].versions[turn.start : turn.stop].tolist()
+    return [(version, len(list(run))) for version, run in groupby(own)]
+
+
+def _turn_line(
+    number: int, turn: Turn, advantages: list[np.ndarray] | None, runs: Sequence[tuple[int, int]] = ()
+) -> Padding:
     line = Text(
         f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}", "dim"
     )
+    if runs:
+        line.append(" · " + ", ".join(f"{count} by version {version}" for version, count in runs))
     if advantages is not None:
         own = advantages[turn.stream][turn.start : turn.stop]
         if len(own):

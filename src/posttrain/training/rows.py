@@ -226,7 +226,8 @@ class StreamedRows:
 def stream_of(ids: np.ndarray, trained: np.ndarray) -> Stream:
     """Token ids [T] and which are trained [T], as a stream that nobody sampled."""
     zeros = np.zeros(len(ids), dtype=np.float32)
-    return Stream(ids, trained, zeros, zeros, np.where(trained, 0, -1).astype(np.int32))
+    nobody = np.full(len(ids), -1, dtype=np.int32)
+    return Stream(ids, trained, zeros, zeros, np.where(trained, 0, -1).astype(np.int32), nobody)
 
 
 def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:

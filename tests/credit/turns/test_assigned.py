@@ -23,7 +23,7 @@ def episode(*streams, group=0, index=0, states=None):
         of = np.array([-1 if c == "." else int(c) for c in marks], dtype=np.int32)
         rewards = np.zeros(len(of), dtype=np.float32)
         rewards[list(paid)] = list(paid.values())
-        made.append(Stream(np.arange(len(of)), of >= 0, np.zeros(len(of), np.float32), rewards, of))
+        made.append(Stream(np.arange(len(of)), of >= 0, np.zeros(len(of), np.float32), rewards, of, np.minimum(of, 0)))
     turns = [Turn(0, 0, 1, 0.0, StopReason.END_TOKEN, "", state=state) for state in states or ()]
     return Episode(group, group, index, 0, made, turns, Outcome.TERMINATED)
 

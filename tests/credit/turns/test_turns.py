@@ -12,7 +12,7 @@ def stream(ids, turn):
     """A stream of these token ids; `turn` as text, "." for tokens that nobody sampled, a digit for a turn's."""
     of = np.array([-1 if c == "." else int(c) for c in turn], dtype=np.int32)
     nothing = np.zeros(len(of), dtype=np.float32)
-    return Stream(np.array(ids, dtype=np.int64), of >= 0, nothing, nothing.copy(), of)
+    return Stream(np.array(ids, dtype=np.int64), of >= 0, nothing, nothing.copy(), of, np.minimum(of, 0))
 
 
 def episode(*streams, states=()):

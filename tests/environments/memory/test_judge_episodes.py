@@ -217,7 +217,7 @@ class _Says:
         self.capacity, self.counters = 1, EngineCounters()
 
     async def generate(self, request):
-        return Completion(self.ids, tuple(-0.5 for _ in self.ids), StopReason.END_TOKEN)
+        return Completion(self.ids, tuple(-0.5 for _ in self.ids), tuple(0 for _ in self.ids), StopReason.END_TOKEN)
 
     def episode(self):
         return nullcontext()
