@@ -88,5 +88,5 @@ def _sample(prompt: tuple[int, ...], answer: Completion, step: int, index: int) 
     behaviour[sampled] = answer.logprobs
     turn = np.where(sampled, 0, -1).astype(np.int32)
     advantage = float(random_stream("benchmark advantages", step, index).standard_normal())
-    stream = Stream(ids, sampled, behaviour, np.zeros(len(ids), dtype=np.float32), turn)
+    stream = Stream(ids, sampled, behaviour, np.zeros(len(ids), dtype=np.float32), turn, turn)
     return Sample(stream, f"answer {index}", np.full(len(answer.ids), advantage, dtype=np.float32))

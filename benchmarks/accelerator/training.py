@@ -51,7 +51,7 @@ def samples_of(lengths: Sequence[int], prompt_share: float, vocabulary: int, see
         sampled = np.arange(length) >= max(1, round(prompt_share * length))
         nothing = np.zeros(length, dtype=np.float32)
         stream = Stream(
-            random.integers(3, vocabulary, length), sampled, nothing, nothing, np.full(length, -1, np.int32)
+            random.integers(3, vocabulary, length), sampled, nothing, nothing, *[np.full(length, -1, np.int32)] * 2
         )
         found.append(Sample(stream, f"row {number}", np.ones(int(sampled.sum()), dtype=np.float32)))
     return found

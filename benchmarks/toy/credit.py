@@ -104,9 +104,7 @@ WAYS = [
 def episodes(count: int) -> list[Episode]:
     """Answers as the rollout hands them over: a token of the prompt, then a token a unit."""
     sampled = np.array([False] + [True] * UNITS)
-    stream = Stream(
-        np.arange(UNITS + 1), sampled, np.zeros(UNITS + 1, np.float32), np.zeros(UNITS + 1, np.float32), sampled - 1
-    )
+    stream = Stream(np.arange(UNITS + 1), sampled, *[np.zeros(UNITS + 1, np.float32)] * 2, sampled - 1, sampled - 1)
     return [Episode(0, 0, index, 0, [stream], [], Outcome.TERMINATED) for index in range(count)]
 
 

@@ -103,7 +103,7 @@ class LocalSpeaker:
             stop_strings=self._stops,
         )
         completion = asyncio.run(self.engine.generate(request))
-        return conversation.answer(completion.ids, completion.logprobs, completion.stop_reason)
+        return conversation.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
 
     def observe(self, messages: Sequence[Message]) -> None:
         assert self.conversation is not None, "begin comes first"

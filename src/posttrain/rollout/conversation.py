@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from posttrain.data.rendering import Message, Renderer
-from posttrain.engines.protocol import Completion
 from posttrain.rollout.streams import StopReason, Stream, Turn
 
 
@@ -34,14 +33,21 @@ class Conversation:
         """Token ids that the next answer continues."""
         return self._streams[-1].ids
 
-    def answer(self, answer: Completion) -> str:
-        """Append the policy's answer; returns it as text, the primer in front."""
+    def answer(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        stop_reason: StopReason,
+        versions: Sequence[int] | None = None,
+    ) -> str:
+        """Append the policy's answer; returns it as text, the primer in front. `versions`: of the weights that sampled
+        each token, None where none of a run did."""
         stream = self._streams[-1]
-        text = self.primer + self.renderer.answer_text(answer.ids)
+        text = self.primer + self.renderer.answer_text(ids)
         start = len(stream.ids)
-        stream.append_answer(answer, turn=len(self.turns))
+        stream.append(ids, logprobs, len(self.turns), versions)
         self.turns.append(
-            Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, answer.stop_reason, text, state=self._state)
+            Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text, state=self._state)
         )
         self.messages.append({"role": "assistant", "content": text})
         return text
@@ -85,19 +91,18 @@ class _Growing:
         self.turn: list[int] = []
         self.versions: list[int] = []
 
-    def append(self, ids: Sequence[int]) -> None:
-        """Tokens that nobody sampled."""
-        self._extend(ids, [0.0] * len(ids), [-1] * len(ids), -1)
-
-    def append_answer(self, answer: Completion, turn: int) -> None:
-        self._extend(answer.ids, answer.logprobs, answer.versions, turn)
-
-    def _extend(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int) -> None:
+    def append(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        turn: int = -1,
+        versions: Sequence[int] | None = None,
+    ) -> None:
         self.ids.extend(ids)
-        self.logprobs.extend(logprobs)
+        self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(ids))
         self.rewards.extend([0.0] * len(ids))
         self.turn.extend([turn] * len(ids))
-        self.versions.extend(versions)
+        self.versions.extend(versions if versions is not None else [-1] * len(ids))
 
     def finished(self) -> Stream:
         length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1

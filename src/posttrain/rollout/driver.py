@@ -204,7 +204,7 @@ class Player(EpisodePlayer[Conversation]):
             stop_strings=tuple(self.rollout.stop_strings),
         )
         completion = await self.engine.generate(request)
-        return dialogue.answer(completion)
+        return dialogue.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
 
 
 class EnvironmentFailure(Exception):

@@ -51,7 +51,7 @@ class Stream:
     """[T] int32: index of the turn that sampled the token; -1 for tokens that nobody sampled."""
     versions: np.ndarray
     """[T] int32: version of the policy's weights that sampled the token, which is the number of optimizer updates they had
-    seen; -1 for tokens that nobody sampled."""
+    seen; -1 for tokens that no policy of the run sampled."""
 
     def __len__(self) -> int:
         return len(self.ids)
