@@ -46,6 +46,7 @@ ALLOWED = {
         "rollout",
         "evaluation",
     },
+    "cluster": {"recipe", "runs", "environments", "data", "models", "engines", "rollout", "training"},
     "tune": {"recipe", "runs", "training", "evaluation"},
     "reports": {"recipe", "runs", "rollout", "credit.units", "models.load", "training.table"},
 }

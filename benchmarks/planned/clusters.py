@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from planned.models import MODELS, QWEN3_30B, QWEN3_235B
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.cost import Phase, idle_share, step_phases, total_seconds
 from posttrain.recipe.cost_devices import DEVICES, Device
@@ -12,12 +11,14 @@ from posttrain.recipe.cost_placement import Placement
 from posttrain.recipe.cost_time import step_seconds
 from posttrain.recipe.cost_work import Episodes, decoding_steps
 from posttrain.recipe.memory import ModelSizes, peak_memory
+from posttrain.recipe.published_models import PUBLISHED, QWEN3_30B, QWEN3_235B
 from posttrain.recipe.stages import RlRecipe
 
 DEVICE = DEVICES["h200"]
 JOB = Episodes(groups=256, size=16, prompt=512, answer=4096, longest=16_384)
 """4,096 answers a step, as reasoning models give them."""
 COUNTS = (8, 64, 1024)
+MODELS = {name: PUBLISHED[name] for name in ("Qwen3-4B", "Qwen3-32B", "Qwen3-235B-A22B")}
 TENSOR = {"Qwen3-4B": 1, "Qwen3-32B": 2, "Qwen3-235B-A22B": 8}
 """Devices of an engine: the fewest whose memory holds the weights and a cache."""
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from planned.models import QWEN3_4B, QWEN25_3B
 from posttrain.recipe.cost import Phase, idle_share, total_seconds
 from posttrain.recipe.cost_devices import DEVICES, GPU_LAUNCH_EAGER, Device
 from posttrain.recipe.cost_placement import ALONE, Placement
@@ -22,6 +21,7 @@ from posttrain.recipe.cost_time import (
 )
 from posttrain.recipe.cost_work import Episodes, Tokens, rows_of
 from posttrain.recipe.memory import ModelSizes
+from posttrain.recipe.published_models import QWEN3_4B, QWEN25_3B
 
 H100 = DEVICES["h100"]
 EAGER = replace(H100, launch=GPU_LAUNCH_EAGER)

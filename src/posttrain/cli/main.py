@@ -10,6 +10,7 @@ import typer
 
 from posttrain import __version__
 from posttrain.cli.benchmark import PASSED_ON, benchmark
+from posttrain.cli.cluster import app as cluster
 from posttrain.cli.compare import compare
 from posttrain.cli.data import app as data
 from posttrain.cli.dpo import dpo
@@ -50,6 +51,7 @@ for verb in _PLAIN:
     app.command()(verb)
 app.command("fit-normalizer")(fit_normalizer)
 app.command(context_settings=PASSED_ON)(benchmark)
+app.add_typer(cluster, name="cluster")
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 app.add_typer(evaluate, name="evaluate")

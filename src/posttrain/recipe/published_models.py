@@ -18,5 +18,13 @@ QWEN3_30B = _sized(ModelSizes(0, 48, 2048, 768, 32, 4, 128, 151_936, experts=128
 QWEN25_3B = _sized(ModelSizes(0, 36, 2048, 11_008, 16, 2, 128, 151_936))
 QWEN25_7B = _sized(ModelSizes(0, 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False))
 
-MODELS = {"Qwen3-4B": QWEN3_4B, "Qwen3-32B": QWEN3_32B, "Qwen3-235B-A22B": QWEN3_235B}
-"""Those of the tables of clusters."""
+PUBLISHED = {
+    "Qwen3-4B": QWEN3_4B,
+    "Qwen3-4B-Thinking-2507": QWEN3_4B,
+    "Qwen3-32B": QWEN3_32B,
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "Qwen2.5-3B-Instruct": QWEN25_3B,
+    "Qwen2.5-7B-Instruct": QWEN25_7B,
+}
+"""Name, without its owner -> sizes, for plans where the model's files are not at hand."""

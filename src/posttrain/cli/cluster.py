@@ -1,0 +1,127 @@
+"""`posttrain cluster`: plans of runs on many machines."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posttrain.cli.stages import OPEN, WORDS, WORDS_HELP, split_words
+
+if TYPE_CHECKING:
+    from posttrain.recipe.cost_work import Episodes, Tokens
+    from posttrain.recipe.memory import ModelSizes
+    from posttrain.recipe.stages import Recipe
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Plans of runs on a cluster.")
+
+
+@app.command(context_settings=OPEN)
+def plan(
+    words: Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)] = None,
+    on: Annotated[str | None, typer.Option(metavar="DEVICE", help="The device of a described cluster.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines of a described cluster.")] = None,
+    devices: Annotated[int | None, typer.Option(help="GPUs of each of them.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Count with this model's sizes: a path or a known name.")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P,A,L[,O]",
+            help="Tokens of an episode: prompt, mean answer, longest answer, and what the environment adds.",
+        ),
+    ] = None,
+) -> None:
+    """Show who runs where, the memory of each, what waits while another computes, and which setting answers it.
+
+    With `--on`, `--nodes` or `--devices` the cluster is described; else, with `hardware.ray` in the recipe, it is the one
+    that runs there; else this machine.
+
+    Examples:
+
+    posttrain cluster plan recipes/ragen/bandit.yaml hardware.ray=auto
+
+    posttrain cluster plan recipes/rlhf/ppo.yaml recipes/rlhf/ppo_8gpu.yaml --sizes Qwen3-4B --on h200 --devices 8
+    """
+    from rich.console import Console
+
+    from posttrain.cluster.nodes import described, living
+    from posttrain.cluster.plan import show_placement
+    from posttrain.cluster.workers import placed_recipe
+    from posttrain.recipe.cost_devices import device_of
+
+    recipe = placed_recipe(_recipe(*split_words(words or [])))
+    device = None if on is None else device_of(on)
+    address = recipe.hardware.ray
+    if address is not None and (on, nodes, devices) == (None, None, None):
+        from posttrain.cluster.connection import connected
+
+        with connected(address, recipe.hardware) as ray:
+            machines, device = living(ray.nodes())
+    elif (on, nodes, devices) == (None, None, None):
+        machines = _here()
+    else:
+        machines = described(nodes or 1, 8 if devices is None else devices, device)
+    found = _sizes(sizes or recipe.model.path)
+    show_placement(recipe, machines, device, found, Console(), _episodes(recipe, lengths), _rows(recipe, lengths))
+
+
+def _recipe(sources: list[str], overrides: list[str]) -> "Recipe":
+    """The recipe, of whatever stage its files name."""
+    from posttrain.recipe.compose import load_recipe
+    from posttrain.recipe.sources import read_file
+
+    stages = [stage for source in sources if (stage := read_file(source).values.get("stage"))]
+    return load_recipe(sources, overrides, str(stages[-1]) if stages else "rl")
+
+
+def _here() -> list:
+    import os
+
+    from posttrain.cluster.nodes import Node
+
+    return [Node("this machine", float(len(os.sched_getaffinity(0))), 0)]
+
+
+def _sizes(name: str) -> "ModelSizes | None":
+    from posttrain.models.sizes import model_sizes
+    from posttrain.recipe.published_models import PUBLISHED
+
+    return PUBLISHED.get(name.rpartition("/")[2]) or model_sizes(name)
+
+
+def _numbers(lengths: str) -> list[float]:
+    from posttrain.errors import InputError
+
+    try:
+        found = [float(part) for part in lengths.split(",")]
+    except ValueError:
+        found = []
+    if not 2 <= len(found) <= 4 or min(found) < 0:
+        raise InputError(
+            f"--lengths {lengths}: give two to four numbers, such as 208,127,227: tokens of the prompt, of a mean answer, of "
+            "the longest, and those that the environment adds"
+        )
+    return found
+
+
+def _episodes(recipe: "Recipe", lengths: str | None) -> "Episodes | None":
+    from posttrain.recipe.cost_work import Episodes
+    from posttrain.recipe.stages import RlRecipe
+
+    if lengths is None or not isinstance(recipe, RlRecipe):
+        return None
+    prompt, answer, *rest = _numbers(lengths)
+    rollout = recipe.rollout
+    longest, observed = (*rest, *[answer, 0.0][len(rest) :])
+    return Episodes(rollout.groups_per_step, rollout.episodes_per_group, prompt, answer, longest, observed)
+
+
+def _rows(recipe: "Recipe", lengths: str | None) -> "Tokens | None":
+    from posttrain.recipe.cost_work import rows_of
+    from posttrain.recipe.stages import DpoRecipe, RewardRecipe, SftRecipe
+
+    if lengths is None or not isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
+        return None
+    prompt, answer = _numbers(lengths)[:2]
+    count = recipe.rows_per_update * (1 if isinstance(recipe, SftRecipe) else 2)
+    return rows_of(count, prompt + answer, 0 if isinstance(recipe, RewardRecipe) else answer)
