@@ -127,8 +127,10 @@ def _candidates(
         yield other | {"unit_credit.probe": "one_pass"}, "the reward after each unit, read in one pass; another credit"
     if recipe.learner.updates_per_step * recipe.learner.passes > 1:
         yield {"learner.updates_per_step": 1, "learner.passes": 1}, "fewer updates: another run, and often a better one"
+    if getattr(recipe.engine, "enforce_eager", None):
+        yield {"engine.enforce_eager": False}, "a decoding step is one graph and not a start for each kernel"
     slots = getattr(recipe.engine, "slots", 0)
-    if slots:
+    if slots and "slots" in type(recipe.engine).model_fields:
         yield {"engine.slots": 4 * slots}, "more answers at a time in each engine"
 
 
@@ -157,4 +159,4 @@ def _fits(recipe: PlacedRecipe, sizes: ModelSizes, device: Device, nodes: list[N
     except InputError:
         return False
     limit = None if device.memory is None else (1 - KEPT_FREE) * device.memory
-    return limit is None or all(max(both) <= limit for both in memory_of(recipe, sizes, True).values())
+    return limit is None or all(max(both) <= limit for both in memory_of(recipe, sizes, True, device).values())

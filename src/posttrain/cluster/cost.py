@@ -16,7 +16,7 @@ from posttrain.cluster.workers import (
     reward_count,
 )
 from posttrain.recipe.cost import Phase, episodes_at_most, rows_at_most, step_phases
-from posttrain.recipe.cost_devices import Device
+from posttrain.recipe.cost_devices import GPU_LAUNCH_EAGER, Device
 from posttrain.recipe.cost_placement import ALONE, Placement
 from posttrain.recipe.cost_time import forward_seconds
 from posttrain.recipe.cost_work import Episodes, Tokens
@@ -29,6 +29,7 @@ from posttrain.recipe.unit_credit import (
     ShapleyCredit,
     TruncationCredit,
 )
+from posttrain.recipe.vllm import VllmEngineRecipe
 
 UNITS = 10
 """Units taken for an answer whose segmenter has no limit."""
@@ -76,6 +77,8 @@ def placed_phases(
 ) -> list[Phase]:
     """The phases of one step; those that run beside each other are one, as long as the longest."""
     placement = placement_of(recipe, devices)
+    if devices and getattr(getattr(recipe, "engine", None), "enforce_eager", None):
+        device = replace(device, launch=GPU_LAUNCH_EAGER)
     if not isinstance(recipe, RlRecipe):
         return step_phases(recipe, sizes, device, placement, rows=rows or rows_at_most(recipe))
     played = episodes or episodes_at_most(recipe)
@@ -158,11 +161,13 @@ def unit_texts(recipe: RlRecipe) -> float:
     return units if isinstance(credit, CompatibleCredit) else 0.0
 
 
-def memory_of(recipe: PlacedRecipe, sizes: ModelSizes, devices: bool) -> dict[str, tuple[int, int]]:
+def memory_of(
+    recipe: PlacedRecipe, sizes: ModelSizes, devices: bool, device: Device | None = None
+) -> dict[str, tuple[int, int]]:
     """Role -> bytes on one device of it (while learners learn, while engines sample).
 
     A colocated engine is in the numbers of the learner, whose device it shares; one in a process of its own on processors
-    has weights and cache of its own.
+    has weights and cache of its own. vLLM takes its share of `device` and no more: answers without room wait.
     """
     placement = placement_of(recipe, devices)
     apart, copies = recipe.hardware.apart, reward_count(recipe)
@@ -180,7 +185,11 @@ def memory_of(recipe: PlacedRecipe, sizes: ModelSizes, devices: bool) -> dict[st
     engine = sum(count for count, _ in engine_memory(recipe, sizes, placement).values())
     learning, sampling = peak_memory(recipe, sizes, placement)
     if not devices and placement.engines:
-        learning, sampling = learning, learning
+        sampling = learning
+    vllm = getattr(recipe, "engine", None)
+    if isinstance(vllm, VllmEngineRecipe) and device is not None and device.memory is not None:
+        saved_cache = max(0, engine - round(vllm.memory_share * device.memory))
+        engine, sampling = engine - saved_cache, sampling - (saved_cache if placement.colocated else 0)
     found = {LEARNER: (learning - saved, (sampling if placement.colocated else learning) - saved)}
     if placement.engines and not (devices and placement.colocated):
         found[ENGINE] = (engine, engine)

@@ -32,7 +32,7 @@ def show_placement(
     """Print the plan. `device` None: no times; `sizes` None: no memory and no times. `InputError` where it does not fit."""
     workers, share = place(recipe, nodes)
     gpus = sum(node.devices for node in nodes)
-    memory = memory_of(recipe, sizes, gpus > 0) if sizes is not None else {}
+    memory = memory_of(recipe, sizes, gpus > 0, device) if sizes is not None else {}
     console.print("[bold]who runs where[/bold]")
     console.print(_workers_table(workers, nodes, memory))
     for line in [*_remarks(recipe, nodes, share, gpus), *_memory_remarks(recipe, sizes, memory, device, gpus)]:
