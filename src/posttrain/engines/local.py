@@ -18,6 +18,7 @@ from posttrain.engines.plan import Segment
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.sampler import sample
 from posttrain.engines.slots import Placement, Slots, common_prefix
+from posttrain.engines.stopping import StopStrings
 from posttrain.errors import RunError
 from posttrain.models.heap import keep_freed_memory
 from posttrain.models.policy import Policy
@@ -25,15 +26,15 @@ from posttrain.recipe.rollout import EngineRecipe
 from posttrain.rollout.streams import StopReason
 from posttrain.seeds import random_stream
 
-SPARE_TOKENS = 8
-"""Tokens looked at beyond the length of a stop string, for those that stand for no character of their own."""
-
 
 class _Sequence:
     """A request in flight: its prompt and answer so far, and the slot it runs in."""
 
-    def __init__(self, request: Request, future: "asyncio.Future[Completion]", arrived: int) -> None:
+    def __init__(
+        self, request: Request, stops: StopStrings, future: "asyncio.Future[Completion]", arrived: int
+    ) -> None:
         self.request = request
+        self.stops = stops
         self.future = future
         self.arrived = arrived
         self.draws = random_stream("tokens", request.seed)
@@ -47,9 +48,6 @@ class _Sequence:
         self.slot = -1
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        # A stop string of n bytes ends within the last n tokens, each of which stands for one at least.
-        longest = max((len(stop.encode()) for stop in request.stop_strings), default=0)
-        self.looked_at = longest + SPARE_TOKENS
 
     @property
     def pending(self) -> int:
@@ -92,7 +90,8 @@ class LocalEngine:
 
     async def generate(self, request: Request) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Sequence(request, future, self._clock))
+        stops = StopStrings(self.policy.tokenizer, request.stop_strings)
+        self._waiting.append(_Sequence(request, stops, future, self._clock))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
             # An interrupt ends the loop from inside this task; asyncio would report it as never retrieved.
@@ -122,6 +121,10 @@ class LocalEngine:
 
     def sleep(self) -> None:
         """Nothing to give back: the weights are the learner's, and the cache is wanted again in the next step."""
+
+    def take_messages(self) -> list[str]:
+        """Nothing happens to an engine in this process that would not end it."""
+        return []
 
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
@@ -256,10 +259,8 @@ class LocalEngine:
         answer = sequence.answer
         if int(answer[-1]) in self.policy.end_tokens:
             return StopReason.END_TOKEN
-        if sequence.request.stop_strings:
-            text = self.policy.tokenizer.decode(answer[-sequence.looked_at :].tolist())
-            if any(stop in text for stop in sequence.request.stop_strings):
-                return StopReason.STOP_STRING
+        if sequence.request.stop_strings and sequence.stops.found(answer.tolist()):
+            return StopReason.STOP_STRING
         return StopReason.TURN_BUDGET if len(answer) >= sequence.request.max_tokens else None
 
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:

@@ -1,11 +1,14 @@
 """Who answers the rows of a generation: the model in this process, or one behind a server."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from posttrain.data.rendering import Renderer
+from posttrain.engines.protocol import Engine
 from posttrain.environments.remote import chat_client
 from posttrain.errors import RunError
 from posttrain.recipe.generate import GenerateRecipe
+from posttrain.recipe.remote import OpenAIEngineRecipe
 from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe
 from posttrain.rollout.driver import Player
 from posttrain.rollout.remote_player import RemotePlayer
@@ -38,6 +41,7 @@ class LocalAnswerer:
         self.most = min(asked, getattr(self.policy.model.config, "max_position_embeddings", None) or asked)
         self.left_out, problems = too_long(recipe, questions, self.renderer, self.most)
         self.remarks = [*self.renderer.remarks(), *problems.summary()]
+        self._kept: Engine | None = None
 
     def windows(self, wanted: list[Asked], there: AnswerLog) -> Iterator[list[Asked]]:
         """Windows with something missing, whole: what is computed together must not depend on where a run was killed."""
@@ -49,17 +53,26 @@ class LocalAnswerer:
 
     def player(self) -> Player:
         """A player with an engine that has computed nothing yet."""
-        from posttrain.engines.opening import open_engine
-
-        assert isinstance(self.recipe.engine, EngineRecipe)
         return Player(
-            engine=open_engine(self.policy, self.recipe.engine),
+            engine=self._engine(),
             renderer=self.renderer,
             environment=task_of(self.recipe),
             rollout=_limits(self.recipe, self.most),
             sampling=self.recipe.sampling,
             version=0,
         )
+
+    def _engine(self) -> Engine:
+        """A new one in this process; vLLM is started once and forgets."""
+        from posttrain.engines.opening import open_engine
+
+        recipe = self.recipe
+        assert not isinstance(recipe.engine, OpenAIEngineRecipe)
+        if self._kept is None or isinstance(recipe.engine, EngineRecipe):
+            logs = Path(recipe.runs) / recipe.name / "logs"
+            self._kept = open_engine(self.policy, recipe.engine, self.most, recipe.sampling, logs)
+        self._kept.load_weights(0)
+        return self._kept
 
 
 class RemoteAnswerer:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from posttrain.data.rendering import Renderer
 from posttrain.engines.opening import open_engine
 from posttrain.models.policy import Policy
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.remote import OpenAIEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.driver import Player, Scorer
 from posttrain.runs.directory import RunDirectory
@@ -25,11 +26,13 @@ class Playing(HeldOut):
     ) -> None:
         """`scorer` adds a reward model's rewards to the episodes played."""
         super().__init__(recipe, run)
-        assert isinstance(recipe.engine, EngineRecipe), "a remote model plays through `RemotePlaying`"
+        assert not isinstance(recipe.engine, OpenAIEngineRecipe), "a remote model plays through `RemotePlaying`"
         self.policy = policy
         self.scorer = scorer
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
-        self.engine = open_engine(policy, recipe.engine)
+        # Log-probabilities matter where they are learned from.
+        sampling = recipe.rollout.sampling if isinstance(recipe, RlRecipe) else recipe.evaluation.sampling
+        self.engine = open_engine(policy, recipe.engine, recipe.rollout.tokens_per_episode, sampling, run.logs)
 
     def about_the_template(self) -> list[str]:
         """What the chat template does to system messages and to the history of several turns."""

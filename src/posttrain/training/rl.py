@@ -92,7 +92,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
                 fired = guards.check(metrics)
                 trainer.finish_step(metrics)
                 told = [*trainer.learner.take_messages(), *(critic.take_messages() if critic is not None else [])]
-                trainer.warn([*collected.messages, *units.messages, *told, *fired])
+                trainer.warn([*collected.messages, *playing.engine.take_messages(), *units.messages, *told, *fired])
             trainer.evaluate_and_save()
             if fired and recipe.guards.action == "stop":
                 trainer.warn(["stopped by a guard; the best checkpoint is kept"])

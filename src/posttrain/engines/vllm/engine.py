@@ -1,0 +1,278 @@
+"""The vLLM engine of a run: engines of its own or of others, their weights, and what becomes of those that die."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from posttrain.engines.protocol import Completion, EngineCounters, Request
+from posttrain.engines.vllm.buckets import Depot, buckets
+from posttrain.engines.vllm.replica import Died, Refused, Replica
+from posttrain.errors import PosttrainError, RunError
+from posttrain.models.policy import Policy
+from posttrain.recipe.vllm import VllmEngineRecipe
+from posttrain.rollout.streams import StopReason
+
+T = TypeVar("T")
+MIB = 2**20
+
+
+@dataclass
+class _Life:
+    """A replica, and how it has fared."""
+
+    replica: Replica
+    lock: asyncio.Lock
+    lives: int = 1
+    in_flight: int = 0
+    alive: bool = True
+
+
+class VllmEngine:
+    """Engine over vLLM. `policy` is whose weights are sent; they are read in the thread that calls `load_weights`."""
+
+    def __init__(self, policy: Policy, recipe: VllmEngineRecipe, replicas: Sequence[Replica]) -> None:
+        """Starts the replicas; RunError where one does not."""
+        self.policy = policy
+        self.recipe = recipe
+        self.counters = EngineCounters()
+        self.capacity = recipe.slots
+        self.version = -1
+        self.restarts = 0
+        """Engines that died and were started again."""
+        self.retried = 0
+        """Requests that were asked again because the engine that had them died."""
+        self._messages: list[str] = []
+        self._home: ContextVar[list[_Life] | None] = ContextVar("home", default=None)
+        self._lives = [_Life(replica, asyncio.Lock()) for replica in replicas]
+        self._depot = Depot(recipe.restarts > 0 or bool(recipe.urls), self._size())
+        self._adapter: Path | None = None
+        self._sent = 0
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
+        # Also when the engine is forgotten, and when the process ends.
+        self._closing = weakref.finalize(self, _close, list(replicas), self._depot, self._loop)
+        try:
+            self._wait(self._all(lambda life: life.replica.start()))
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        """One answer; asked again, with the same seed, where the engine that was to give it died."""
+        home = self._home.get()
+        if home is not None and not home:
+            home.append(self._idlest())
+        life = home[0] if home else self._idlest()
+        sampling = request.sampling
+        job = {
+            "prompt_ids": list(request.prompt_ids),
+            "seed": request.seed,
+            "max_tokens": request.max_tokens,
+            "end_tokens": sorted(self.policy.end_tokens),
+            "stop_strings": list(request.stop_strings),
+            **sampling.model_dump(),
+        }
+        future = asyncio.run_coroutine_threadsafe(self._answer(life, job), self._loop)
+        found = await asyncio.wrap_future(future)
+        self.counters.sampled += len(found["ids"])
+        self.counters.reused += found["reused"]
+        self.counters.prefilled += len(request.prompt_ids) - found["reused"]
+        reason = StopReason(found["stop_reason"])
+        return Completion(tuple(found["ids"]), tuple(found["logprobs"]), tuple(found["versions"]), reason)
+
+    @contextmanager
+    def episode(self) -> Iterator[None]:
+        """Its requests go to the same engine, which has its earlier turns in the cache."""
+        mark = self._home.set([])
+        try:
+            yield
+        finally:
+            self._home.reset(mark)
+
+    def load_weights(self, version: int) -> None:
+        """Send the policy's weights, or its adapters, and wait until every engine samples with them."""
+        self._depot.clear()
+        self._adapter = None
+        if self.recipe.adapters == "adapter_only":
+            self._write_adapter(version)
+            self._wait(self._all(lambda life: self._unless_dead(life, self._send_adapter(life, version))))
+        else:
+            self._send_weights(version)
+        self.version = version
+        self._wait(self._all(self._revived))
+
+    def sleep(self) -> None:
+        """Let every engine give back what it can."""
+        self._wait(self._all(lambda life: self._unless_dead(life, life.replica.sleep())))
+
+    def take_messages(self) -> list[str]:
+        """What happened to engines since the last call, for the log of the run."""
+        taken, self._messages = self._messages, []
+        return taken
+
+    def close(self) -> None:
+        """End the engines that were started here."""
+        self._closing()
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _idlest(self) -> _Life:
+        return min(self._lives, key=lambda life: life.in_flight)
+
+    async def _answer(self, life: _Life, job: dict[str, Any]) -> dict[str, Any]:
+        for attempt in range(self.recipe.retries + 1):
+            lives = life.lives
+            life.in_flight += 1
+            try:
+                return await life.replica.generate(job)
+            except Refused as error:
+                raise RunError(f"{life.replica.name} refused a request: {error}") from error
+            except Died as error:
+                if attempt == self.recipe.retries:
+                    raise RunError(
+                        f"{life.replica.name} died {attempt + 1} times over one answer ({error}); see its log, or raise "
+                        "engine.retries"
+                    ) from error
+                self.retried += 1
+                await self._revive(life, lives, str(error))
+            finally:
+                life.in_flight -= 1
+        raise AssertionError("the last attempt returns or raises")
+
+    # -- engines that die ---------------------------------------------------------------------------------------------
+
+    async def _revive(self, life: _Life, lives: int, reason: str) -> None:
+        """Start the replica again with the current weights, unless another request has seen to it since its life `lives`."""
+        async with life.lock:
+            if life.lives != lives:
+                return
+            if lives > self.recipe.restarts:
+                raise RunError(
+                    f"{life.replica.name} died for the {lives}. time ({reason}), and engine.restarts is "
+                    f"{self.recipe.restarts}; the run goes on from its last checkpoint with --resume"
+                )
+            await life.replica.start()
+            if self.version >= 0:
+                await self._send_again(life)
+            life.lives += 1
+            life.alive = True
+            self.restarts += 1
+            self._messages.append(
+                f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and what it was asked is "
+                "asked again"
+            )
+
+    async def _revived(self, life: _Life) -> None:
+        """Start it again if it died while weights were sent."""
+        if not life.alive:
+            await self._revive(life, life.lives, "while weights were sent")
+
+    async def _unless_dead(self, life: _Life, work: Coroutine[Any, Any, Any]) -> None:
+        """Do `work`; an engine that dies of it is marked and seen to later."""
+        if not life.alive:
+            work.close()
+            return
+        try:
+            await work
+        except Died:
+            life.alive = False
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _send_weights(self, version: int) -> None:
+        """Read the weights in this thread, bucket by bucket, and hand each to every engine before the next is read."""
+        self._sent += 1
+        self._wait(self._all(lambda life: self._unless_dead(life, life.replica.begin_weights(version))))
+        for number, bucket in enumerate(buckets(self.policy.weights(), self.recipe.bucket_megabytes * MIB)):
+            path = self._depot.put(bucket, f"{self._sent}-{number}.safetensors")
+            self._wait(self._all(partial(self._receive, path=path)))
+            self._depot.done_with(path)
+        self._wait(self._all(lambda life: self._unless_dead(life, self._finish(life))))
+
+    async def _receive(self, life: _Life, path: Path) -> None:
+        await self._unless_dead(life, life.replica.receive_weights(path))
+
+    async def _finish(self, life: _Life) -> None:
+        missing = await life.replica.finish_weights()
+        if missing:
+            raise RunError(
+                f"{life.replica.name} lacks {len(missing)} weights of {self.recipe_name}, the first of them {missing[0]}; its "
+                "model is another one than the policy"
+            )
+
+    async def _send_again(self, life: _Life) -> None:
+        if self._adapter is not None:
+            await self._send_adapter(life, self.version)
+            return
+        await life.replica.begin_weights(self.version)
+        for path in self._depot.files:
+            await life.replica.receive_weights(path)
+        await self._finish(life)
+
+    def _write_adapter(self, version: int) -> None:
+        self._sent += 1
+        folder = f"adapter-{self._sent}"
+        weights = dict(self.policy.adapter_weights())
+        self._adapter = self._depot.put(weights, f"{folder}/adapter_model.safetensors").parent
+        config = self._adapter / "adapter_config.json"
+        config.write_text(json.dumps(_adapter_config(self.policy), default=sorted))
+
+    async def _send_adapter(self, life: _Life, version: int) -> None:
+        assert self._adapter is not None
+        await life.replica.load_adapter(self._adapter, version)
+
+    # -- between threads ----------------------------------------------------------------------------------------------
+
+    @property
+    def recipe_name(self) -> str:
+        """Of the model, for messages."""
+        return self.policy.recipe.path
+
+    def _size(self) -> int:
+        most = self.recipe.bucket_megabytes * MIB
+        if self.recipe.restarts == 0 and not self.recipe.urls:
+            return 2 * most
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.policy.model.parameters())
+
+    async def _all(self, what: Callable[[_Life], Coroutine[Any, Any, T]]) -> list[T]:
+        tasks = [asyncio.ensure_future(what(life)) for life in self._lives]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+        return [result for result in found if not isinstance(result, BaseException)]
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` in the engine's loop and wait for it."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except PosttrainError:
+            raise
+        except Refused as error:
+            raise RunError(f"vLLM refused: {error}") from error
+
+
+def _adapter_config(policy: Policy) -> dict[str, Any]:
+    """What peft writes beside the adapters."""
+    model: Any = policy.model
+    config = model.peft_config["default"].to_dict()
+    return {key: value for key, value in config.items() if not (key == "task_type" and value is None)}
+
+
+def _close(replicas: Sequence[Replica], depot: Depot, loop: asyncio.AbstractEventLoop) -> None:
+    for replica in replicas:
+        with contextlib.suppress(Exception):
+            replica.close()
+    depot.close()
+    loop.call_soon_threadsafe(loop.stop)

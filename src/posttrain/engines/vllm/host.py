@@ -1,0 +1,202 @@
+"""vLLM's own engine behind the few things that are asked of it here. It runs where vLLM is installed."""
+
+import itertools
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from posttrain.engines.stopping import StopStrings
+from posttrain.engines.vllm.settings import Settings, engine_arguments, preloaded_libraries, process_environment
+
+
+class Host:
+    """An engine with weights that are sent to it. Use it in the event loop it was opened in."""
+
+    def __init__(self, settings: Settings, engine: Any, has_gpu: bool) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.has_gpu = has_gpu
+        self.version = -1
+        """Of the weights that sample; -1 before any came."""
+        self._coming = -1
+        self._names: set[str] = set()
+        self._asleep = False
+        self._paused = False
+        self._numbers = itertools.count()
+        self._adapter: Any = None
+        self._tokenizer: Any = None
+
+    @classmethod
+    async def open(cls, settings: Settings) -> "Host":
+        """Start vLLM; whatever it raises goes through."""
+        variables = process_environment(settings) | preloaded_libraries()
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            has_gpu = bool(current_platform.is_cuda_alike())
+            arguments = AsyncEngineArgs(**engine_arguments(settings, has_gpu))
+            engine = AsyncLLM.from_engine_args(arguments)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        host = cls(settings, engine, has_gpu)
+        await engine.collective_rpc("end_with_parent")
+        return host
+
+    def about(self) -> dict[str, Any]:
+        """What runs, and with which weights."""
+        import vllm
+
+        return {"vllm": vllm.__version__, "version": self.version, "asleep": self._asleep, **asdict(self.settings)}
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine can answer no more."""
+        return bool(self.engine.errored)
+
+    async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
+        """One answer to `job`: `prompt_ids`, `seed`, `max_tokens`, `end_tokens`, `stop_strings`, and the keys of sampling.
+
+        Returns `ids` with the stopping token, and for each its `logprobs` and the `versions` of the weights that
+        sampled it; `stop_reason`; and `reused`, prompt tokens that were in the cache.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=job["temperature"],
+            top_p=job["top_p"],
+            top_k=job["top_k"],
+            min_p=job["min_p"],
+            seed=job["seed"],
+            max_tokens=job["max_tokens"],
+            stop_token_ids=job["end_tokens"],
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        stops = StopStrings(self.tokenizer if job["stop_strings"] else None, job["stop_strings"])
+        name, adapter, begun = f"answer-{next(self._numbers)}", self._adapter, self.version
+        ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        reason, reused = None, 0
+        ends = frozenset(job["end_tokens"])
+        prompt = {"prompt_token_ids": job["prompt_ids"]}
+        async for output in self.engine.generate(prompt, parameters, name, lora_request=adapter):
+            reused = max(reused, output.num_cached_tokens or 0)
+            part = output.outputs[0]
+            for token, known in zip(part.token_ids, part.logprobs or [], strict=True):
+                ids.append(token)
+                logprobs.append(known[token].logprob)
+                # Adapters stay with the answers that began with them.
+                versions.append(begun if adapter is not None else self.version)
+                if token in ends:
+                    reason = "end_token"
+                elif stops.found(ids):
+                    reason = "stop_string"
+                elif len(ids) >= job["max_tokens"]:
+                    reason = "turn_budget"
+                if reason is not None:
+                    break
+            if reason is not None and not output.finished:
+                await self.engine.abort(name)
+            if reason is not None or output.finished:
+                break
+        if reason is None:
+            raise ValueError(
+                f"an answer ended after {len(ids)} tokens at the engine's longest context; raise engine.context"
+            )
+        return {"ids": ids, "logprobs": logprobs, "versions": versions, "stop_reason": reason, "reused": reused}
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def begin_weights(self, version: int) -> None:
+        """Whole weights of `version` follow. Answers in flight wait, and go on with the new weights afterwards."""
+        await self._pause()
+        if self._asleep and self.has_gpu:
+            await self.engine.wake_up(["weights"])
+        self._coming, self._names = version, set()
+        await self.engine.collective_rpc("begin_weights")
+
+    async def receive_weights(self, path: str) -> None:
+        """Take the tensors of a safetensors file on this machine."""
+        await self.engine.collective_rpc("receive_weights", args=(path,))
+
+    async def finish_weights(self) -> list[str]:
+        """All have come: sample with them from now on. Returns the parameters that are missing, if any are."""
+        missing = await self.engine.collective_rpc("finish_weights")
+        names = sorted({name for worker in missing for name in worker})
+        if not names:
+            await self._resume(self._coming)
+        return names
+
+    async def load_adapter(self, directory: str, version: int) -> None:
+        """Sample with the adapters that peft wrote to `directory`, a folder that stays until the next one is loaded."""
+        from vllm.lora.request import LoRARequest
+
+        await self._pause()
+        if self._asleep and self.has_gpu:
+            await self.engine.wake_up(["weights"])
+        number = 1 + next(self._numbers)
+        adapter = LoRARequest(f"policy-{version}-{number}", number, directory)
+        await self.engine.add_lora(adapter)
+        self._adapter = adapter
+        for older in sorted(await self.engine.list_loras()):
+            if older < number and self.engine.get_num_unfinished_requests() == 0:
+                await self.engine.remove_lora(older)
+        await self._resume(version)
+
+    async def sleep(self) -> None:
+        """Give back memory: on a GPU the cache and the weights (which are kept in main memory under adapters); on a
+        processor what is cached is forgotten and its memory stays."""
+        if self._asleep:
+            return
+        if self.has_gpu:
+            await self.engine.sleep(level=1 if self.settings.adapter_rank else 2)
+        else:
+            await self.engine.reset_prefix_cache()
+        self._asleep = True
+
+    async def _pause(self) -> None:
+        if self.engine.get_num_unfinished_requests():
+            await self.engine.pause_generation(mode="keep", clear_cache=False)
+            self._paused = True
+
+    async def _resume(self, version: int) -> None:
+        if self._asleep and self.has_gpu:
+            await self.engine.wake_up(["kv_cache"])
+        self._asleep = False
+        # Keys and values of the old weights are computed anew, those of answers in flight too.
+        await self.engine.reset_prefix_cache(reset_running_requests=True)
+        self.version = version
+        if self._paused:
+            await self.engine.resume_generation()
+            self._paused = False
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model's files; wanted for stop strings alone."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.settings.model)
+        return self._tokenizer
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self.engine.shutdown()
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder of weights, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)
