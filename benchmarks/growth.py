@@ -49,7 +49,8 @@ def measure(parts: Sequence[str], count: int, steps: int, threads: int, place: P
             learner.against_group(middle, doublings(1, min(count, 4))),
         ]
     if "memory" in parts:
-        found.append(memory.over_steps(policies[0], steps))
+        half = random_policy(place / "bfloat16", HIDDEN[0], 4, threads, "bfloat16")
+        found += [memory.over_steps(policy, steps) for policy in (policies[0], half)]
     return found
 
 

@@ -13,6 +13,10 @@ from posttrain.recipe.rollout import EngineRecipe
 
 FLAT = 0.02
 """Largest exponent that counts as flat: 5% more memory after ten times as many steps."""
+LENGTHS = 251
+"""Lengths of prompts: many, since a kernel is compiled and kept for every new shape. A prime, ..."""
+STRIDE = 100
+"""... so that steps of this stride meet each of them before any comes again."""
 
 
 def resident_bytes() -> int:
@@ -26,13 +30,14 @@ def resident_bytes() -> int:
 def over_steps(policy: Policy, steps: int) -> Series:
     """Resident bytes after each tenth of `steps` steps, the first tenth being the warm-up that fills every cache.
 
-    A step samples 4 answers to one of many prompts of varying length, scores and updates, and forgets what was cached.
+    A step samples 4 answers to a prompt of one of `LENGTHS` lengths, scores and updates, and forgets what was cached.
     """
-    series = Series("engine and learner", "steps", "resident MB", 0.0, FLAT)
+    kind = str(policy.model.dtype).removeprefix("torch.")
+    series = Series("engine and learner", "steps", f"resident MB, {kind}", 0.0, FLAT)
     engine = LocalEngine(policy, EngineRecipe(slots=4))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-5, foreach=True)
     for step in range(1, steps + 1):
-        length = 16 + step % 16
+        length = 16 + step * STRIDE % LENGTHS
         prompt = made_up_prompt(policy, length, "memory", step)
         _, answers = answer_all(engine, [prompt] * 4, 4)
         streams = [np.array(prompt + answer, dtype=np.int64) for answer in answers]

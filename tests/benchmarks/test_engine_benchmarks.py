@@ -187,4 +187,5 @@ def test_growth_fits_counts_exactly_and_draws(cache):
     assert (group["at the first"], group["at the last"]) == (257, 259)
     turns = rows["turns", "prompt tokens computed, 4 episodes"]
     assert turns["verdict"] == "as it must"
-    assert rows["steps", "resident MB"]["at the last"] > 50
+    assert rows["steps", "resident MB, float32"]["at the last"] > 50
+    assert rows["steps", "resident MB, bfloat16"]["at the last"] > 50

@@ -12,6 +12,7 @@ from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
 from posttrain.models.layers_cpu import use_fused_layers
 from posttrain.models.packaged import converted_gguf, packaged_file
+from posttrain.models.products import bound_kept_kernels
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 
@@ -160,6 +161,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, l
             missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
     use_packed_attention(model)
     use_fused_layers(model)
+    bound_kept_kernels()
     try:
         return model.to(device).eval(), missing
     except torch.OutOfMemoryError as error:
