@@ -123,6 +123,8 @@ class Stub:
         self.model = model
         self.device = torch.device("cpu")
         self.end_tokens = frozenset()
+        self.tokenizer = None
+        self.version = 0
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
