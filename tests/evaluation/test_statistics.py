@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from posttrain.evaluation.statistics import (
-    Estimate,
     bootstrap_mean,
     clustered_rate,
-    difference_interval,
     mean,
     paired_difference,
     success_rate,
@@ -105,24 +103,6 @@ def test_bootstrap_agrees_with_scipy_and_with_itself() -> None:
     assert found == bootstrap_mean(values.tolist())
     known = stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(2)).confidence_interval
     assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=0.02)
-
-
-def test_difference_against_published_values() -> None:
-    # Newcombe (1998b), Table II, method 10: 56/70 - 48/80, 9/10 - 3/10, 10/10 - 0/20, 10/10 - 0/10.
-    for a, b, low, high in (
-        ((56, 70), (48, 80), 0.0524, 0.3339),
-        ((9, 10), (3, 10), 0.1705, 0.8090),
-        ((10, 10), (0, 20), 0.6791, 1.0),
-        ((10, 10), (0, 10), 0.6075, 1.0),
-    ):
-        found = difference_interval(success_rate(*a), success_rate(*b))
-        assert (round(found.low, 4), round(found.high, 4)) == (low, high)
-
-
-def test_difference_turns_round() -> None:
-    a, b = Estimate(0.7, 0.6, 0.8, 90), Estimate(0.4, 0.35, 0.5, 90)
-    there, back = difference_interval(a, b), difference_interval(b, a)
-    assert (back.value, back.low, back.high) == pytest.approx((-there.value, -there.high, -there.low))
 
 
 def test_pairs_remove_what_the_seeds_have_in_common() -> None:

@@ -111,17 +111,6 @@ def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 
     return Estimate(float(above.sum() / below.sum()), float(low), float(high), n)
 
 
-def difference_interval(a: Estimate, b: Estimate) -> Difference:
-    """`a - b` of two rates from different seeds, by Newcombe's hybrid score method (Newcombe 1998, method 10).
-
-    With d = a - b: low = d - sqrt((a - a.low)^2 + (b.high - b)^2), high = d + sqrt((a.high - a)^2 + (b - b.low)^2).
-    """
-    difference = a.value - b.value
-    low = difference - math.hypot(a.value - a.low, b.high - b.value)
-    high = difference + math.hypot(a.high - a.value, b.value - b.low)
-    return Difference(difference, low, high)
-
-
 def paired_difference(a: Sequence[float], b: Sequence[float], seed: int = 0, draws: int = 10_000) -> Difference:
     """Mean of `a[i] - b[i]`, two players on the same seeds in the same order, with a percentile bootstrap interval."""
     if len(a) != len(b) or len(a) < 1:
