@@ -72,7 +72,7 @@ class World:
 
         box = [item]
         with _noticing():
-            dist.broadcast_object_list(box, src=0, group=_control_group())
+            dist.broadcast_object_list(box, src=0, group=control_group())
         return box[0]
 
     def any(self, flag: bool) -> bool:
@@ -91,7 +91,7 @@ class World:
 
             with _noticing():
                 for tensor in tensors:
-                    dist.all_reduce(tensor, group=_control_group() if tensor.device.type == "cpu" else None)
+                    dist.all_reduce(tensor, group=control_group() if tensor.device.type == "cpu" else None)
         return list(tensors)
 
     def barrier(self) -> None:
@@ -120,7 +120,7 @@ class World:
 
         found: list[Any] = [None] * self.size
         with _noticing():
-            dist.all_gather_object(found, item, group=_control_group())
+            dist.all_gather_object(found, item, group=control_group())
         return found
 
 
@@ -260,7 +260,7 @@ def _divide_threads(world: World) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
 
-def _control_group() -> Any:
+def control_group() -> Any:
     """The group for what is small, and in the processors' memory."""
     return _state["control"]
 
