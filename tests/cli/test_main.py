@@ -166,7 +166,7 @@ def test_a_moved_run_resumes_where_it_is(stage, run, tmp_path):
     [
         (
             ["seed=4"],
-            "override seed=4: a resumed run keeps its recipe, except for steps; start a run with another name",
+            "override seed=4: a resumed run keeps its recipe, except for steps and hardware; start a run with another name",
         ),
         (["r.yaml"], "--resume runs/run goes on with the recipe of that run; leave out r.yaml"),
         (["--overwrite"], "--resume goes on with a run and --overwrite deletes it; give one of them"),

@@ -96,14 +96,14 @@ def main(arguments: list[str] | None = None) -> int:
     except BaseException as error:
         if debug:
             traceback.print_exc()
-        message, code = _told(error)
+        message, code = told(error)
         for line in message.splitlines():
             typer.echo(f"posttrain: {line}", err=True)
         return code
     return 0
 
 
-def _told(error: BaseException) -> tuple[str, int]:
+def told(error: BaseException) -> tuple[str, int]:
     """What the user reads about `error`, and the exit code."""
     if isinstance(error, PosttrainError):
         return str(error), error.exit_code

@@ -95,7 +95,7 @@ def split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def resumed(run: Path, sources: list[str], overrides: list[str], stage: str) -> "Recipe":
-    """The recipe of the run in the directory `run`, with more `steps` if an override asks for them.
+    """The recipe of the run in the directory `run`, with more `steps`, or on other `hardware`, if overrides ask for them.
 
     A run goes on as it began, so every other override is an `InputError`.
     """
@@ -109,10 +109,10 @@ def resumed(run: Path, sources: list[str], overrides: list[str], stage: str) -> 
         raise InputError(f"--resume {run} goes on with the recipe of that run; leave out {', '.join(sources)}")
     for layer in read_overrides(overrides):
         (key,) = layer.values
-        if key != "steps":
+        if key not in ("steps", "hardware"):
             where = next(iter(layer.origins.values()))
             raise InputError(
-                f"{where}: a resumed run keeps its recipe, except for steps; start a run with another name"
+                f"{where}: a resumed run keeps its recipe, except for steps and hardware; start a run with another name"
             )
     # The run may have been moved or renamed since, and where it is now is where it goes on.
     place = directory.path.resolve()

@@ -94,6 +94,11 @@ class World:
                     dist.all_reduce(tensor, group=control_group() if tensor.device.type == "cpu" else None)
         return list(tensors)
 
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process."""
+        return self.size == 1
+
     def barrier(self) -> None:
         """Wait until every process is here."""
         self.any(False)
@@ -191,6 +196,8 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
         yield world
         world.barrier()
     except BaseException as error:
+        if is_loss(error):
+            error = lost()
         if world.size > 1 and not _claims(store, world):
             code = (
                 error.exit_code
@@ -200,8 +207,21 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
                 else 1
             )
             raise Told(code) from error
-        raise
+        raise error
     _disconnect()
+
+
+@contextmanager
+def by_itself() -> Iterator[World]:
+    """Inside, this process is alone with the models that it loads; it is given the world that it belongs to, for the first
+    process to do something. All meet at the end."""
+    world = current()
+    _state["world"] = ALONE
+    try:
+        yield world
+    finally:
+        _state["world"] = world
+    world.barrier()
 
 
 def threads(asked: int | None) -> int | None:
@@ -280,6 +300,13 @@ def _noticing() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise lost() from error
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether torch failed since another process is gone."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def lost() -> Lost:

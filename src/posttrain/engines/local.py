@@ -107,7 +107,8 @@ class LocalEngine:
             self._open_episodes -= 1
 
     def load_weights(self, version: int) -> None:
-        """The weights are the policy's own, as they are now; what was cached under the old ones is forgotten.
+        """The weights are the policy's own, as they are now, and gathered until `sleep` where it is divided among processes; what
+        was cached under the old ones is forgotten.
 
         A pass computes without yielding to the event loop, so this is always between two. What runs has its keys and
         values computed anew: then every token is sampled by one version of the weights, given all tokens before it,
@@ -115,12 +116,17 @@ class LocalEngine:
         """
         self.version = version
         self._decoder = None
+        if self.policy.sharded is not None:
+            self.policy.sharded.hold()
         self._slots.forget()
         for sequence in self._running:
             sequence.computed = 0
 
     def sleep(self) -> None:
-        """Nothing to give back: the weights are the learner's, and the cache is wanted again in the next step."""
+        """Nothing to give back but gathered weights: others are the learner's, and the cache is wanted in the next step."""
+        if self.policy.sharded is not None:
+            self._decoder = None
+            self.policy.sharded.release()
 
     def take_messages(self) -> list[str]:
         """Nothing happens to an engine in this process that would not end it."""

@@ -1,17 +1,21 @@
 """What every model that is trained has: weights, a tokenizer, adapters or not, saving, restoring and exporting."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from posttrain.distribution.sharding import ShardedModel, gathered, set_share
+from posttrain.distribution.world import current, threads
 from posttrain.errors import InputError
 from posttrain.models.forward import transformer
-from posttrain.models.load import add_adapters, load_end_tokens, load_tokenizer
+from posttrain.models.load import add_adapters, load_end_tokens, load_tokenizer, resolve_device
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
+
+T = TypeVar("T")
 
 
 class TrainedModel:
@@ -20,10 +24,11 @@ class TrainedModel:
     task = "CAUSAL_LM"
     """What peft calls the kind of model."""
 
-    def __init__(self, recipe: ModelRecipe, seed: int = 0) -> None:
-        """Load the model of `recipe`; `seed` names the stream that initialises adapters and new heads."""
-        if recipe.threads is not None:
-            torch.set_num_threads(recipe.threads)
+    def __init__(self, recipe: ModelRecipe, seed: int = 0, trained: bool = True) -> None:
+        """Load the model of `recipe`; `seed` names the stream that initialises adapters and new heads. A model that is not
+        `trained` keeps no masters."""
+        if (own := threads(recipe.threads)) is not None:
+            torch.set_num_threads(own)
         self.recipe = recipe
         self.seed = seed
         self.tokenizer: Any = load_tokenizer(recipe)
@@ -41,6 +46,7 @@ class TrainedModel:
             enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             inner.enable_input_require_grads()
+        self.sharded = self.shard(self.model, trained)
 
     def load(self) -> torch.nn.Module:
         """The model as it starts, without adapters."""
@@ -48,10 +54,41 @@ class TrainedModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        """Where it computes."""
+        return next(self.model.parameters()).device if self.sharded is None else resolve_device(self.recipe.device)
+
+    @property
+    def place(self) -> torch.device | None:
+        """Where `load` puts the weights: None is where they compute. A model that is to be divided waits beside, so that a
+        GPU never holds all of it."""
+        return torch.device("cpu") if current().sharded else None
+
+    def shard(self, model: torch.nn.Module, trained: bool) -> ShardedModel | None:
+        """Divide `model` among the processes, where there are several."""
+        if not current().sharded:
+            return None
+        inner = transformer(model)
+        layers = getattr(getattr(inner, inner.base_model_prefix), "layers", ())
+        return ShardedModel(model, list(layers), resolve_device(self.recipe.device), trained)
+
+    def compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        """`function(*arguments)`, which computes with the model's weights, in whose place there may be shares outside.
+        What has a gradient is returned as a tensor or in a tuple."""
+        return function(*arguments) if self.sharded is None else self.sharded(function, *arguments)
+
+    def settle(self) -> None:
+        """End what a forward pass began whose backward pass will not come."""
+        if self.sharded is not None:
+            self.sharded.settle()
+
+    def reduce_next(self, last: bool) -> None:
+        """Say before a backward pass whether it is the update's last."""
+        if self.sharded is not None:
+            self.sharded.reduce_next(last)
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Names and parameters that the optimizer changes, in a fixed order."""
+        self.settle()
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     @contextmanager
@@ -64,8 +101,21 @@ class TrainedModel:
             self.model.eval()
 
     def save(self, directory: Path) -> None:
-        """Write the trained weights for a checkpoint: the whole model, or the adapters alone."""
-        self.model.save_pretrained(directory)  # type: ignore[operator]
+        """Write the trained weights for a checkpoint: the whole model, or the adapters alone. Every process calls it, and
+        the first one writes."""
+        tensors = self.whole_tensors(dict(self.trainable())) if self.recipe.lora is not None else self.whole_tensors()
+        current().of_first(lambda: self._write(self.model, directory, tensors))
+
+    def whole_tensors(self, chosen: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
+        """The `chosen` tensors, or all of the model's state, gathered in the first process; None where nothing is divided
+        and the model has them itself."""
+        if self.sharded is None:
+            return None
+        self.sharded.settle()
+        return gathered(self.model.state_dict(keep_vars=True) if chosen is None else chosen)
+
+    def _write(self, model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
+        model.save_pretrained(directory, **({} if tensors is None else {"state_dict": tensors}))
         self.tokenizer.save_pretrained(directory)
 
     def restore(self, directory: Path) -> None:
@@ -73,35 +123,54 @@ class TrainedModel:
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
+        self.settle()
         files = sorted(directory.glob("*.safetensors"))
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
         try:
-            if self.recipe.lora is not None:
+            if self.sharded is not None:
+                strange = self._restore_shares(tensors)
+            elif self.recipe.lora is not None:
                 loaded: Any = set_peft_model_state_dict(self.model, tensors)
-                strange = [] if tensors else ["nothing"]
+                strange = [*loaded.unexpected_keys, *([] if tensors else ["nothing"])]
             else:
                 loaded = self.model.load_state_dict(tensors, strict=False)
                 # Tied weights are saved and named once.
-                strange = [name for name, _ in self.trainable() if name not in tensors]
+                strange = [name for name, _ in self.trainable() if name not in tensors] + loaded.unexpected_keys
         except RuntimeError as error:
             raise InputError(f"{directory} holds weights of other shapes than those of {self.recipe.path}") from error
-        strange += loaded.unexpected_keys
         if strange:
             raise InputError(f"{directory} holds another model than {self.recipe.path}: they differ in {strange[0]}")
 
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, for `lora.export: adapter`) loads it from `directory`."""
-        model = self.model
-        if self.recipe.lora is not None and self.recipe.lora.export == "merged":
-            model = self._merged()
-        model.save_pretrained(directory)  # type: ignore[operator]
-        self.tokenizer.save_pretrained(directory)
+        if self.recipe.lora is None or self.recipe.lora.export != "merged":
+            self.save(directory)
+            return
+        tensors = self.whole_tensors()
+        current().of_first(lambda: self._write(self._merged(tensors), directory, None))
 
-    def _merged(self) -> Any:
+    def _restore_shares(self, tensors: dict[str, torch.Tensor]) -> list[str]:
+        """Set this process's shares; returns names that the file has too many, or lacks."""
+        own = self.model.state_dict(keep_vars=True)
+        lacking = [name for name, _ in self.trainable() if name not in tensors]
+        if self.recipe.lora is not None:
+            from peft import get_peft_model_state_dict
+
+            # Under the names that its files have.
+            own = get_peft_model_state_dict(self.model, state_dict=own)
+            lacking = [name for name in own if name not in tensors]
+        for name, tensor in tensors.items():
+            if name in own and own[name].shape != tensor.shape:
+                raise RuntimeError(name)
+            if name in own:
+                set_share(own[name], tensor)
+        return [*[name for name in tensors if name not in own], *lacking]
+
+    def _merged(self, tensors: dict[str, torch.Tensor] | None) -> Any:
         """A copy of the whole model with the adapters folded in; the model itself stays as it is."""
         assert self.recipe.lora is not None
         merged = add_adapters(self.load(), self.recipe.lora, self.task)
-        merged.load_state_dict(self.model.state_dict())
+        merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole

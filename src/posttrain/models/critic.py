@@ -20,7 +20,7 @@ class Critic(RewardModel):
     """Whether values are scaled by the mean and standard deviation that the reward model kept, as its rewards are."""
 
     def load(self) -> torch.nn.Module:
-        return load_reward_model(self.recipe, head_seed=0, head_scale=0.0)
+        return load_reward_model(self.recipe, head_seed=0, head_scale=0.0, place=self.place)
 
     def values(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Values [N] float32, differentiable, of several streams, in one packed forward pass.
@@ -31,10 +31,14 @@ class Critic(RewardModel):
         """
         row = pack_row(streams, sampled)
         ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
-        hidden = hidden_states(self.model, ids, positions, row.layout)
-        before = hidden[torch.from_numpy(row.predictors).to(self.device)]
-        # In float32 whatever the weights are in, as rewards are.
-        raw = torch.nn.functional.linear(before.float(), self._head().weight.float())[:, 0]
+        at = torch.from_numpy(row.predictors).to(self.device)
+
+        def read() -> torch.Tensor:
+            before = hidden_states(self.model, ids, positions, row.layout)[at]
+            # In float32 whatever the weights are in, as rewards are.
+            return torch.nn.functional.linear(before.float(), self._head().weight.float()).squeeze(1)
+
+        raw = self.compute(read)
         mean, std = (self.in_units_of_reward and self.statistics) or (0.0, 1.0)
         return (raw - mean) / std
 
@@ -71,6 +75,13 @@ class SharedCritic:
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The head alone, as `TrainedModel.trainable`."""
         return list(self.head.named_parameters())
+
+    def settle(self) -> None:
+        """As `TrainedModel.settle`, of the trunk."""
+        self.policy.settle()
+
+    def reduce_next(self, last: bool) -> None:
+        """The trunk has no gradient."""
 
     @contextmanager
     def in_training(self) -> Iterator[None]:

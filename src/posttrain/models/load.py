@@ -85,20 +85,24 @@ def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in [tokenizer.eos_token_id, *listed] if token is not None)
 
 
-def load_model(recipe: ModelRecipe) -> torch.nn.Module:
+def load_model(recipe: ModelRecipe, place: torch.device | None = None) -> torch.nn.Module:
     """The causal language model of the recipe, without adapters, in evaluation mode, attending through layouts.
+
+    `place`: where its weights go, if not to the recipe's device.
 
     A missing, damaged or incomplete model is an `InputError`; weights are never filled in at random.
     """
     from transformers import AutoModelForCausalLM
 
-    model, missing = _load(recipe, AutoModelForCausalLM)
+    model, missing = _load(recipe, AutoModelForCausalLM, place)
     if missing:
         raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
     return model
 
 
-def load_reward_model(recipe: ModelRecipe, head_seed: int | None, head_scale: float = 1.0) -> torch.nn.Module:
+def load_reward_model(
+    recipe: ModelRecipe, head_seed: int | None, head_scale: float = 1.0, place: torch.device | None = None
+) -> torch.nn.Module:
     """The model of the recipe with a scalar head `score`, as `load_model` loads.
 
     Where it has none, as a language model, the head is `head_scale` times a draw from N(0, 1 / (hidden + 1)) with
@@ -106,7 +110,7 @@ def load_reward_model(recipe: ModelRecipe, head_seed: int | None, head_scale: fl
     """
     from transformers import AutoModelForSequenceClassification
 
-    model, missing = _load(recipe, AutoModelForSequenceClassification, num_labels=1)
+    model, missing = _load(recipe, AutoModelForSequenceClassification, place, num_labels=1)
     head = getattr(model, "score", None)
     others = [name for name in missing if name != "score.weight"]
     if others or not isinstance(head, torch.nn.Linear):
@@ -124,7 +128,7 @@ def load_reward_model(recipe: ModelRecipe, head_seed: int | None, head_scale: fl
     return model
 
 
-def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, list[str]]:
+def _load(recipe: ModelRecipe, auto_class: Any, place: torch.device | None, **keywords: Any) -> tuple[Any, list[str]]:
     """The model that `auto_class` makes of the recipe's files, adapters folded in, and the weights they lack."""
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -163,7 +167,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, **keywords: Any) -> tuple[Any, l
     use_fused_layers(model)
     bound_kept_kernels()
     try:
-        return model.to(device).eval(), missing
+        return model.to(place or device).eval(), missing
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"model.path: {recipe.path} does not fit into the GPU's memory; set model.dtype to bfloat16 or model.device "

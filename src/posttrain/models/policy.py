@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from posttrain.distribution.sharding import ShardedModel
 from posttrain.models.base import TrainedModel
 from posttrain.models.forward import TokenScores, hidden_states, token_scores
 from posttrain.models.load import load_model
@@ -20,10 +21,10 @@ class Policy(TrainedModel):
 
     def __init__(self, recipe: ModelRecipe, seed: int = 0) -> None:
         super().__init__(recipe, seed)
-        self._reference: torch.nn.Module | None = None
+        self._reference: tuple[torch.nn.Module, ShardedModel | None] | None = None
 
     def load(self) -> torch.nn.Module:
-        return load_model(self.recipe)
+        return load_model(self.recipe, self.place)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole tensors of the model as it is now, under the names that `export` writes, adapters folded in."""
@@ -49,13 +50,19 @@ class Policy(TrainedModel):
         """
         row = pack_row(streams, sampled)
         targets = torch.from_numpy(row.targets).to(self.device)
-        before = self._states(row)
-        scores = token_scores(self.model, before, targets, temperature, positions_per_chunk)
+
+        def scored() -> tuple[torch.Tensor, ...]:
+            before = self._states(row)
+            found = token_scores(self.model, before, targets, temperature, positions_per_chunk)
+            return found.logprobs, found.entropies, before
+
+        logprobs, entropies, before = self.compute(scored)
+        scores = TokenScores(logprobs, entropies)
         return scores if head is None else replace(scores, values=head(before))
 
     def states(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """The last hidden states [N, hidden] from which `score` predicts the sampled tokens."""
-        return self._states(pack_row(streams, sampled))
+        return self.compute(self._states, pack_row(streams, sampled))
 
     def _states(self, row: PackedRow) -> torch.Tensor:
         ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
@@ -71,12 +78,14 @@ class Policy(TrainedModel):
                     yield
                 return
             if self._reference is None:
-                self._reference = self.load()
-            self.model, self._reference = self._reference, self.model
+                model = self.load()
+                self._reference = model, self.shard(model, trained=False)
+            own = self.model, self.sharded
+            self.model, self.sharded = self._reference
             try:
                 yield
             finally:
-                self.model, self._reference = self._reference, self.model
+                self.model, self.sharded = own
 
     def drop_reference(self) -> None:
         """Free the frozen copy, where there is one and nothing more is asked of it."""

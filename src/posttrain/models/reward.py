@@ -43,11 +43,13 @@ class RewardModel(TrainedModel):
     def __init__(self, recipe: ModelRecipe, seed: int = 0, new_head: bool = True) -> None:
         """Without `new_head`, a model that has no head is an `InputError`."""
         self._new_head = new_head
-        super().__init__(recipe, seed)
+        super().__init__(recipe, seed, trained=new_head)
         self._set_padding()
 
     def load(self) -> torch.nn.Module:
-        return load_reward_model(self.recipe, derive_seed(self.seed, "reward head") if self._new_head else None)
+        return load_reward_model(
+            self.recipe, derive_seed(self.seed, "reward head") if self._new_head else None, place=self.place
+        )
 
     @property
     def statistics(self) -> tuple[float, float] | None:
@@ -138,10 +140,14 @@ class RewardModel(TrainedModel):
     def _read(self, row_ids: np.ndarray, layout: PackedLayout | ProbedLayout, places: np.ndarray) -> torch.Tensor:
         """The head's values [n] at `places` [n] of a row of token ids [T]."""
         ids, positions = torch.from_numpy(row_ids).to(self.device), layout.positions().to(self.device)
-        hidden = hidden_states(self.model, ids, positions, layout)
-        read = hidden[torch.from_numpy(places).to(self.device)]
-        # In float32 whatever the weights are in: rewards that are close should not become equal.
-        return torch.nn.functional.linear(read.float(), self._head().weight.float())[:, 0]
+        at = torch.from_numpy(places).to(self.device)
+
+        def read() -> torch.Tensor:
+            hidden = hidden_states(self.model, ids, positions, layout)[at]
+            # In float32 whatever the weights are in: rewards that are close should not become equal.
+            return torch.nn.functional.linear(hidden.float(), self._head().weight.float()).squeeze(1)
+
+        return self.compute(read)
 
     def _head(self) -> torch.nn.Linear:
         head = transformer(self.model).score

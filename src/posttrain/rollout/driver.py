@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
+from posttrain.distribution.world import current
 from posttrain.engines.protocol import Engine, Request
 from posttrain.environments.protocol import Environment, Message
 from posttrain.environments.remote import RemoteFailure
@@ -37,6 +39,17 @@ class Place:
     def request_seed(self, attempt: int, turn: int) -> int:
         """The seed of the answer of a turn, both counted from 0."""
         return derive_seed(*self.stream, attempt, turn)
+
+
+class Sharing(Enum):
+    """Who plays where several processes ask for the same episodes."""
+
+    NONE = "none"
+    """The process that asks, for itself."""
+    GROUPS = "groups"
+    """Each plays whole groups, and all get all of them."""
+    FIRST = "first"
+    """The first process plays, and all get what it played."""
 
 
 class Scorer(Protocol):
@@ -79,6 +92,7 @@ class EpisodePlayer(ABC, Generic[D]):
     version: int
     """Of the policy's weights."""
     scorer: Scorer | None
+    sharing: Sharing = Sharing.NONE
 
     @property
     @abstractmethod
@@ -172,6 +186,7 @@ class Player(EpisodePlayer[Conversation]):
     sampling: SamplingRecipe
     version: int
     scorer: Scorer | None = None
+    sharing: Sharing = Sharing.NONE
 
     @property
     def capacity(self) -> int:
@@ -212,13 +227,28 @@ class EnvironmentFailure(Exception):
 
 
 def play_all(player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
-    """Play all episodes, `player.capacity` at a time; returns them in the order of `places`."""
-    episodes: dict[int, Episode] = {}
-    play_each(player, places, episodes.__setitem__)
-    played = [episodes[number] for number in range(len(places))]
+    """Play all episodes, `player.capacity` at a time; returns them in the order of `places`. Several processes share the
+    playing as `player.sharing` says, and score together."""
+    world = current()
+    if player.sharing is Sharing.NONE:
+        played = _play_here(player, places)
+    elif player.sharing is Sharing.FIRST:
+        played = world.of_first(lambda: _play_here(player, places))
+    else:
+        groups = {group: number for number, group in enumerate(dict.fromkeys(place.group for place in places))}
+        owners = [groups[place.group] % world.size for place in places]
+        own = [place for place, owner in zip(places, owners, strict=True) if owner == world.rank]
+        parts = [iter(part) for part in world.together(lambda: _play_here(player, own))]
+        played = [next(parts[owner]) for owner in owners]
     if player.scorer is not None:
         player.scorer(played)
     return played
+
+
+def _play_here(player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
+    episodes: dict[int, Episode] = {}
+    play_each(player, places, episodes.__setitem__)
+    return [episodes[number] for number in range(len(places))]
 
 
 def play_each(player: EpisodePlayer[Any], places: Sequence[Place], ended: Callable[[int, Episode], None]) -> None:

@@ -19,6 +19,7 @@ import zstandard
 from posttrain.credit.types import Advantages
 from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans
+from posttrain.distribution.world import current
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.runs.files import storage_errors, write_atomically
@@ -87,6 +88,9 @@ def write_episodes(
                 f"units over {own.spans.tokens} tokens for an episode that sampled {episode.sampled_tokens}"
             )
     returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
+    path = episodes_file(directory, step, split)
+    if not current().first:
+        return path  # which the first process writes
     header = {
         "format": FORMAT,
         "step": step,
@@ -101,7 +105,6 @@ def write_episodes(
     for number, episode in enumerate(episodes):
         credit = None if advantages is None else [_pack(np.asarray(a)) for a in advantages.values[number]]
         lines.append(_dump({**_episode_values(episode), "advantages": credit, "units": _unit_values(known[number])}))
-    path = episodes_file(directory, step, split)
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_atomically(path, zstandard.ZstdCompressor(level=3, write_checksum=True).compress("\n".join(lines).encode()))

@@ -137,6 +137,24 @@ class MetricsLog:
         self.write(step, "warning", {"sink": name, "message": message})
 
 
+class NoLog:
+    """The log of a process that writes none, with what training asks of one."""
+
+    seconds = 0.0
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> "NoLog":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All lines of a metrics.jsonl, without a last line torn by a kill. No file: no lines.
 

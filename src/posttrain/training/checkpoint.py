@@ -1,7 +1,9 @@
 """Checkpoints: whole or not at all, verified when read, rotated by count.
 
-A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, the optimizer's state, the
-trainer's state, and a manifest with the SHA-256 of every file. It is written aside, synced to disk, and renamed.
+A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
+`tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written aside, synced to disk, and
+renamed. Of several processes each writes its share of the tensors, and the first one everything else; how many they were
+makes no difference to who reads it.
 """
 
 import hashlib
@@ -9,11 +11,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from posttrain.distribution.state import write_tensors
+from posttrain.distribution.world import current
 from posttrain.errors import InputError
 from posttrain.models.base import TrainedModel
 from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically
@@ -39,35 +44,47 @@ class Checkpoints:
         return self.directory / f"step_{step:06d}"
 
     def save(
-        self, step: int, model: TrainedModel, optimizer: dict[str, Any], state: dict[str, Any], best: int | None
+        self,
+        step: int,
+        model: TrainedModel,
+        tensors: Mapping[str, torch.Tensor],
+        state: dict[str, Any],
+        best: int | None,
     ) -> Path:
         """Write the checkpoint of `step`, then delete all but the newest `keep` and the one of step `best`."""
-        target, aside = self.path(step), partial_path(self.path(step))
-        with storage_errors(target):
+        world, target = current(), self.path(step)
+        aside = world.broadcast(partial_path(target))
+
+        def begin() -> None:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
+
+        def conclude() -> None:
+            (aside / "state.json").write_text(json.dumps(state, indent=1))
+            self._seal(aside, step)
+            if target.exists():
+                shutil.rmtree(target)
+            aside.rename(target)
+            sync_directory(self.directory)
+            self._rotate(best)
+
+        with storage_errors(target):
             try:
+                world.of_first(begin)
                 model.save(aside / "policy")
-                torch.save(optimizer, aside / "optimizer.pt")
-                (aside / "state.json").write_text(json.dumps(state, indent=1))
-                self._seal(aside, step)
-                if target.exists():
-                    shutil.rmtree(target)
-                aside.rename(target)
-                sync_directory(self.directory)
+                write_tensors(aside / "tensors", tensors)
+                world.of_first(conclude)
             except BaseException:
-                shutil.rmtree(aside, ignore_errors=True)
+                if world.first:
+                    shutil.rmtree(aside, ignore_errors=True)
                 raise
-        self._rotate(best)
         return target
 
-    def load(self, step: int) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-        """The policy's directory, the optimizer's state and the trainer's state of `step`, verified."""
+    def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
+        """The directories of the policy and of the tensors, and the trainer's state of `step`, verified."""
         path = self.path(step)
-        self.verify(path)
-        # On the processor first: the optimizer copies each tensor to where its parameter is.
-        optimizer = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-        return path / "policy", optimizer, json.loads((path / "state.json").read_text())
+        current().of_first(lambda: self.verify(path))
+        return path / "policy", path / "tensors", json.loads((path / "state.json").read_text())
 
     def verify(self, path: Path) -> None:
         """`InputError` unless every file of the checkpoint is as it was written, by this run."""
@@ -80,6 +97,11 @@ class Checkpoints:
             raise InputError(f"{path / MANIFEST} is missing or damaged ({type(error).__name__}); {remedy}") from error
         if run_id != self.run_id:
             raise InputError(f"{path} is a checkpoint of another run ({run_id}, this one is {self.run_id}); {remedy}")
+        if "optimizer.pt" in files:
+            raise InputError(
+                f"{path} was saved by an earlier version of posttrain, whose checkpoints this one cannot read; go on with "
+                f"that version, or start from {path / 'policy'} as `model.path`"
+            )
         for name, digest in files.items():
             if not (path / name).is_file() or _digest(path / name) != digest:
                 raise InputError(f"{path / name} is not as it was written: its checksum differs; {remedy}")
@@ -93,6 +115,7 @@ class Checkpoints:
         digests = {str(path.relative_to(aside)): _digest(path) for path in files}
         write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": digests}, indent=1))
         sync_directory(aside / "policy")
+        sync_directory(aside / "tensors")
 
     def _rotate(self, best: int | None) -> None:
         steps = self.steps()

@@ -101,17 +101,21 @@ class CriticLearner:
             for message in self.learner.take_messages()
         ]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights that are trained, where the optimizer has no masters of them, and the optimizer's tensors."""
+        found = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        for name, parameter in self.model.trainable():
+            if f"optimizer/{name}/master" not in found:
+                found[f"weights/{name}"] = parameter.detach()
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        """Weights that are trained, the optimizer, and what the learner counts."""
-        weights = {name: parameter.detach() for name, parameter in self.model.trainable()}
+        """The counts of optimizer and learner."""
         counts = {"skipped_in_a_row": self.learner.skipped_in_a_row, "version": self.model.version}
-        return {"weights": weights, "optimizer": self.optimizer.state_dict(), **counts}
+        return {"optimizer": self.optimizer.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`, bit for bit."""
-        with torch.no_grad():
-            for name, parameter in self.model.trainable():
-                parameter.copy_(state["weights"][name])
+        """Go on from `state_dict` and the tensors that were read, bit for bit."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.learner.skipped_in_a_row, self.model.version = state["skipped_in_a_row"], state["version"]
 

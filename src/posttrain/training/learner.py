@@ -1,16 +1,20 @@
 """The learner: samples become one optimizer step. It does not know the algorithm, nor what the model computes.
 
 The loss is divided once, by a normaliser that is global over the optimizer step, so gradients are the same to float
-rounding for any split into micro-batches.
+rounding for any split into micro-batches. Several processes divide the micro-batches among them: each sees all samples of an
+update, and one without a micro-batch of its own computes another one's for nothing, so that all do the same.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol, TypeVar
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from posttrain.distribution.sharding import share
+from posttrain.distribution.world import current
 from posttrain.errors import RunError
 from posttrain.models.heap import keep_freed_memory
 from posttrain.recipe.optimizer import LearnerRecipe
@@ -34,6 +38,10 @@ class Learning(Protocol):
     def device(self) -> torch.device: ...
 
     def in_training(self) -> AbstractContextManager[None]: ...
+
+    def reduce_next(self, last: bool) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 class Objective(Protocol[Read]):
@@ -77,6 +85,7 @@ class Learner(Generic[Output]):
         self.skipped_in_a_row = 0
         self.trained_tokens = 0
         self._messages: list[str] = []
+        self.world = current()
         if model.device.type == "cpu":
             keep_freed_memory()
 
@@ -87,17 +96,30 @@ class Learner(Generic[Output]):
         totals: Totals = {}
         if not signal:
             return {"optimizer/skipped": (0.0, 1.0), "optimizer/no_signal": (1.0, 1.0)}
-        for group in self._groups([samples[i] for i in signal]):
+        shares = list(self._shares(self._groups([samples[i] for i in signal])))
+        for number, (group, own) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
             with self.model.in_training():
                 output = self.forward(chosen)
             loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
-            if not torch.isfinite(loss):
+            spoilt = own and not bool(torch.isfinite(loss))
+            stop = self.world.any(spoilt)
+            if stop and self.world.size == 1:
                 return self._skip(chosen, objective)
-            (loss / divisor).backward()
+            self.model.reduce_next(stop or number == len(shares) - 1)
+            (loss / divisor if own else loss * 0).backward()
             for optimizer in self._optimizers():
                 optimizer.collect()
-            add_totals(totals, metrics | {"loss/total": (float(loss.detach()), 0.0)})
+            if stop:
+                named = self.world.gather([signal[i] for i in group] if spoilt else [])
+                return self._skip([samples[i] for i in named], objective)
+            if own:
+                add_totals(totals, metrics | {"loss/total": (float(loss.detach()), 0.0)})
+        parts, totals = self.world.gather([totals]), {}
+        for part in parts:
+            add_totals(totals, part)
+        for optimizer in self._optimizers():
+            optimizer.add_up()
         finite = all(math.isfinite(float(optimizer.gradient_norm())) for optimizer in self.beside.values())
         norm = self.optimizer.step() if finite else math.nan
         if not math.isfinite(norm):
@@ -120,16 +142,32 @@ class Learner(Generic[Output]):
         return messages
 
     def without_gradient(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Output]]:
-        """Micro-batches of `samples` as indices, and what the model computes for them."""
-        for group in self._groups(samples):
+        """Micro-batches of `samples` as indices, and what the model computes for them, all on every process."""
+        for group, own in self._shares(self._groups(samples)):
             with torch.no_grad():
                 output = self.forward([samples[i] for i in group])
-            yield group, output
+            if self.world.size == 1:
+                yield group, output
+            else:
+                for other, found in self.world.gather([(group, _moved(output, "cpu"))] if own else []):
+                    yield other, _moved(found, self.model.device)
 
     def _groups(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
-        for group in pack(samples, self.recipe.tokens_per_batch):
+        for group in divided(samples, self.recipe.tokens_per_batch, self.world.size):
             self.trained_tokens += sum(len(samples[i].stream) for i in group)
             yield group
+
+    def _shares(self, groups: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
+        """This process's micro-batches, as many on each process, and whether each is its own or a stand-in."""
+        if self.world.size == 1:
+            yield from ((group, True) for group in groups)
+            return
+        everyone = list(groups)
+        for start in range(0, len(everyone), self.world.size):
+            place = start + self.world.rank
+            own = place < len(everyone)
+            # The last micro-batch is a small one.
+            yield everyone[place if own else -1], own
 
     def _skip(self, suspects: Sequence[Sample], objective: Objective[Output]) -> Totals:
         """Leave the weights as they are; stop the run when that happens too often in a row."""
@@ -153,20 +191,49 @@ class Learner(Generic[Output]):
     def _is_finite(self, samples: Sequence[Sample], objective: Objective[Output]) -> bool:
         """Whether these samples alone give a finite loss and gradient."""
         loss, _ = objective(self.forward(samples), samples, [1.0] * len(samples))
-        finite = bool(torch.isfinite(loss))
+        finite = not self.world.any(not bool(torch.isfinite(loss)))
         if finite:
+            self.model.reduce_next(True)
             loss.backward()
             trained = [p for optimizer in self._optimizers() for p in optimizer.parameters]
-            finite = all(bool(torch.isfinite(p.grad).all()) for p in trained if p.grad is not None)
+            finite = all(bool(torch.isfinite(share(p.grad)).all()) for p in trained if p.grad is not None)
         self._clear()
-        return finite
+        return not self.world.any(not finite)
 
     def _optimizers(self) -> list[Optimizer]:
         return [self.optimizer, *self.beside.values()]
 
     def _clear(self) -> None:
+        self.model.settle()
         for optimizer in self._optimizers():
             optimizer.clear()
+
+
+def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
+    """Micro-batches of at most `budget` tokens as `pack` makes them, smaller ones where there would be fewer than
+    processes, as far as samples can be divided."""
+    groups = pack(samples, budget)
+    if len(groups) >= processes:
+        return groups
+    tokens = sum(len(sample.stream) for sample in samples)
+    for room in (1.0, 1.1, 1.25, 1.5):
+        smaller = math.ceil(room * tokens / processes)
+        try:
+            found = pack(samples, min(smaller, budget))
+        except RunError:  # the longest has no room
+            continue
+        if len(found) <= processes:
+            return found
+    return groups
+
+
+def _moved(output: Any, device: torch.device | str) -> Any:
+    """A tensor, or a dataclass of tensors and plain values, with its tensors on `device`."""
+    if isinstance(output, torch.Tensor):
+        return output.to(device)
+    if not is_dataclass(output) or isinstance(output, type):
+        return output
+    return replace(output, **{field.name: _moved(getattr(output, field.name), device) for field in fields(output)})
 
 
 def add_totals(totals: Totals, more: Totals) -> None:

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
+from posttrain.distribution.sharding import dtype_in_use, is_sharded, like, share
+from posttrain.distribution.world import current
 from posttrain.recipe.optimizer import OptimizerRecipe
 from posttrain.training.schedule import learning_rate_factor
 
 
 class Optimizer:
-    """Steps the parameters of a policy. Parameters in bfloat16 have masters in float32, which are what is optimized.
+    """Steps the parameters of a policy. Parameters in bfloat16 have masters in float32, which are what is optimized; of
+    parameters that are divided among processes, the masters are this process's shares.
 
     AdamW: Loshchilov and Hutter 2019, "Decoupled weight decay regularization".
     """
@@ -25,7 +28,7 @@ class Optimizer:
         self.updates = 0
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.parameters]
+        self.masters = [_master(parameter) for parameter in self.parameters]
         self._adamw = torch.optim.AdamW(
             self.masters,
             lr=recipe.learning_rate,
@@ -34,6 +37,10 @@ class Optimizer:
             weight_decay=recipe.weight_decay,
             fused=True,
         )
+        for master in self.masters:
+            # What AdamW would begin with, there from the start so that a checkpoint always has the same tensors.
+            zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
     @property
     def learning_rate(self) -> float:
@@ -44,9 +51,15 @@ class Optimizer:
         """Add the gradients of the last backward pass to those of the masters, in float32."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:
-                gradient = parameter.grad.float()
+                gradient = share(parameter.grad).float()
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
+
+    def add_up(self) -> None:
+        """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
+        added up already."""
+        own = zip(self.parameters, self.masters, strict=True)
+        current().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -55,7 +68,15 @@ class Optimizer:
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the collected gradients, a scalar; 0 where there are none."""
-        return torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        divided = [is_sharded(parameter) for parameter in self.parameters]
+        norms = []
+        for of_shares in (False, True):
+            own = [m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(own))
+        if not any(divided):
+            return norms[0]
+        (squares,) = current().sum([norms[1].double() ** 2])
+        return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()
 
     def step(self) -> float:
         """Clip and apply the collected gradients; returns their norm before clipping.
@@ -71,25 +92,42 @@ class Optimizer:
                 group["lr"] = self.learning_rate
             self._adamw.step()
             self.updates += 1
-            with torch.no_grad():
-                for parameter, master in zip(self.parameters, self.masters, strict=True):
-                    if master is not parameter:
-                        parameter.copy_(master)
+            self._hand_out()
         self.clear()
         return norm
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
+        optimizer's own, to be written, or read into."""
+        found = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            state = self._adamw.state[master]
+            found |= {f"{name}/{moment}": like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            found[f"{name}/step"] = state["step"]
+            if dtype_in_use(parameter) != torch.float32:
+                found[f"{name}/master"] = like(master.detach(), parameter)
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs besides the parameters: moments, counts and masters."""
-        masters = {n: m for n, m, p in zip(self.names, self.masters, self.parameters, strict=True) if m is not p}
-        return {"adamw": self._adamw.state_dict(), "updates": self.updates, "masters": masters, "names": self.names}
+        """What else resuming needs, as plain JSON."""
+        return {"updates": self.updates, "names": self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; ValueError when it belongs to other parameters."""
+        """Restore `state_dict`, once `tensors` were read; ValueError when it belongs to other parameters."""
         if state["names"] != self.names:
             raise ValueError("the optimizer state belongs to other parameters")
-        self._adamw.load_state_dict(state["adamw"])
         self.updates = state["updates"]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give parameters of a lower precision the values of their masters."""
         with torch.no_grad():
-            for name, master in zip(self.names, self.masters, strict=True):
-                if name in state["masters"]:
-                    master.copy_(state["masters"][name])
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if master is not parameter and not is_sharded(parameter):
+                    parameter.copy_(master)
+
+
+def _master(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if is_sharded(parameter):
+        return share(parameter).requires_grad_()
+    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()

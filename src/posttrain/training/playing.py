@@ -4,14 +4,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from posttrain.data.rendering import Renderer
+from posttrain.distribution.world import current
+from posttrain.engines.local import LocalEngine
 from posttrain.engines.opening import open_engine
+from posttrain.engines.protocol import Engine
 from posttrain.models.policy import Policy
 from posttrain.recipe.remote import OpenAIEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
-from posttrain.rollout.driver import Player, Scorer
+from posttrain.rollout.driver import Player, Scorer, Sharing
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.held_out import HeldOut
+
+
+def sharing_of(engine: Engine) -> Sharing:
+    """An engine in the process plays its process's groups; one outside is the first process's."""
+    if current().alone:
+        return Sharing.NONE
+    return Sharing.GROUPS if isinstance(engine, LocalEngine) else Sharing.FIRST
 
 
 class Playing(HeldOut):
@@ -59,5 +69,6 @@ class Playing(HeldOut):
             sampling=sampling,
             version=self.policy.version,
             scorer=self.scorer,
+            sharing=sharing_of(self.engine),
         )
         self.engine.sleep()

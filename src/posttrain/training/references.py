@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from posttrain.distribution.sharding import whole
+from posttrain.distribution.world import current
 from posttrain.models.forward import TokenScores, transformer
 from posttrain.models.policy import Policy
 from posttrain.recipe.stages import DpoRecipe
@@ -40,13 +42,13 @@ class References:
         if not missing:
             return
         file = self._file(missing)
-        if file is not None and self._read(file, samples, names):
+        if file is not None and self._found(file, samples, names):
             return
         left = {name: sample for name, sample in zip(names, samples, strict=True) if name not in self._known}
         with self.policy.as_reference():
             found = logprobs(self.learner, [_alone(sample) for sample in left.values()])
         self._known |= dict(zip(left, found, strict=True))
-        if file is not None:
+        if file is not None and current().first:
             self._write(file, missing)
 
     def give(self, samples: Sequence[Sample]) -> None:
@@ -65,6 +67,15 @@ class References:
             return None
         rows = hashlib.blake2b(b"".join(names), digest_size=16).hexdigest()
         return self._directory / "references" / f"{self._model}.{rows}.npz"
+
+    def _found(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
+        """Whether the file had what was missing, for all processes: the first one reads it."""
+        before = set(self._known)
+        if not current().of_first(lambda: self._read(file, samples, names)):
+            return False
+        read = {name: values for name, values in self._known.items() if name not in before}
+        self._known |= current().broadcast(read)
+        return True
 
     def _read(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
         """Whether the file had what was missing."""
@@ -110,7 +121,8 @@ def _digest_of(policy: Policy) -> str:
     settings = transformer(policy.model).config.to_dict()
     # Where the model lies changes nothing.
     digest.update(json.dumps({k: v for k, v in settings.items() if k != "_name_or_path"}, default=str).encode())
-    for name, tensor in sorted(policy.model.state_dict().items()):
+    for name, divided in sorted(policy.model.state_dict(keep_vars=True).items()):
+        tensor = whole(divided)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

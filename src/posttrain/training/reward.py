@@ -7,6 +7,7 @@ from rich.console import Console
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
+from posttrain.distribution.world import by_itself
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.stages import RewardRecipe
@@ -44,7 +45,9 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
         trainer.choice = choice_of(recipe.evaluation.metric)
     train_on(trainer, batches, lambda samples: objective, resume, console)
     if recipe.units is not None and data.validation and (run.path / "model").is_dir():
-        _fit(run, console)
+        with by_itself() as world:
+            if world.first:
+                _fit(run, console)
 
 
 def _fit(run: RunDirectory, console: Console) -> None:

@@ -1,7 +1,12 @@
 """Running one stage of any kind, fresh or resumed."""
 
+from contextlib import ExitStack
+
 from rich.console import Console
 
+from posttrain.distribution.launch import launch
+from posttrain.distribution.world import joined, launched
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.runs.directory import RunDirectory
 
@@ -16,11 +21,22 @@ def run_stage(
     """Run the recipe in `<recipe.runs>/<recipe.name>` and return that run.
 
     With `resume` the run exists and goes on from its newest checkpoint. The exported model is in `<run>/model`.
+    Where the recipe asks for several processes, they are started here, unless this is one of them already.
     Raises InputError for wrong input, RunError for a run that could not go on, KeyboardInterrupt when stopped.
     """
     console = console or Console()
-    run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
-    with run.lock():
+    hardware = getattr(recipe, "hardware", HardwareRecipe())
+    if hardware.processes > 1 and not launched():
+        launch(recipe, resume, overwrite)
+        return RunDirectory.open(f"{recipe.runs}/{recipe.name}")
+
+    def opened() -> RunDirectory:
+        run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
+        held.enter_context(run.lock())
+        return run
+
+    with joined(hardware, recipe.model.device) as world, ExitStack() as held:
+        run = world.of_first(opened)
         if isinstance(recipe, RlRecipe):
             from posttrain.training import rl
 

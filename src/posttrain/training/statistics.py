@@ -58,13 +58,15 @@ class StepCounters:
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start; the speed is sampled tokens per second of rollout."""
-        now, before = self.engine.counters, self._engine
+        now, before, world = self.engine.counters, self._engine, self.trainer.world
         seconds = self.trainer.seconds["rollout"]
-        sampled = now.sampled - before.sampled
+        names = ("sampled", "prefilled", "reused")
+        done = world.gather([[getattr(now, name) - getattr(before, name) for name in names]])
+        sampled, prefilled, reused = map(sum, zip(*done, strict=True))
         return {
             "tokens/sampled": float(sampled),
-            "tokens/prefilled": float(now.prefilled - before.prefilled),
-            "tokens/reused": float(now.reused - before.reused),
+            "tokens/prefilled": float(prefilled),
+            "tokens/reused": float(reused),
             "tokens/trained": float(self.trainer.learner.trained_tokens - self._trained),
             "speed/tokens_per_second": sampled / seconds if seconds else 0.0,
             "optimizer/learning_rate": self.trainer.optimizer.learning_rate,

@@ -47,6 +47,11 @@ def finish(trainer: "Trainer", console: Console) -> None:
         trainer.log.write(trainer.step, "final", line)
     directory = trainer.run.path / "model"
     trainer.model.export(directory)
+    trainer.world.of_first(lambda: _report(trainer, directory, console))
+
+
+def _report(trainer: "Trainer", directory: Path, console: Console) -> None:
+    """Write tables, plots and report, and say where they are."""
     tables = write_tables(trainer.run, trainer.measures)
     draw_plots(trainer.run)
     write_report(trainer.run, tables, model_directory=directory)

@@ -5,18 +5,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from rich.console import Console
 
+from posttrain.distribution.state import read_tensors
+from posttrain.distribution.world import current
 from posttrain.models.base import TrainedModel
 from posttrain.recipe.notes import notes
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import MetricsLog
+from posttrain.runs.metrics import MetricsLog, NoLog
 from posttrain.runs.progress import Progress
+from posttrain.seeds import derive_seed
 from posttrain.training.batches import Sample
 from posttrain.training.checkpoint import Checkpoints
 from posttrain.training.interrupt import Interrupts
@@ -37,7 +42,11 @@ class Stateful(Protocol):
 
 
 class Companion(Protocol):
-    """Something whose state belongs in a checkpoint, as tensors and plain values."""
+    """Something whose state belongs in a checkpoint, as tensors and, besides, as plain JSON."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its own tensors, to be written, or read into."""
+        ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -79,7 +88,9 @@ class Trainer(Generic[Output]):
         """What the user should know before the first step."""
         self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint.keep)
         self.interrupts = Interrupts()
-        self.log = MetricsLog(run, recipe.sinks)
+        self.world = current()
+        self.log: MetricsLog | NoLog = NoLog()
+        self.world.of_first(lambda: self._open_log(recipe))
         self.step = 0
         self.finished = False
         """All steps are made: the newest checkpoint is the last one, and the weights may be swapped for the best."""
@@ -96,31 +107,44 @@ class Trainer(Generic[Output]):
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, or from the start where there is none yet."""
-        steps = self.checkpoints.steps()
+        steps = self.world.broadcast(self.checkpoints.steps())
         if not steps:
-            self.log.truncate_after(-1)
-            remove_episodes_after(self.run.episodes, -1)
+            self.world.of_first(lambda: self._forget_after(-1))
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
-        self.optimizer.load_state_dict(tensors["optimizer"])
+        own, random = self._tensors(), f"random/{self.world.rank}"
+        if state["processes"] != self.world.size:
+            # Draws of dropout alone, and of processes that are not the same ones.
+            torch.manual_seed(derive_seed(self.recipe.seed, "processes", steps[-1], self.world.rank))
+            own.pop(random)
+        read_tensors(tensors, own)
+        if random in own:
+            torch.set_rng_state(own[random])
+        self.optimizer.load_state_dict(state["optimizer"])
         for name, companion in self.companions.items():
-            companion.load_state_dict(tensors[name])
-        torch.set_rng_state(tensors["random"])
+            companion.load_state_dict(state["companions"][name])
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.model.version = state["version"]
         self.learner.skipped_in_a_row = state["skipped_in_a_row"]
         self.best = Best(**state["best"]) if state["best"] else None
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        self.log.truncate_after(self.step)
-        remove_episodes_after(self.run.episodes, self.step)
+        self.world.of_first(lambda: self._forget_after(self.step))
         self._remember()
+
+    def _open_log(self, recipe: TrainingRecipe) -> None:
+        self.log = MetricsLog(self.run, recipe.sinks)
+
+    def _forget_after(self, step: int) -> None:
+        self.log.truncate_after(step)
+        remove_episodes_after(self.run.episodes, step)
 
     @contextmanager
     def working(self, title: str) -> Iterator[None]:
         """Signals, display and log around the loop. A stop that was asked for ends with a checkpoint."""
-        with self.interrupts, self.log, Progress(self.total_steps, title, self.step) as self.progress:
+        console = None if self.world.first else Console(file=StringIO())
+        with self.interrupts, self.log, Progress(self.total_steps, title, self.step, console) as self.progress:
             try:
                 self.warn([] if self.evaluated >= 0 else [*notes(self.recipe), *self.messages])
                 yield
@@ -197,10 +221,20 @@ class Trainer(Generic[Output]):
 
     def save(self) -> Path:
         """Write a checkpoint of the last finished step."""
-        tensors = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
-        tensors |= {name: companion.state_dict() for name, companion in self.companions.items()}
         best = self.best.step if self.best else None
-        return self.checkpoints.save(self.step, self.model, tensors, self._state, best)
+        state = self._state | {
+            "processes": self.world.size,
+            "optimizer": self.optimizer.state_dict(),
+            "companions": {name: companion.state_dict() for name, companion in self.companions.items()},
+        }
+        return self.checkpoints.save(self.step, self.model, self._tensors(), state, best)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint but the model's; random numbers are those of this process."""
+        found = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        for owner, companion in self.companions.items():
+            found |= {f"{owner}/{name}": tensor for name, tensor in companion.tensors().items()}
+        return found | {f"random/{self.world.rank}": torch.get_rng_state()}
 
     def _remember(self) -> None:
         """Freeze the state between two steps: a rollout that is given up must leave no trace in a checkpoint."""
@@ -221,7 +255,7 @@ class Trainer(Generic[Output]):
 
     def out_of_time(self, minutes: float | None) -> bool:
         """Whether the run has worked for `minutes`, interruptions left out; says so once it has."""
-        if minutes is None or self.log.seconds < 60 * minutes:
+        if minutes is None or not self.world.broadcast(self.log.seconds >= 60 * minutes):
             return False
         self.progress.message(f"max_minutes = {minutes:g} are over after step {self.step}")
         return True

@@ -156,7 +156,8 @@ class UnitCreditor:
         entropies: Sequence[np.ndarray | None] = [None] * len(episodes)
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
-                found = entropies_under(self.policy.model, samples, self.run.learner.tokens_per_batch)
+                own_model, budget = self.policy.model, self.run.learner.tokens_per_batch
+                found = self.policy.compute(entropies_under, own_model, samples, budget)
             entropies = [on_stream(own, s.stream.sampled) for own, s in zip(found, samples, strict=True)]
         return [
             segment(segmenter, answers_of(e, self.decode, None if own is None else [own]), self.decode)

@@ -1,0 +1,51 @@
+"""One process of a run that `launch` started: it runs the stage, and leaves word of how it ended."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from posttrain.distribution.launch import write_end
+from posttrain.distribution.world import Lost, Told, is_loss
+from posttrain.errors import PosttrainError
+
+
+def main(folder: Path) -> int:
+    """Run the job in `folder`; returns the exit code. One that was asked to stop, and did, counts as done."""
+    rank = int(os.environ["RANK"])
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    try:
+        if (folder / "stop").exists():
+            raise KeyboardInterrupt
+        from pydantic import TypeAdapter
+
+        from posttrain.recipe.stages import Recipe
+        from posttrain.training.stage import run_stage
+
+        job = json.loads((folder / "job.json").read_text())
+        recipe = TypeAdapter(Recipe).validate_python(job["recipe"])
+        run_stage(recipe, resume=job["resume"], overwrite=job["overwrite"])
+    except KeyboardInterrupt as stop:
+        write_end(folder, rank, stop, "", 130)
+        return 0 if type(stop) is not KeyboardInterrupt else 130
+    except Told as error:
+        write_end(folder, rank, error, "", error.exit_code)
+        return 1
+    except PosttrainError as error:
+        write_end(folder, rank, error, str(error), error.exit_code)
+        return 1
+    except BaseException as error:
+        if is_loss(error):
+            write_end(folder, rank, Lost(""), "another process is gone", 1)
+        else:
+            from posttrain.cli.main import told
+
+            traceback.print_exc()
+            write_end(folder, rank, error, *told(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
