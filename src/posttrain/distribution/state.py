@@ -30,7 +30,7 @@ def read_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of `directory`, whole, for who looks at them in one process."""
-    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    stored: Any = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     found = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in stored.items()}
     dcp.load(found, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     return found

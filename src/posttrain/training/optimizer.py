@@ -99,7 +99,7 @@ class Optimizer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
         optimizer's own, to be written, or read into."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             state = self._adamw.state[master]
             found |= {f"{name}/{moment}": like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
