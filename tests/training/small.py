@@ -101,10 +101,14 @@ def _arm(what: str, count: int) -> None:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """The exported model and the last checkpoint's optimizer, as bytes."""
+    """The exported model and the last checkpoint's state, as bytes."""
+    from posttrain.distribution.state import read_all
+
     last = sorted((run / "checkpoints").glob("step_*"))[-1]
-    files = [*sorted((run / "model").glob("*.safetensors")), last / "optimizer.pt", last / "state.json"]
-    return {str(file.relative_to(run)): file.read_bytes() for file in files}
+    files = [*sorted((run / "model").glob("*.safetensors")), last / "state.json"]
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in read_all(last / "tensors").items()}
+    assert any(name.startswith("optimizer/") for name in tensors)
+    return {str(file.relative_to(run)): file.read_bytes() for file in files} | tensors
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,9 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from posttrain.distribution.state import read_all
 from posttrain.errors import InputError, RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
@@ -18,19 +20,20 @@ def saved(tiny_model, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", "mine", keep=2)
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     for step in (1, 2, 3, 4):
-        checkpoints.save(step, policy, {"updates": step}, {"step": step}, best=1)
+        checkpoints.save(step, policy, {"m/exp_avg": torch.full((3,), float(step))}, {"step": step}, best=1)
     return checkpoints
 
 
 def test_the_newest_and_the_best_are_kept(saved):
     assert saved.steps() == [1, 3, 4]
     directory, tensors, state = saved.load(4)
-    assert (tensors, state) == ({"updates": 4}, {"step": 4})
+    assert state == {"step": 4}
+    assert {name: tensor.tolist() for name, tensor in read_all(tensors).items()} == {"m/exp_avg": [4.0] * 3}
     assert (directory / "model.safetensors").is_file()
     assert not [path for path in saved.directory.iterdir() if not path.name.startswith("step_")]
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "state.json", "policy/model.safetensors"])
+@pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "state.json", "policy/model.safetensors"])
 def test_a_changed_byte_is_found(saved, name):
     file = saved.path(4) / name
     content = bytearray(file.read_bytes())
@@ -43,8 +46,18 @@ def test_a_changed_byte_is_found(saved, name):
 
 
 def test_a_missing_file_is_found(saved):
-    (saved.path(4) / "optimizer.pt").unlink()
-    with pytest.raises(InputError, match=r"optimizer.pt is not as it was written"):
+    (saved.path(4) / "tensors" / ".metadata").unlink()
+    with pytest.raises(InputError, match=r"tensors/.metadata is not as it was written"):
+        saved.load(4)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_sentence(saved):
+    file = saved.path(4) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"files": manifest["files"] | {"optimizer.pt": "0"}}))
+    with pytest.raises(
+        InputError, match=r"step_000004 was saved by an earlier version .* start from .*policy as `model.path`"
+    ):
         saved.load(4)
 
 
@@ -63,7 +76,12 @@ def test_a_checkpoint_of_another_run_is_refused(saved, tmp_path):
 
 def test_weights_of_another_model_are_refused(saved, tiny_model, tmp_path):
     manifest = json.loads((saved.path(4) / "manifest.json").read_text())
-    assert set(manifest["files"]) >= {"optimizer.pt", "state.json", "policy/model.safetensors", "policy/config.json"}
+    assert set(manifest["files"]) >= {
+        "tensors/.metadata",
+        "state.json",
+        "policy/model.safetensors",
+        "policy/config.json",
+    }
     from ..conftest import save_tiny_model
 
     other = save_tiny_model(tmp_path / "qwen", "qwen2")
@@ -88,8 +106,8 @@ def test_a_full_disk_leaves_what_was_saved(saved, tiny_model, monkeypatch):
 
 
 def test_saving_a_step_again_replaces_it(saved, tiny_model):
-    saved.save(4, Policy(ModelRecipe(path=str(tiny_model))), {"updates": 44}, {"step": 4}, best=4)
-    assert saved.load(4)[1] == {"updates": 44}
+    saved.save(4, Policy(ModelRecipe(path=str(tiny_model))), {"m": torch.tensor(44)}, {"step": 4}, best=4)
+    assert read_all(saved.load(4)[1]) == {"m": torch.tensor(44)}
     assert saved.steps() == [3, 4]
     shutil.rmtree(saved.path(3))
     assert saved.steps() == [4]

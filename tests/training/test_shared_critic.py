@@ -1,11 +1,14 @@
 """A critic on the policy's trunk: one forward and backward pass whose gradient is that of both losses, and whole runs."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM
 
+from posttrain.distribution.state import read_all
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LoraRecipe
@@ -255,8 +258,8 @@ def test_the_policy_waits_for_the_heads_first_updates(tiny_model, tmp_path):
     weights = [(path / "policy" / "model.safetensors").read_bytes() for path in sorted(run.checkpoints.glob("*"))]
     assert weights[0] == weights[1]
     assert weights[1] != weights[2]
-    state = [torch.load(path / "optimizer.pt", weights_only=True) for path in sorted(run.checkpoints.glob("*"))]
-    assert [one["critic"]["optimizer"]["updates"] for one in state] == [0, 2, 4, 6]
+    state = [json.loads((path / "state.json").read_text()) for path in sorted(run.checkpoints.glob("*"))]
+    assert [one["companions"]["critic"]["optimizer"]["updates"] for one in state] == [0, 2, 4, 6]
     assert [one["optimizer"]["updates"] for one in state] == [0, 0, 1, 3]
 
 
@@ -289,9 +292,8 @@ def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_
     assert small.metrics(tmp_path / "small") == small.metrics(uninterrupted / "small")
     assert small.episodes(tmp_path / "small") == small.episodes(uninterrupted / "small")
     last = sorted((tmp_path / "small" / "checkpoints").glob("step_*"))[-1]
-    state = torch.load(last / "optimizer.pt", weights_only=True)["critic"]
-    assert state["weights"]["weight"].any()
-    assert state["optimizer"]["updates"] == 8
+    assert read_all(last / "tensors")["critic/weights/weight"].any()
+    assert json.loads((last / "state.json").read_text())["companions"]["critic"]["optimizer"]["updates"] == 8
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from posttrain.errors import InputError, PosttrainError, RunError
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
 
-MODULE = "posttrain.distribution.process"
+MODULE = "posttrain.cli.process"
 """What each process runs."""
 
 
