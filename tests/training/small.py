@@ -26,7 +26,7 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
         "environment": {"type": f"{Path(__file__).parent / 'letters.py'}", "max_turns": 3},
         "steps": 4,
         "seeds": {"start": 0, "count": 5},
-        "engine": {"slots": 6},
+        "engine": {"type": "local", "slots": 6},
         "rollout": {
             "groups_per_step": 2,
             "episodes_per_group": 3,

@@ -1,0 +1,197 @@
+"""Law 4 with processes: 2 and 4 of them make the updates of one, to float rounding, in every stage.
+
+Bounds in float32, after 4 to 8 updates of AdamW at a learning rate of 1e-3 to 3e-3: weights within 5e-6, losses, norms of
+gradients and everything else in the metrics within 1e-4 of their size.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from posttrain.seeds import random_stream
+from tests.conftest import save_tiny_model
+from tests.training import preferences, small
+
+from . import together
+
+WEIGHTS, METRICS = 5e-6, 1e-4
+PPO = {"type": "gae"}
+CASES = {
+    # 26 rows by 5: the last update of an epoch has one row, and all processes but one have nothing to do.
+    "sft": ("sft", {"rows_per_update": 5, "steps": 8, "learner": {"tokens_per_batch": 250}}),
+    "sft_lora": (
+        "sft",
+        {
+            "steps": 4,
+            "model": {"lora": {"rank": 4}, "gradient_checkpointing": True, "path": "untied"},
+            "hardware": {"reduce": "each"},
+        },
+    ),
+    "dpo": ("dpo", {"steps": 4, "reference_cache": False, "hardware": {"reshard_after_forward": False}}),
+    "kto": ("dpo", {"steps": 3, "loss": {"type": "kto"}, "model": {"lora": {"rank": 4}}}),
+    "reward": ("reward", {"steps": 4}),
+    "reward_lora": ("reward", {"steps": 3, "model": {"lora": {"rank": 4}}}),
+    "rl": ("rl", {"steps": 3}),
+    "ppo": (
+        "rl",
+        {"steps": 2, "credit": PPO, "model": {"lora": {"rank": 4}}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
+    ),
+    "ppo_shared": (
+        "rl",
+        {"steps": 2, "credit": PPO, "critic": {"trunk": "shared", "updates_before_policy": 1, "coefficient": 0.5}},
+    ),
+}
+
+
+def merged(values, changes):
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            merged(values[key], value)
+        else:
+            values[key] = value
+    return values
+
+
+def values_of(case, tiny, folder):
+    """The recipe of a case, whose run is `folder`/small."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stage, changes = CASES[case]
+    found = small.recipe_values(tiny, folder) if stage == "rl" else preferences.recipe_values(stage, tiny, folder)
+    found["checkpoint"] = {"every": 100}
+    found = merged(found, json.loads(json.dumps(changes)))
+    if found["model"]["path"] == "untied":
+        found["model"]["path"] = str(tiny.parent / "untied")
+    if case == "kto":
+        found["data"]["train"] = preferences.write_jsonl(folder / "judged.jsonl", preferences.verdict_rows(13))
+        found["data"]["validation"] = preferences.write_jsonl(folder / "judged_too.jsonl", preferences.verdict_rows(4))
+    return found
+
+
+def given_updates(tiny, out):
+    """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
+    from posttrain.models.policy import Policy
+    from posttrain.recipe.model import ModelRecipe
+    from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+    from posttrain.recipe.rl import RlRecipe
+    from posttrain.training.batches import Sample
+    from posttrain.training.forward import token_forward
+    from posttrain.training.learner import Learner
+    from posttrain.training.objectives import PolicyObjective
+    from posttrain.training.optimizer import Optimizer
+    from posttrain.training.rows import stream_of
+
+    policy = Policy(ModelRecipe(path=str(tiny), threads=1))
+    recipe = LearnerRecipe(tokens_per_batch=120)
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-3), 2)
+    learner = Learner(policy, optimizer, recipe, token_forward(policy, recipe))
+    draws, samples = random_stream(0, "given"), []
+    for length in (9, 110, 14, 30, 7):
+        sampled = np.arange(length) >= 4
+        stream = stream_of(draws.integers(3, 250, length), sampled)
+        stream.logprobs[sampled] = draws.normal(-5.5, 0.1, length - 4)
+        samples.append(Sample(stream, "given", draws.normal(size=length - 4).astype(np.float32)))
+    lines = []
+    for _ in range(2):
+        totals = learner.update(samples, PolicyObjective(RlRecipe(entropy=0.01), 0.0))
+        lines.append({key: value / count for key, (value, count) in totals.items() if count})
+    if learner.world.first:
+        Path(out).mkdir(parents=True)
+    policy.save(Path(out) / "policy")
+    if learner.world.first:
+        (Path(out) / "lines.json").write_text(json.dumps(lines))
+
+
+def jobs(tiny, folder, cases=tuple(CASES)):
+    """The cases, and updates on given episodes."""
+    found = [{"values": values_of(case, tiny, folder / case)} for case in cases]
+    return [*found, {"call": given_updates, "arguments": (tiny, folder / "given")}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "untied", "qwen2")
+    return save_tiny_model(folder / "tiny")
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    codes = together.run(1, jobs(models, folder), folder)
+    assert codes == [[0]] * (len(CASES) + 1), (folder / "log-0.txt").read_text()[-3000:]
+    return folder
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (2, tuple(CASES)),
+        (4, ("sft", "rl")),
+        pytest.param((4, tuple(CASES)[1:]), marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+    ids=["two", "four", "four_all"],
+)
+def divided(request, models, tmp_path_factory):
+    """Where the runs of so many processes are, and their cases."""
+    folder = tmp_path_factory.mktemp("divided")
+    processes, cases = request.param
+    codes = together.run(processes, jobs(models, folder, cases), folder)
+    logs = "".join((folder / f"log-{rank}.txt").read_text()[-3000:] for rank in range(processes))
+    assert codes == [[0] * processes] * (len(cases) + 1), logs
+    return folder, cases
+
+
+def close(one, other, where):
+    """The same keys, and values that are the same but for rounding."""
+    assert one.keys() == other.keys(), where
+    for key, value in one.items():
+        if isinstance(value, float):
+            assert other[key] == pytest.approx(value, rel=METRICS, abs=METRICS), (where, key)
+        else:
+            assert other[key] == value, (where, key)
+
+
+def same_weights(one, other):
+    one, other = load_file(one), load_file(other)
+    assert one.keys() == other.keys()
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < WEIGHTS
+
+
+def test_every_stage_makes_the_updates_of_one_process(alone, divided):
+    where, cases = divided
+    for case in cases:
+        expected, found = (folder / case / "small" for folder in (alone, where))
+        lines, others = small.metrics(expected), small.metrics(found)
+        assert len(lines) == len(others)
+        assert sum(line["kind"] == "train" for line in lines) >= 2
+        for line, other in zip(lines, others, strict=True):
+            close(line, other, (case, line["step"], line["kind"]))
+        same_weights(expected / "model" / "model.safetensors", found / "model" / "model.safetensors")
+        start = load_file(Path(small_start(expected)))
+        trained = load_file(expected / "model" / "model.safetensors")
+        assert max(float((trained[n] - start[n]).abs().max()) for n in start if n in trained) > 20 * WEIGHTS, case
+
+
+def small_start(run):
+    """The weights that the run began with."""
+    import yaml
+
+    return Path(yaml.safe_load((run / "recipe.yaml").read_text())["model"]["path"]) / "model.safetensors"
+
+
+def test_updates_on_given_episodes_are_those_of_one_process(alone, divided):
+    expected, found = alone / "given", divided[0] / "given"
+    for line, other in zip(*(json.loads((f / "lines.json").read_text()) for f in (expected, found)), strict=True):
+        close(line, other, "given")
+        assert line["optimizer/gradient_norm"] > 0.01
+    same_weights(expected / "policy" / "model.safetensors", found / "policy" / "model.safetensors")
+
+
+def test_only_the_first_process_talks(divided):
+    folder, cases = divided
+    first, *others = (file.read_text() for file in sorted(folder.glob("log-*.txt")))
+    assert first.count("report:") == len(cases)
+    assert all("step" not in text for text in others)

@@ -1,0 +1,87 @@
+"""Whole runs in several real processes, started from a server that has imported everything: many runs in one start."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.training import small
+
+Job = dict[str, Any]
+"""`values` of a recipe; `resume`; `die`: (rank, what, count) for `small._arm`."""
+
+
+def run(processes: int, jobs: list[Job], folder: Path) -> list[list[int]]:
+    """Run the jobs one after the other in as many processes; returns for each job the exit codes by rank.
+
+    A job after which a process is gone ends the list. What is printed is in `folder`/log-RANK.txt.
+    """
+    ports = [_free_port() for _ in jobs]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*small.PRELOAD, "torch.distributed.checkpoint", "posttrain.distribution.sharding"])
+    codes: Any = context.Queue()
+    group = [
+        context.Process(target=_work, args=(rank, processes, ports, jobs, folder, codes)) for rank in range(processes)
+    ]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join()
+    found = [[-1] * processes for _ in jobs]
+    while not codes.empty():
+        job, rank, code = codes.get()
+        found[job][rank] = code
+    return found
+
+
+def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path, codes: Any) -> None:
+    from pydantic import TypeAdapter
+
+    from posttrain.distribution.world import Told
+    from posttrain.recipe.stages import Recipe
+    from posttrain.training.stage import run_stage
+
+    log = open(folder / f"log-{rank}.txt", "a")  # noqa: SIM115
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    from posttrain.training import table
+
+    # Most of the time of runs this small.
+    table.draw_plots = lambda run: None  # type: ignore[assignment]
+    for number, (job, port) in enumerate(zip(jobs, ports, strict=True)):
+        if size > 1:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        code = 0
+        try:
+            if job.get("die") and job["die"][0] == rank:
+                small._arm(*job["die"][1:])
+            if "call" in job:
+                from posttrain.distribution.world import joined
+                from posttrain.recipe.hardware import HardwareRecipe
+
+                with joined(HardwareRecipe.model_validate(job.get("hardware", {})), "cpu"):
+                    job["call"](*job["arguments"])
+            else:
+                run_stage(TypeAdapter(Recipe).validate_python(job["values"]), resume=job.get("resume", False))
+        except Told as error:
+            code = 100 + error.exit_code
+        except Exception as error:
+            traceback.print_exc()
+            code = getattr(error, "exit_code", 99)
+        sys.stdout.flush()
+        codes.put((number, rank, code))
+        if code:
+            break
+    codes.close()
+    codes.join_thread()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
