@@ -57,9 +57,10 @@ class VllmEngine:
         self._adapter: Path | None = None
         self._sent = 0
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
+        thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm")
+        thread.start()
         # Also when the engine is forgotten, and when the process ends.
-        self._closing = weakref.finalize(self, _close, list(replicas), self._depot, self._loop)
+        self._closing = weakref.finalize(self, _close, list(replicas), self._depot, self._loop, thread)
         try:
             self._wait(self._all(lambda life: life.replica.start()))
         except BaseException:
@@ -270,9 +271,14 @@ def _adapter_config(policy: Policy) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not (key == "task_type" and value is None)}
 
 
-def _close(replicas: Sequence[Replica], depot: Depot, loop: asyncio.AbstractEventLoop) -> None:
+def _close(
+    replicas: Sequence[Replica], depot: Depot, loop: asyncio.AbstractEventLoop, thread: threading.Thread
+) -> None:
+    # First the loop: what still waits in it would take the end for a death.
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(timeout=5)
     for replica in replicas:
         with contextlib.suppress(Exception):
             replica.close()
     depot.close()
-    loop.call_soon_threadsafe(loop.stop)

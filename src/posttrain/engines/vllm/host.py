@@ -29,9 +29,13 @@ class Host:
         self._tokenizer: Any = None
 
     @classmethod
-    async def open(cls, settings: Settings) -> "Host":
-        """Start vLLM; whatever it raises goes through."""
+    async def open(cls, settings: Settings, alone: bool) -> "Host":
+        """Start vLLM; whatever it raises goes through. `alone`: nothing else happens in this process."""
         variables = process_environment(settings) | preloaded_libraries()
+        # A process with threads of its own must not be forked; one without is forked with all that it has imported.
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if alone else "spawn"
+        if not alone:
+            variables["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:

@@ -28,7 +28,7 @@ class InsideReplica:
 
         self.close()
         try:
-            self._host = await Host.open(self.settings)
+            self._host = await Host.open(self.settings, alone=False)
         except Exception as error:
             raise RunError(
                 f"vLLM did not start for {self.settings.model}: {_last_line(error)}; what it wrote above says more"

@@ -151,8 +151,6 @@ def main() -> None:
     token = os.environ.get(TOKEN) or None
     if token is None and arguments.host not in _LOCAL:
         sys.exit(f"a server on {arguments.host} can be reached from elsewhere; set a token in {TOKEN}")
-    if arguments.owned:
-        _end_with_stdin()
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     asyncio.run(_serve(arguments, settings, token))
 
@@ -160,7 +158,9 @@ def main() -> None:
 async def _serve(arguments: argparse.Namespace, settings: Settings, token: str | None) -> None:
     import uvicorn
 
-    host = await Host.open(settings)
+    host = await Host.open(settings, alone=True)
+    if arguments.owned:
+        _end_with_stdin()
     listening = socket.create_server((arguments.host, arguments.port))
     port = listening.getsockname()[1]
     application = Server(host, token, arguments.owned)

@@ -91,8 +91,6 @@ def process_environment(settings: Settings) -> dict[str, str]:
     found = {
         "VLLM_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, sorted(bound)))] * settings.tensor_parallel),
         "VLLM_NO_USAGE_STATS": "1",
-        # A process that has threads must not be forked.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "TOKENIZERS_PARALLELISM": "false",
     }
     return {name: os.environ.get(name, value) for name, value in found.items()}

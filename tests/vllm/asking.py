@@ -1,0 +1,61 @@
+"""Requests to engines, and what they should answer."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.protocol import Completion, Request
+from posttrain.models.policy import Policy
+from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+
+GREEDY = SamplingRecipe(temperature=0.0)
+WARM = SamplingRecipe(temperature=1.0)
+
+
+def prompt(number: int, length: int = 70) -> tuple[int, ...]:
+    """Token ids 3.., another sequence for each number."""
+    return tuple(3 + (7 * number + i * (number + 1)) % 200 for i in range(length))
+
+
+def request(number: int = 0, sampling: SamplingRecipe = GREEDY, tokens: int = 12, seed: int = 1, **other) -> Request:
+    return Request(prompt(number), sampling, seed, tokens, **other)
+
+
+def answers(engine: Any, requests: Sequence[Request]) -> list[Completion]:
+    """All asked at a time, in an event loop of their own."""
+
+    async def ask() -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(one) for one in requests)))
+
+    return asyncio.run(ask())
+
+
+def local_answers(policy: Policy, requests: Sequence[Request]) -> list[Completion]:
+    """What the local engine says with the policy's weights as they are."""
+    return answers(LocalEngine(policy, EngineRecipe(slots=8)), requests)
+
+
+def move(policy: Policy, seed: int) -> None:
+    """Change every trained weight, as an update would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    policy.version += 1
+
+
+def learner_logprobs(policy: Policy, asked: Request, completion: Completion) -> np.ndarray:
+    """The log-probability of each sampled token, as the learner computes it."""
+    ids = np.array([*asked.prompt_ids, *completion.ids], dtype=np.int64)
+    sampled = np.arange(len(ids)) >= len(asked.prompt_ids)
+    with torch.no_grad():
+        return policy.score([ids], [sampled], asked.sampling.temperature or 1.0, 64).logprobs.numpy()
+
+
+def distance(policy: Policy, asked: Request, completion: Completion) -> float:
+    """The largest distance of an engine's log-probabilities from the learner's, in nats."""
+    return float(np.abs(learner_logprobs(policy, asked, completion) - np.array(completion.logprobs)).max())

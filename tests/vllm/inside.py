@@ -1,0 +1,42 @@
+"""Run by vLLM's own interpreter: an engine in process that is sent adapters alone. Writes what the test looks at as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+from posttrain.engines.opening import open_engine
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.recipe.vllm import VllmEngineRecipe
+from tests.vllm.asking import GREEDY, answers, distance, local_answers, move, request
+from tests.vllm.interpreter import SMALL
+
+
+def main(model: str, out: str) -> None:
+    policy = Policy(ModelRecipe(path=model, lora=LoraRecipe(rank=4, alpha=8)))
+    recipe = VllmEngineRecipe.model_validate(SMALL | {"mode": "in_process", "adapters": "adapter_only"})
+    sampling = SamplingRecipe(temperature=0.7)
+    engine = open_engine(policy, recipe, 256, sampling)
+    greedy = [request(number, GREEDY) for number in range(3)]
+    warm = [request(number, sampling, tokens=30, seed=number) for number in range(3)]
+    told = []
+    for version in range(3):
+        if version:
+            move(policy, seed=version)
+        engine.load_weights(version)
+        found = answers(engine, greedy)
+        told.append(
+            {
+                "ids": [one.ids for one in found],
+                "local": [one.ids for one in local_answers(policy, greedy)],
+                "versions": sorted({version for one in found for version in one.versions}),
+                "distance": max(distance(policy, *p) for p in zip(warm, answers(engine, warm), strict=True)),
+            }
+        )
+        engine.sleep()
+    Path(out).write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

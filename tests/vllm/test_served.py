@@ -1,0 +1,195 @@
+"""One real vLLM server: its answers against the local engine's and the learner's, before and after updates and a death."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from posttrain.engines.protocol import Request
+from posttrain.engines.vllm.opening import open_vllm
+from posttrain.engines.vllm.replica import Refused
+from posttrain.engines.vllm.served import ServedReplica
+from posttrain.errors import RunError
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.recipe.vllm import VllmEngineRecipe
+from posttrain.rollout.streams import StopReason
+from tests.vllm.asking import GREEDY, WARM, answers, distance, local_answers, move, prompt, request
+from tests.vllm.interpreter import SMALL, needs_vllm, vllm_python
+from tests.vllm.models import save_model
+
+pytestmark = needs_vllm
+BOUND = 1e-4
+"""Largest distance in nats from the learner's log-probabilities, float32 on both sides."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """In float32, its output projection tied to the embedding."""
+    return Policy(ModelRecipe(path=str(save_model(tmp_path_factory.mktemp("models") / "tiny"))))
+
+
+@pytest.fixture(scope="module")
+def engine(policy, tmp_path_factory):
+    recipe = VllmEngineRecipe.model_validate(SMALL | {"python": vllm_python()})
+    engine = open_vllm(policy, recipe, longest=256, logs=tmp_path_factory.mktemp("logs"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def _current_weights(engine, policy):
+    engine.load_weights(policy.version)
+
+
+def test_an_update_of_the_weights_takes_effect(engine, policy):
+    asked = [request(number) for number in range(4)]
+    before = answers(engine, asked)
+    assert [one.ids for one in before] == [one.ids for one in local_answers(policy, asked)]
+    move(policy, seed=1)
+    assert [one.ids for one in answers(engine, asked)] == [one.ids for one in before]
+    engine.load_weights(policy.version)
+    after = answers(engine, asked)
+    assert [one.ids for one in after] == [one.ids for one in local_answers(policy, asked)]
+    assert [one.ids for one in after] != [one.ids for one in before]
+    assert {version for one in after for version in one.versions} == {policy.version}
+    engine.sleep()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingRecipe(top_p=0.8, top_k=20, min_p=0.01)])
+def test_logprobs_are_the_learners(engine, policy, sampling):
+    asked = [request(number, sampling, tokens=40, seed=number) for number in range(6)]
+    found = answers(engine, asked)
+    assert all(one.ids and len(one.ids) == len(one.logprobs) == len(one.versions) for one in found)
+    assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
+
+
+def test_a_seed_names_the_answer(engine):
+    asked = [request(0, WARM, seed=seed) for seed in (1, 2, 2**63 - 1)]
+    first = answers(engine, asked)
+    assert [one.ids for one in answers(engine, asked[::-1])] == [one.ids for one in first[::-1]]
+    assert len({one.ids for one in first}) == 3
+
+
+def test_answers_stop_where_those_of_the_local_engine_do(engine, policy):
+    free = local_answers(policy, [request(number, tokens=20) for number in range(3)])
+    word = policy.tokenizer.decode(list(free[0].ids[3:5]))
+    asked = [
+        request(0, tokens=20, stop_strings=(word, "never")),
+        request(1, tokens=20, stop_strings=("never",)),
+        request(2, tokens=1),
+        request(2, tokens=5, stop_strings=(policy.tokenizer.decode([free[2].ids[4]]),)),
+    ]
+    ends = policy.end_tokens
+    try:
+        policy.end_tokens = frozenset({free[1].ids[2], free[1].ids[6]})
+        found, wanted = answers(engine, asked), local_answers(policy, asked)
+    finally:
+        policy.end_tokens = ends
+    assert [(one.ids, one.stop_reason) for one in found] == [(one.ids, one.stop_reason) for one in wanted]
+    assert {one.stop_reason for one in found} == {
+        StopReason.STOP_STRING,
+        StopReason.END_TOKEN,
+        StopReason.TURN_BUDGET,
+    }
+
+
+def test_turns_and_groups_share_what_was_computed(engine):
+    first = request(5, tokens=8)
+    reused = engine.counters.reused
+    (answer,) = answers(engine, [first])
+    assert engine.counters.reused == reused
+    again = Request((*first.prompt_ids, *answer.ids, 9, 10), GREEDY, 2, 4)
+    answers(engine, [again])
+    assert engine.counters.reused - reused >= 64
+    engine.load_weights(engine.version)
+    reused = engine.counters.reused
+    answers(engine, [again])
+    assert engine.counters.reused == reused, "what other weights computed is forgotten"
+
+
+def test_an_answer_in_flight_goes_on_with_new_weights(engine, policy):
+    old = policy.version
+    asked = Request(prompt(3), WARM, 3, 150)
+
+    async def ask():
+        answer = asyncio.ensure_future(engine.generate(asked))
+        await asyncio.sleep(0.4)
+        move(policy, seed=2)
+        await asyncio.to_thread(engine.load_weights, policy.version)
+        return await answer
+
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    found = asyncio.run(ask())
+    if len(set(found.versions)) == 1:
+        pytest.skip("the answer was over before the weights came")
+    assert list(found.versions) == sorted(found.versions)
+    assert set(found.versions) == {old, policy.version}
+    changed = found.versions.index(policy.version)
+    late = Request((*asked.prompt_ids, *found.ids[:changed]), WARM, 3, 150)
+    # Of the new weights given all tokens before, those that the old weights sampled too.
+    parts = type(found)(found.ids[changed:], found.logprobs[changed:], found.versions[changed:], found.stop_reason)
+    assert distance(policy, late, parts) < BOUND
+    after = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    policy.model.load_state_dict(before)
+    early = type(found)(found.ids[:changed], found.logprobs[:changed], found.versions[:changed], found.stop_reason)
+    assert distance(policy, asked, early) < BOUND
+    policy.model.load_state_dict(after)
+
+
+def test_a_weight_that_does_not_come_is_named(engine, policy, monkeypatch):
+    whole = list(policy.weights())
+    monkeypatch.setattr(
+        policy, "weights", lambda: iter([pair for pair in whole if "layers.1.self_attn.k" not in pair[0]])
+    )
+    with pytest.raises(RunError, match=r"lacks 1 weights .*layers\.1\.self_attn\.qkv_proj"):
+        engine.load_weights(policy.version)
+    monkeypatch.undo()
+    engine.load_weights(policy.version)
+    asked = [request(1)]
+    assert [one.ids for one in answers(engine, asked)] == [one.ids for one in local_answers(policy, asked)]
+
+
+def test_a_server_elsewhere_gets_weights_as_bytes(engine, policy, monkeypatch):
+    (life,) = engine._lives
+    monkeypatch.setenv("SECRET", life.replica._token)
+    recipe = VllmEngineRecipe.model_validate(SMALL | {"urls": [life.replica.url], "token_variable": "SECRET"})
+    move(policy, seed=3)
+    other = open_vllm(policy, recipe, longest=256)
+    other.load_weights(policy.version)
+    asked = [request(number) for number in range(3)]
+    assert [one.ids for one in answers(other, asked)] == [one.ids for one in local_answers(policy, asked)]
+    other.close()
+    stranger = ServedReplica("a stranger", life.replica.url, "wrong", 5, same_machine=False)
+    with pytest.raises(Refused, match="token"):
+        asyncio.run(stranger.about())
+
+
+def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
+    asked = [request(number, WARM, tokens=100, seed=number) for number in range(6)]
+    undisturbed = answers(engine, asked)
+    (life,) = engine._lives
+    killed = life.replica.pid
+
+    async def ask():
+        waiting = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await asyncio.sleep(0.2)
+        os.kill(killed, signal.SIGKILL)
+        return await asyncio.gather(*waiting)
+
+    found = asyncio.run(ask())
+    assert [one.ids for one in found] == [one.ids for one in undisturbed]
+    assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
+    assert engine.restarts == 1
+    assert engine.retried >= 1
+    (message,) = engine.take_messages()
+    assert "started again" in message
+    assert life.replica.pid != killed
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{killed}"):
+            break
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{killed}")
