@@ -4,6 +4,7 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.notes import notes
 from posttrain.recipe.vllm import VllmEngineRecipe
 
 
@@ -33,3 +34,12 @@ def test_what_does_not_go_together_is_refused(given, words):
 def test_truncation_goes_with_temperature_one_and_adapters_with_lora():
     given = ["engine.type=vllm", "rollout.sampling.top_p=0.9", "engine.adapters=adapter_only", "model.lora.rank=4"]
     assert load_recipe([], given, "rl").rollout.sampling.top_p == 0.9
+
+
+def test_notes_say_what_nothing_corrects_and_what_has_no_effect():
+    recipe = load_recipe([], ["engine.type=vllm", "engine.urls=[http://a:1]", "engine.dtype=float32"], "rl")
+    found = notes(recipe)
+    assert sum("set loss.correction.type to tis or mis" in note for note in found) == 1
+    assert sum("engine.dtype has no effect" in note for note in found) == 1
+    corrected = load_recipe([], ["engine.type=vllm", "loss.correction.type=mis"], "rl")
+    assert not any("engine." in note for note in notes(corrected))

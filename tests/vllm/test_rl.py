@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
 from tests.training import letters
 from tests.vllm.interpreter import SMALL, needs_vllm, vllm_python
 from tests.vllm.models import save_model
@@ -13,7 +12,7 @@ pytestmark = needs_vllm
 
 
 def test_two_steps_of_rl_with_servers(tmp_path):
-    model = save_model(tmp_path / "tiny")
+    model = save_model(tmp_path / "model")
     engine = SMALL | {"python": vllm_python(), "bucket_megabytes": 1}
     keys = [
         f"model.path={model}",
@@ -38,14 +37,10 @@ def test_two_steps_of_rl_with_servers(tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
-    assert [step["policy/updates"] if "policy/updates" in step else 1 for step in steps] == [1, 1]
+    assert len(steps) == 2
     for step in steps:
         assert step["tokens/sampled"] > 0
         assert step["tokens/reused"] > 0, "turns and groups share prompts"
         assert 0 < step["policy/mismatch"] < 1e-4
         assert step["optimizer/gradient_norm"] > 0
     assert (tmp_path / "tiny" / "logs" / "vllm-0.log").stat().st_size > 0
-
-
-if __name__ == "__main__":
-    pytest.main([__file__])

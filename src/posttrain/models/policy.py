@@ -28,10 +28,12 @@ class Policy(TrainedModel):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole tensors of the model as it is now, under the names that `export` writes, adapters folded in."""
+        self.settle()
         return exported_weights(self.model)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole tensors of the adapters as they are now, under the names that peft writes."""
+        self.settle()
         return adapter_tensors(self.model)
 
     def score(

@@ -17,10 +17,16 @@ from posttrain.recipe.stages import (
     SftRecipe,
 )
 from posttrain.recipe.unit_credit import CausalCredit
+from posttrain.recipe.vllm import VllmEngineRecipe
 
 _UPDATES = 32
 """Most optimizer steps on the same episodes that published runs of many steps have borne."""
 _STEEP = 0.95
+_STARTED_WITH = (
+    *("python", "tensor_parallel", "first_device", "threads", "memory_share", "cache_gigabytes"),
+    *("context", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
+)
+"""Keys of a vLLM engine that are settled when it is started."""
 _AHEAD = ("ahead", "on_new_weights", "stale", "stale_after", "replay")
 
 
@@ -39,7 +45,7 @@ def notes(recipe: Recipe) -> list[str]:
     if recipe.environment is None:
         parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
         return [*found, *(_without_effect(key, "there is no environment to play in") for key in parts)]
-    found += _sampling("evaluation.sampling", recipe.evaluation.sampling)
+    found += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
     if recipe.remote is None:
         found += _limits(recipe)
     if isinstance(recipe, RlRecipe):
@@ -64,6 +70,16 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     if _given(recipe, "window"):
         found.append(_without_effect("window", "engine.type is openai, and no answer depends on the others"))
     return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
+
+
+def _vllm(engine: Part) -> list[str]:
+    """What has no effect on servers that run already: they were started with keys of their own."""
+    if not isinstance(engine, VllmEngineRecipe) or not engine.urls:
+        return []
+    given = [key for key in _STARTED_WITH if _given(engine, key)]
+    return [
+        _without_effect(f"engine.{key}", "the servers at engine.urls were started by someone else") for key in given
+    ]
 
 
 def _remote(recipe: EvaluateRecipe) -> list[str]:
@@ -233,6 +249,11 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
         found.append(
             "loss.type reinforce has no importance weights, and with rollout.ahead above 0 it takes episodes of older "
             "weights for those of the newest; use ppo, or set loss.correction"
+        )
+    if isinstance(recipe.engine, VllmEngineRecipe) and loss.correction is None:
+        found.append(
+            "engine.type vllm computes log-probabilities otherwise than the learner does (policy/mismatch says how far apart "
+            "they are), and nothing corrects for that; set loss.correction.type to tis or mis"
         )
     if lora is not None and lora.dropout > 0:
         found.append("model.lora.dropout above 0 makes the engine and the learner different policies")

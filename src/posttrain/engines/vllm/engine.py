@@ -196,6 +196,8 @@ class VllmEngine:
         self._sent += 1
         self._wait(self._all(lambda life: self._unless_dead(life, life.replica.begin_weights(version))))
         for number, bucket in enumerate(buckets(self.policy.weights(), self.recipe.bucket_megabytes * MIB)):
+            if not self._lives:
+                continue
             path = self._depot.put(bucket, f"{self._sent}-{number}.safetensors")
             self._wait(self._all(partial(self._receive, path=path)))
             self._depot.done_with(path)
@@ -225,6 +227,8 @@ class VllmEngine:
         self._sent += 1
         folder = f"adapter-{self._sent}"
         weights = dict(self.policy.adapter_weights())
+        if not self._lives:
+            return
         self._adapter = self._depot.put(weights, f"{folder}/adapter_model.safetensors").parent
         config = self._adapter / "adapter_config.json"
         config.write_text(json.dumps(_adapter_config(self.policy), default=sorted))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from posttrain.distribution.sharding import dtype_in_use
+from posttrain.distribution.world import current
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.inside import InsideReplica
 from posttrain.engines.vllm.replica import Replica
@@ -28,10 +30,11 @@ def open_vllm(
 ) -> VllmEngine:
     """A vLLM engine for contexts of up to `longest` tokens, whose log-probabilities are right for `sampling`.
 
-    `logs`: where servers that are started here write theirs; null is a temporary directory.
+    `logs`: where servers that are started here write theirs; null is a temporary directory. In a run of several processes
+    the first one has the engines; the others only join in reading the weights, which may be divided among them.
     """
     settings = settings_of(policy, recipe, longest, sampling)
-    return VllmEngine(policy, recipe, _replicas(recipe, settings, logs))
+    return VllmEngine(policy, recipe, _replicas(recipe, settings, logs) if current().first else [])
 
 
 def settings_of(
@@ -54,7 +57,7 @@ def settings_of(
             f"{policy.recipe.path} knows {most} positions and contexts may have {context} tokens; lower "
             f"{'engine.context' if recipe.context else 'rollout.tokens_per_episode'}"
         )
-    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[next(policy.model.parameters()).dtype]
+    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype_in_use(next(policy.model.parameters()))]
     cold = sampling is None or sampling.temperature in (0, 1)
     return Settings(
         model=str(path) if path.exists() else policy.recipe.path,
@@ -79,7 +82,14 @@ def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -
     if recipe.urls:
         token = _token(recipe)
         return [
-            ServedReplica(f"the vLLM server at {url}", url.rstrip("/"), token, recipe.start_seconds, same_machine=False)
+            ServedReplica(
+                f"the vLLM server at {url}",
+                url.rstrip("/"),
+                token,
+                recipe.start_seconds,
+                same_machine=False,
+                wanted=settings,
+            )
             for url in recipe.urls
         ]
     folder = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-"))

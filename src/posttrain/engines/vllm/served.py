@@ -29,12 +29,22 @@ _SHOWN = 6
 class ServedReplica:
     """Asks a server. `url` is empty until one is there."""
 
-    def __init__(self, name: str, url: str, token: str | None, start_seconds: float, same_machine: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        token: str | None,
+        start_seconds: float,
+        same_machine: bool,
+        wanted: Settings | None = None,
+    ) -> None:
+        """`wanted`: what a server that was started by someone else has to agree with."""
         self.name = name
         self.url = url
         self.start_seconds = start_seconds
         self.same_machine = same_machine
         """Files are named instead of sent."""
+        self.wanted = wanted
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
     async def start(self) -> None:
@@ -42,7 +52,7 @@ class ServedReplica:
         ends = time.monotonic() + self.start_seconds
         while True:
             try:
-                await self.about()
+                self._agree(await self.about())
                 return
             except Died as error:
                 if time.monotonic() > ends:
@@ -53,6 +63,19 @@ class ServedReplica:
             except Refused as error:
                 raise RunError(f"{self.name} refuses: {error}; look at engine.token_variable") from error
             await asyncio.sleep(1)
+
+    def _agree(self, about: dict[str, Any]) -> None:
+        """RunError where the server was started with what this run cannot use."""
+        if self.wanted is None:
+            return
+        for key, option in (("logprobs", "logprobs"), ("adapter_rank", "adapter-rank")):
+            own, needed = about[key], getattr(self.wanted, key)
+            if own != needed:
+                raise RunError(f"{self.name} was started with --{option} {own} and the recipe needs {needed}")
+        if 0 < about["context"] < self.wanted.context:
+            raise RunError(
+                f"{self.name} was started with --context {about['context']} and the recipe needs {self.wanted.context}"
+            )
 
     async def about(self) -> dict[str, Any]:
         return await self._ask("/about")
