@@ -68,6 +68,8 @@ class Environment(ABC):
     """Its defaults are a whole task; otherwise a recipe has to name data."""
     players: ClassVar[tuple[str, ...]] = ()
     """Names of further players without a model that `baselines` measures, in the order in which tables show them."""
+    waits: ClassVar[bool] = False
+    """Its methods wait for another process, so they are called in threads."""
     primer: str = ""
     """Text put in the policy's mouth at the start of each answer; `step` gets it in front of what was sampled."""
 

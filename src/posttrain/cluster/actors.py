@@ -1,0 +1,191 @@
+"""What runs in the worker processes. The classes become Ray actors where they are started."""
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.cluster.environment import Unknown, digest
+from posttrain.cluster.watch import Reporter
+from posttrain.engines.protocol import Completion, EngineCounters, Request
+from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.recipe.components import environment_class, environment_recipe
+from posttrain.recipe.stages import Recipe
+from posttrain.rollout.streams import Episode
+
+
+class Worker:
+    """What every worker does: it reports, and says that it is there."""
+
+    def __init__(self, name: str, watch: Any, seconds: float, folder: str, devices: tuple[int, ...] | None) -> None:
+        """`seconds` between reports; `folder`: where relative paths begin; `devices`: GPUs to see, where Ray does not say."""
+        if Path(folder).is_dir():
+            os.chdir(folder)
+        if devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        self.reporter = Reporter(watch, name, seconds)
+
+    def about(self) -> int:
+        """The process; the answer comes once the worker has begun."""
+        return os.getpid()
+
+
+def recipe_from(values: dict[str, Any]) -> Any:
+    """The recipe of a JSON document."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Recipe).validate_python(values)
+
+
+class EngineWorker(Worker):
+    """An engine with weights of its own."""
+
+    def __init__(self, values: dict[str, Any], *common: Any) -> None:
+        super().__init__(*common)
+        from posttrain.models.policy import Policy
+
+        self.recipe = recipe_from(values)
+        self.policy = Policy(self.recipe.model, self.recipe.seed)
+        self.engine = self._opened()
+        self.reporter.more_progress = lambda: sum(vars(self.engine.counters).values())
+        self._tasks: dict[asyncio.Task[Completion], int] = {}
+        self._episodes: list[Any] = []
+
+    def _opened(self) -> Any:
+        from posttrain.engines.opening import open_engine
+
+        recipe, engine = self.recipe, self.recipe.engine
+        if engine.type == "local":
+            return open_engine(self.policy, engine)
+        engine = engine.model_copy(update={"servers": 1, "tensor_parallel": recipe.hardware.engines.devices})
+        rollout = recipe.rollout
+        return open_engine(self.policy, engine, rollout.tokens_per_episode, rollout.sampling)
+
+    async def about(self) -> int:  # type: ignore[override]
+        return os.getpid()
+
+    async def load_weights(self, version: int, pieces: list[Any]) -> EngineCounters:
+        """Take the weights, and forget whoever asked before; returns the work done so far."""
+        from posttrain.cluster.weights import take_piece
+
+        await self._forget()
+        for reference in pieces:
+            take_piece(self.policy, await reference)
+        await asyncio.to_thread(self.engine.load_weights, version)
+        return replace(self.engine.counters)
+
+    async def _forget(self) -> None:
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for episode in self._episodes:
+            episode.__exit__(None, None, None)
+        if left and self.recipe.engine.type == "local":
+            self.engine = self._opened()
+        self._tasks, self._episodes = {}, []
+
+    async def compute(
+        self, opened: int, requests: tuple[tuple[int, Request], ...]
+    ) -> tuple[list[tuple[int, Completion]], EngineCounters]:
+        """Go on with `opened` open episodes and these new requests until something is finished."""
+        while len(self._episodes) > opened:
+            self._episodes.pop().__exit__(None, None, None)
+        while len(self._episodes) < opened:
+            self._episodes.append(self.engine.episode())
+            self._episodes[-1].__enter__()
+        for number, request in requests:
+            self._tasks[asyncio.create_task(self.engine.generate(request))] = number
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        finished = sorted((self._tasks.pop(task), task.result()) for task in done)
+        return finished, replace(self.engine.counters)
+
+    async def generate(self, request: Request) -> tuple[Completion, EngineCounters]:
+        """One answer, of an engine that batches what comes."""
+        with self.engine.episode():
+            completion = await self.engine.generate(request)
+        return completion, replace(self.engine.counters)
+
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self.engine.sleep)
+
+
+class EnvironmentWorker(Worker):
+    """Environments of many episodes. Its methods run in threads, those of one environment one at a time."""
+
+    def __init__(self, *common: Any) -> None:
+        super().__init__(*common)
+        self._playing: dict[str, tuple[Environment, int, Step | None]] = {}
+
+    def reset(self, identity: str, values: dict[str, Any], seed: int) -> tuple[Observation, str]:
+        """The first observation, and what is put in front of each answer."""
+        environment = self._made(values)
+        observation = environment.reset(seed)
+        self._playing[identity] = (environment, 0, None)
+        self.reporter.progress += 1
+        return observation, environment.primer
+
+    def step(self, identity: str, number: int, action: str) -> Step:
+        """The step that `action` leads to, which is answer `number` of the episode; asked again, the same step."""
+        if identity not in self._playing:
+            raise Unknown
+        environment, played, last = self._playing[identity]
+        if last is not None and number == played - 1:
+            return last
+        if number != played:
+            raise Unknown
+        step = environment.step(action)
+        self._playing[identity] = (environment, played + 1, step)
+        self.reporter.progress += 1
+        return step
+
+    def replay(self, identity: str, values: dict[str, Any], seed: int, answers: list[str]) -> list[str]:
+        """Play an episode again up to where it was; returns the digests of what the environment says."""
+        environment = self._made(values)
+        said: list[Observation | Step] = [environment.reset(seed)]
+        said += [environment.step(answer) for answer in answers]
+        last = said[-1]
+        self._playing[identity] = (environment, len(answers), last if isinstance(last, Step) else None)
+        return [digest(each) for each in said]
+
+    def close(self, identity: str) -> None:
+        """The episode has ended."""
+        self._playing.pop(identity, None)
+
+    @staticmethod
+    def _made(values: dict[str, Any]) -> Environment:
+        recipe = environment_recipe(values)
+        return environment_class(recipe.type)(recipe)
+
+
+class RewardWorker(Worker):
+    """A copy of the reward model."""
+
+    def __init__(self, values: dict[str, Any], *common: Any) -> None:
+        super().__init__(*common)
+        from posttrain.models.load import load_tokenizer
+        from posttrain.training.reward_scorer import RewardScorer
+
+        recipe = recipe_from(values)
+
+        class Written:
+            """What a scorer needs of a policy."""
+
+            tokenizer = load_tokenizer(recipe.model)
+
+        self.scorer = RewardScorer(recipe.reward, Written())  # type: ignore[arg-type]
+
+    def statistics(self) -> tuple[float, float]:
+        """Mean and standard deviation that rewards are scaled by."""
+        return self.scorer.statistics
+
+    def scores(self, episodes: list[Episode]) -> list[tuple[float, Any]]:
+        """What the model says of each episode, and of its units where it rewards units."""
+        from posttrain.training.reward_scorer import OF_UNITS
+
+        raws = self.scorer.scores(episodes)
+        self.reporter.progress += 1
+        return [
+            (raw, episode.turns[-1].info.get(OF_UNITS)) for raw, episode in zip(raws, episodes, strict=True)
+        ]

@@ -1,0 +1,128 @@
+"""The workers that a learner asks: who they are, and what becomes of a question when one of them dies."""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.cluster.watch import Reporter
+from posttrain.errors import PosttrainError, RunError
+from posttrain.runs import notices
+
+_LOOK_AGAIN = 0.2
+_PATIENCE_SECONDS = 3600.0
+"""Longest wait for a worker that is started again, for instance until a machine takes the place of one that is gone."""
+
+
+@dataclass
+class Seat:
+    """A worker as the launching process made it: its name in messages and its actor."""
+
+    name: str
+    actor: Any
+
+
+class Member:
+    """A worker, whichever process it is at the moment. Methods may be called from any thread."""
+
+    def __init__(self, seat: Seat, watch: Any, reporter: Reporter) -> None:
+        self.name, self.actor = seat.name, seat.actor
+        self.watch, self.reporter = watch, reporter
+        self.lives = 0
+        """Times that it was found dead."""
+        self._lock = threading.Lock()
+        self._node = ""
+
+    def ask(self, what: str, method: str, *arguments: Any) -> Any:
+        """The answer of a method, however often the worker has to be started again; `what` is for people."""
+        while True:
+            life = self.lives
+            try:
+                return self.once(what, method, *arguments)
+            except Gone as gone:
+                self.await_return(life, gone)
+
+    def once(self, what: str, method: str, *arguments: Any) -> Any:
+        """The answer of a method; `Gone` where the worker died before it gave one."""
+        import ray
+
+        number = self.reporter.begin(self.name, what)
+        try:
+            return ray.get(getattr(self.actor, method).remote(*arguments))
+        except Exception as error:
+            raise translated(error) from error
+        finally:
+            self.reporter.end(self.name, number)
+
+    async def once_awaited(self, what: str, method: str, *arguments: Any) -> Any:
+        """As `once`, for an event loop."""
+        number = self.reporter.begin(self.name, what)
+        try:
+            return await getattr(self.actor, method).remote(*arguments)
+        except Exception as error:
+            raise translated(error) from error
+        finally:
+            self.reporter.end(self.name, number)
+
+    def await_return(self, life: int, gone: "Gone") -> None:
+        """Wait until the worker is there again after the death of its life number `life`; the first to notice tells it.
+
+        Raises RunError where workers have died too often, or none comes back.
+        """
+        import ray
+
+        with self._lock:
+            if self.lives != life:
+                return
+            sentence, too_many = ray.get(self.watch.died.remote(self.name, self._why(gone)))
+            if too_many:
+                raise RunError(
+                    f"{sentence}; that is once more than hardware.max_restarts allows, so the run stops; find out why, "
+                    "then go on with --resume"
+                )
+            since = time.monotonic()
+            number = self.reporter.begin(self.name, "that it is started again")
+            try:
+                while True:
+                    try:
+                        ray.get(self.actor.about.remote())
+                        break
+                    except Exception as error:
+                        said = translated(error)
+                        if not isinstance(said, Gone) or time.monotonic() - since > _PATIENCE_SECONDS:
+                            raise RunError(f"{sentence} and could not be started again: {said}") from error
+                        time.sleep(_LOOK_AGAIN)
+            finally:
+                self.reporter.end(self.name, number)
+            self.lives += 1
+            notices.tell(f"{sentence}; it was started again after {time.monotonic() - since:.0f} s")
+
+    def _why(self, gone: "Gone") -> str:
+        import ray
+
+        try:
+            about = ray.get(self.watch.known.remote(), timeout=10).get(self.name)
+            node = about.report.node if about is not None else ""
+            state = next((s for s in ray.nodes() if s["NodeID"] == node), None)
+            if state is not None and not state["Alive"]:
+                return f"died with its machine {state['NodeManagerAddress']}"
+        except Exception:
+            return "died"
+        return "died: its process was killed or crashed"
+
+
+class Gone(Exception):
+    """A worker died before it answered."""
+
+
+def translated(error: Exception) -> Exception:
+    """What Ray raised, as what it was in the worker, or as `Gone`."""
+    from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+
+    if isinstance(error, RayActorError | NodeDiedError | ObjectLostError):
+        return Gone(" ".join(str(error).split())[:300])
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, PosttrainError | Exception) and not isinstance(cause, RayTaskError):
+            return cause
+    return error

@@ -1,0 +1,11 @@
+"""From the `environment` section of a recipe to an environment."""
+
+from posttrain.environments.protocol import Environment
+from posttrain.placing import Placeable
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
+
+
+@Placeable
+def open_environment(recipe: EnvironmentRecipe) -> Environment:
+    """A fresh environment, which plays one episode."""
+    return environment_class(recipe.type)(recipe)
