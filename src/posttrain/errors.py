@@ -17,3 +17,7 @@ class RunError(PosttrainError):
     """A run that started and could not go on; what it had saved is still there."""
 
     exit_code = 1
+
+
+class WorkersLost(RunError):
+    """Workers of a cluster died too often, or do not come back: nothing else that the run asks for would fare better."""

@@ -42,7 +42,7 @@ class Parrot:
         return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
 
     @contextmanager
-    def episode(self):
+    def episode(self, group=0):
         yield
 
 

@@ -36,7 +36,7 @@ class EchoEngine:
         ids = tuple(RENDERER.answer(f"answer {len(self.requests)}"))[-request.max_tokens :]
         return Completion(ids, tuple(-0.5 for _ in ids), tuple(7 for _ in ids), StopReason.END_TOKEN)
 
-    def episode(self):
+    def episode(self, group=0):
         return nullcontext()
 
     def load_weights(self, version):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,21 @@ class Worker:
         return os.getpid()
 
 
-def recipe_from(values: dict[str, Any]) -> Any:
+def recipe_from(document: str) -> Any:
     """The recipe of a JSON document."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(Recipe).validate_python(values)
+    return TypeAdapter(Recipe).validate_json(document)
 
 
 class EngineWorker(Worker):
     """An engine with weights of its own."""
 
-    def __init__(self, values: dict[str, Any], *common: Any) -> None:
+    def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
         from posttrain.models.policy import Policy
 
-        self.recipe = recipe_from(values)
+        self.recipe = recipe_from(document)
         self.policy = Policy(self.recipe.model, self.recipe.seed)
         self.engine = self._opened()
         self.reporter.more_progress = lambda: sum(vars(self.engine.counters).values())
@@ -117,6 +118,7 @@ class EnvironmentWorker(Worker):
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
         self._playing: dict[str, tuple[Environment, int, Step | None]] = {}
+        self._importing = threading.Lock()
 
     def reset(self, identity: str, values: dict[str, Any], seed: int) -> tuple[Observation, str]:
         """The first observation, and what is put in front of each answer."""
@@ -153,21 +155,23 @@ class EnvironmentWorker(Worker):
         """The episode has ended."""
         self._playing.pop(identity, None)
 
-    @staticmethod
-    def _made(values: dict[str, Any]) -> Environment:
-        recipe = environment_recipe(values)
-        return environment_class(recipe.type)(recipe)
+    def _made(self, values: dict[str, Any]) -> Environment:
+        # A file of the user's own is not to be imported by two threads at once.
+        with self._importing:
+            recipe = environment_recipe(values)
+            kind = environment_class(recipe.type)
+        return kind(recipe)
 
 
 class RewardWorker(Worker):
     """A copy of the reward model."""
 
-    def __init__(self, values: dict[str, Any], *common: Any) -> None:
+    def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
         from posttrain.models.load import load_tokenizer
         from posttrain.training.reward_scorer import RewardScorer
 
-        recipe = recipe_from(values)
+        recipe = recipe_from(document)
 
         class Written:
             """What a scorer needs of a policy."""
@@ -186,6 +190,4 @@ class RewardWorker(Worker):
 
         raws = self.scorer.scores(episodes)
         self.reporter.progress += 1
-        return [
-            (raw, episode.turns[-1].info.get(OF_UNITS)) for raw, episode in zip(raws, episodes, strict=True)
-        ]
+        return [(raw, episode.turns[-1].info.get(OF_UNITS)) for raw, episode in zip(raws, episodes, strict=True)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.cluster.watch import Reporter
-from posttrain.errors import PosttrainError, RunError
+from posttrain.errors import PosttrainError, WorkersLost
 from posttrain.runs import notices
 
 _LOOK_AGAIN = 0.2
@@ -67,7 +67,7 @@ class Member:
     def await_return(self, life: int, gone: "Gone") -> None:
         """Wait until the worker is there again after the death of its life number `life`; the first to notice tells it.
 
-        Raises RunError where workers have died too often, or none comes back.
+        Raises WorkersLost where workers have died too often, or none comes back.
         """
         import ray
 
@@ -76,7 +76,7 @@ class Member:
                 return
             sentence, too_many = ray.get(self.watch.died.remote(self.name, self._why(gone)))
             if too_many:
-                raise RunError(
+                raise WorkersLost(
                     f"{sentence}; that is once more than hardware.max_restarts allows, so the run stops; find out why, "
                     "then go on with --resume"
                 )
@@ -90,7 +90,7 @@ class Member:
                     except Exception as error:
                         said = translated(error)
                         if not isinstance(said, Gone) or time.monotonic() - since > _PATIENCE_SECONDS:
-                            raise RunError(f"{sentence} and could not be started again: {said}") from error
+                            raise WorkersLost(f"{sentence} and could not be started again: {said}") from error
                         time.sleep(_LOOK_AGAIN)
             finally:
                 self.reporter.end(self.name, number)

@@ -72,7 +72,7 @@ class Launch:
         self.nodes, _ = living(ray.nodes())
         self.gpus = sum(node.devices for node in self.nodes)
         self.workers, self.share = place(recipe, self.nodes)
-        self.values = recipe.model_dump(mode="json")
+        self.document = recipe.model_dump_json()
         hardware = recipe.hardware
         self.beat = min(1.0, hardware.hang_seconds / 10)
         self.watch = ray.remote(Watch).options(num_cpus=0, name=None).remote(hardware.max_restarts)
@@ -167,9 +167,7 @@ class Launch:
         return tuple(device for i in hosts for device in self.places[i][3])
 
     def _start_learners(self) -> None:
-        self.learners = [
-            self._made(LearnerWorker, worker, (), 0) for worker in self.workers if worker.role == LEARNER
-        ]
+        self.learners = [self._made(LearnerWorker, worker, (), 0) for worker in self.workers if worker.role == LEARNER]
         self.places = self._asked_of_all("place")
 
     def _asked_of_all(self, method: str) -> list[Any]:
@@ -180,8 +178,8 @@ class Launch:
 
     def _start_others(self) -> None:
         kinds: dict[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
-            ENGINE: (EngineWorker, (self.values,), {}),
-            REWARD: (RewardWorker, (self.values,), {}),
+            ENGINE: (EngineWorker, (self.document,), {}),
+            REWARD: (RewardWorker, (self.document,), {}),
             ENVIRONMENTS: (EnvironmentWorker, (), {"max_concurrency": THREADS}),
         }
         for role, (kind, first, options) in kinds.items():
@@ -225,7 +223,7 @@ class Launch:
                     "LOCAL_WORLD_SIZE": str(own_size),
                 }
             job = Job(
-                self.values,
+                self.document,
                 self.resume or begun,
                 self.overwrite and not begun,
                 crew,
@@ -326,7 +324,9 @@ class Launch:
             return
         for hang in hangs(known, hardware.hang_seconds):
             if hardware.on_hang == "stop":
-                raise RunError(f"{hang.sentence}; hardware.on_hang: stop ends the run here, and --resume goes on with it")
+                raise RunError(
+                    f"{hang.sentence}; hardware.on_hang: stop ends the run here, and --resume goes on with it"
+                )
             self.console.print(f"{hang.sentence}; it is started again", markup=False, soft_wrap=True)
             self.ray.get(self.watch.because.remote(hang.name, f"hung ({hang.sentence})"))
             self.ray.get(self.watch.forget.remote(hang.name))

@@ -13,6 +13,7 @@ from posttrain.cluster.actors import Worker, recipe_from
 from posttrain.cluster.crew import Member, Seat
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
+from posttrain.placing import become_learner
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.runs import notices
 
@@ -43,7 +44,7 @@ class Ended:
 class Job:
     """What a learner runs."""
 
-    values: dict[str, Any]
+    document: str
     """The recipe as a JSON document."""
     resume: bool
     overwrite: bool
@@ -80,9 +81,10 @@ class LearnerWorker(Worker):
         from posttrain.training.stage import run_stage
 
         os.environ.update(job.variables)
+        become_learner()
         for sentence in job.told:
             notices.tell(sentence)
-        recipe = recipe_from(job.values)
+        recipe = recipe_from(job.document)
         try:
             with ExitStack() as placed:
                 self._place(recipe, job.crew, placed)

@@ -184,11 +184,11 @@ class Reporter:
         node, pid = ray.get_runtime_context().get_node_id(), _pid()
         while True:
             try:
-                order = ray.get(self.watch.report.remote(self._report(node, pid)), timeout=60)
+                answer = self.watch.report.remote(self._report(node, pid))
+                if self.on_stop is not None and ray.get(answer, timeout=60) == "stop":
+                    self.on_stop()
             except Exception:
-                order = ""  # the watch is gone with the run, or slow
-            if order == "stop" and self.on_stop is not None:
-                self.on_stop()
+                pass  # the watch is gone with the run, or slow
             time.sleep(self.seconds)
 
     def _report(self, node: str, pid: int) -> Report:

@@ -99,7 +99,7 @@ class LocalEngine:
         return await future
 
     @contextmanager
-    def episode(self) -> Iterator[None]:
+    def episode(self, group: int = 0) -> Iterator[None]:
         self._open_episodes += 1
         try:
             yield

@@ -5,10 +5,12 @@ from pathlib import Path
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.protocol import Engine
 from posttrain.models.policy import Policy
+from posttrain.placing import Placeable
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 from posttrain.recipe.vllm import VllmEngineRecipe
 
 
+@Placeable
 def open_engine(
     policy: Policy,
     recipe: EngineRecipe | VllmEngineRecipe,

@@ -72,8 +72,8 @@ class Engine(Protocol):
         """Sample one answer. Many calls are in flight at once; the engine batches them."""
         ...
 
-    def episode(self) -> AbstractContextManager[None]:
-        """Open while an episode is played: the engine may wait for its next request before it decides what to compute."""
+    def episode(self, group: int = 0) -> AbstractContextManager[None]:
+        """Open while an episode of `group` is played: the engine may wait for its next request before it decides what to compute."""
         ...
 
     def load_weights(self, version: int) -> None:

@@ -13,10 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from posttrain.data.rendering import Renderer
 from posttrain.distribution.world import current
 from posttrain.engines.protocol import Engine, Request
+from posttrain.environments.opening import open_environment
 from posttrain.environments.protocol import Environment, Message
 from posttrain.environments.remote import RemoteFailure
-from posttrain.errors import InputError
-from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.errors import InputError, WorkersLost
+from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.conversation import Conversation
 from posttrain.rollout.streams import Episode, Outcome, Stream, Turn
@@ -121,12 +122,12 @@ class EpisodePlayer(ABC, Generic[D]):
         return episode
 
     async def _attempt(self, place: Place, attempt: int) -> Episode:
-        environment: Environment = environment_class(self.environment.type)(self.environment)
+        environment = open_environment(self.environment)
         dialogue: D | None = None
         failure: str | None = None
         outcome = Outcome.FAILED
         try:
-            observation = await self._call(partial(environment.reset, place.seed))
+            observation = await self._call(environment, partial(environment.reset, place.seed))
             dialogue = self.begin(observation.messages, environment.primer, observation.state)
             outcome = await self._turns(environment, dialogue, place, attempt)
         except (EnvironmentFailure, RemoteFailure) as error:
@@ -149,7 +150,7 @@ class EpisodePlayer(ABC, Generic[D]):
             answer = await self.answer(dialogue, place, attempt)
             if answer is None:
                 return Outcome.TRUNCATED
-            step = await self._call(partial(environment.step, answer))
+            step = await self._call(environment, partial(environment.step, answer))
             if not math.isfinite(step.reward):
                 raise EnvironmentFailure(f"{self.environment.type} gave the reward {step.reward} for seed {place.seed}")
             dialogue.reward(step.reward, dict(step.info))
@@ -159,15 +160,18 @@ class EpisodePlayer(ABC, Generic[D]):
                 return Outcome.TRUNCATED
             dialogue.observe(step.messages, step.state, step.fresh)
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Call the environment, in a thread where the recipe sets a time-out; anything it raises is its failure."""
+    async def _call(self, environment: Environment, function: Callable[[], T]) -> T:
+        """Call the environment, in a thread where the recipe sets a time-out or it waits for others.
+
+        Anything it raises is its failure.
+        """
         seconds = self.rollout.environment_seconds
         try:
-            if seconds is None:
+            if seconds is None and not environment.waits:
                 return function()
             return await asyncio.wait_for(asyncio.to_thread(function), seconds)
-        except InputError:
-            # The recipe asks for what is not there, and no other episode would fare better.
+        except (InputError, WorkersLost):
+            # The recipe asks for what is not there, or workers died too often: no other episode would fare better.
             raise
         except TimeoutError as error:
             raise EnvironmentFailure(f"{self.environment.type} took longer than {seconds} s") from error
@@ -198,7 +202,7 @@ class Player(EpisodePlayer[Conversation]):
 
     async def play(self, place: Place) -> Episode:
         """One episode, open in the engine until it ends."""
-        with self.engine.episode():
+        with self.engine.episode(place.group):
             return await super().play(place)
 
     async def answer(self, dialogue: Conversation, place: Place, attempt: int) -> str | None:

@@ -13,6 +13,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.placing import Placeable
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.reward import RewardSource
 from posttrain.rollout.streams import CUT_OFF, Episode, Outcome, Stream
@@ -118,6 +119,7 @@ def _until_last_answer(episode: Episode) -> Stream:
     return stream_of(stream.ids[: last.stop], stream.sampled[: last.stop])
 
 
+@Placeable
 def open_scorer(source: RewardSource | None, policy: Policy) -> RewardScorer | None:
     """The scorer of the recipe; None where there is no reward model."""
     return RewardScorer(source, policy) if source is not None else None

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from posttrain.distribution.launch import launch
 from posttrain.distribution.world import joined, launched
+from posttrain.placing import in_learner
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.runs.directory import RunDirectory
@@ -26,6 +27,11 @@ def run_stage(
     """
     console = console or Console()
     hardware = getattr(recipe, "hardware", HardwareRecipe())
+    if hardware.ray is not None and not in_learner():
+        from posttrain.cluster.launch import launch as launch_on_cluster
+
+        launch_on_cluster(recipe, resume, overwrite, console)
+        return RunDirectory.open(f"{recipe.runs}/{recipe.name}")
     if hardware.processes > 1 and not launched():
         launch(recipe, resume, overwrite)
         return RunDirectory.open(f"{recipe.runs}/{recipe.name}")

@@ -18,6 +18,7 @@ from posttrain.models.base import TrainedModel
 from posttrain.recipe.notes import notes
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
+from posttrain.runs import notices
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog
 from posttrain.runs.progress import Progress
@@ -182,6 +183,7 @@ class Trainer(Generic[Output]):
         self.log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
+        self.warn(notices.take())
 
     def warn(self, messages: Sequence[str]) -> None:
         """Show and log what the user should know of the step that was just counted."""

@@ -93,7 +93,7 @@ class VllmEngine:
         return Completion(tuple(found["ids"]), tuple(found["logprobs"]), tuple(found["versions"]), reason)
 
     @contextmanager
-    def episode(self) -> Iterator[None]:
+    def episode(self, group: int = 0) -> Iterator[None]:
         """Its requests go to the same engine, which has its earlier turns in the cache."""
         mark = self._home.set([])
         try:
