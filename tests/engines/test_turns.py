@@ -10,7 +10,7 @@ from ..training.letters import Letters
 
 
 def play(policy, slots, monkeypatch, episodes=24, per_seed=1):
-    monkeypatch.setattr(driver, "environment_class", lambda name: Letters)
+    monkeypatch.setattr(driver, "open_environment", Letters)
     engine = LocalEngine(policy, EngineRecipe(slots=slots))
     player = Player(
         engine=engine,

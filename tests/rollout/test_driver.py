@@ -70,7 +70,7 @@ class Counting(Environment):
 
 @pytest.fixture(autouse=True)
 def counting(monkeypatch):
-    monkeypatch.setattr(driver, "environment_class", lambda name: Counting)
+    monkeypatch.setattr(driver, "open_environment", Counting)
     Counting.failures_left = 0
 
 
@@ -160,7 +160,7 @@ class Forgetting(Counting):
 
 
 def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before(monkeypatch):
-    monkeypatch.setattr(driver, "environment_class", lambda name: Forgetting)
+    monkeypatch.setattr(driver, "open_environment", Forgetting)
     engine = EchoEngine()
     (episode,) = play([1], engine)
     one, other = episode.streams

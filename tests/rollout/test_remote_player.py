@@ -52,7 +52,7 @@ class Words(Environment):
 
 @pytest.fixture
 def words(monkeypatch):
-    monkeypatch.setattr(driver, "environment_class", lambda name: Words)
+    monkeypatch.setattr(driver, "open_environment", Words)
     Words.answers = []
 
 
