@@ -32,7 +32,8 @@ class _Life:
     replica: Replica
     lock: asyncio.Lock
     lives: int = 1
-    in_flight: int = 0
+    load: int = 0
+    """Episodes that are at home there, and requests of no episode."""
     alive: bool = True
 
 
@@ -71,10 +72,6 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> Completion:
         """One answer; asked again, with the same seed, where the engine that was to give it died."""
-        home = self._home.get()
-        if home is not None and not home:
-            home.append(self._idlest())
-        life = home[0] if home else self._idlest()
         sampling = request.sampling
         job = {
             "prompt_ids": list(request.prompt_ids),
@@ -84,8 +81,12 @@ class VllmEngine:
             "stop_strings": list(request.stop_strings),
             **sampling.model_dump(),
         }
-        future = asyncio.run_coroutine_threadsafe(self._answer(life, job), self._loop)
-        found = await asyncio.wrap_future(future)
+        home = self._home.get()
+        if home is None:
+            with self._at_home([]) as lone:
+                found = await self._asked(lone, job)
+        else:
+            found = await self._asked(home, job)
         self.counters.sampled += len(found["ids"])
         self.counters.reused += found["reused"]
         self.counters.prefilled += len(request.prompt_ids) - found["reused"]
@@ -95,22 +96,28 @@ class VllmEngine:
     @contextmanager
     def episode(self, group: int = 0) -> Iterator[None]:
         """Its requests go to the same engine, which has its earlier turns in the cache."""
-        mark = self._home.set([])
-        try:
-            yield
-        finally:
-            self._home.reset(mark)
+        with self._at_home([]) as home:
+            mark = self._home.set(home)
+            try:
+                yield
+            finally:
+                self._home.reset(mark)
 
     def load_weights(self, version: int) -> None:
         """Send the policy's weights, or its adapters, and wait until every engine samples with them."""
-        self._depot.clear()
-        self._adapter = None
-        if self.recipe.adapters == "adapter_only":
-            self._write_adapter(version)
-            self._wait(self._all(lambda life: self._unless_dead(life, self._send_adapter(life, version))))
-        else:
-            self._send_weights(version)
-        self.version = version
+        # An engine that is being started again first gets the weights whose files are about to go.
+        self._wait(self._all(lambda life: life.lock.acquire()))
+        try:
+            self._depot.clear()
+            self._adapter = None
+            if self.recipe.adapters == "adapter_only":
+                self._write_adapter()
+                self._wait(self._all(lambda life: self._unless_dead(life, self._send_adapter(life, version))))
+            else:
+                self._send_weights(version)
+            self.version = version
+        finally:
+            self._wait(self._all(self._release))
         self._wait(self._all(self._revived))
 
     def sleep(self) -> None:
@@ -128,13 +135,24 @@ class VllmEngine:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def _idlest(self) -> _Life:
-        return min(self._lives, key=lambda life: life.in_flight)
+    @contextmanager
+    def _at_home(self, home: list[_Life]) -> Iterator[list[_Life]]:
+        """`home` gets the engine of its first request, which counts it until the end of the block."""
+        try:
+            yield home
+        finally:
+            for life in home:
+                life.load -= 1
+
+    async def _asked(self, home: list[_Life], job: dict[str, Any]) -> dict[str, Any]:
+        if not home:
+            home.append(min(self._lives, key=lambda life: life.load))
+            home[0].load += 1
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer(home[0], job), self._loop))
 
     async def _answer(self, life: _Life, job: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self.recipe.retries + 1):
             lives = life.lives
-            life.in_flight += 1
             try:
                 return await life.replica.generate(job)
             except Refused as error:
@@ -147,8 +165,6 @@ class VllmEngine:
                     ) from error
                 self.retried += 1
                 await self._revive(life, lives, str(error))
-            finally:
-                life.in_flight -= 1
         raise AssertionError("the last attempt returns or raises")
 
     # -- engines that die ---------------------------------------------------------------------------------------------
@@ -158,21 +174,29 @@ class VllmEngine:
         async with life.lock:
             if life.lives != lives:
                 return
-            if lives > self.recipe.restarts:
-                raise RunError(
-                    f"{life.replica.name} died for the {lives}. time ({reason}), and engine.restarts is "
-                    f"{self.recipe.restarts}; the run goes on from its last checkpoint with --resume"
-                )
-            await life.replica.start()
-            if self.version >= 0:
-                await self._send_again(life)
-            life.lives += 1
-            life.alive = True
-            self.restarts += 1
+            life.alive = False
+            while not life.alive:
+                if life.lives > self.recipe.restarts:
+                    raise RunError(
+                        f"{life.replica.name} died {life.lives} times, the last time because {reason}, and engine.restarts is "
+                        f"{self.recipe.restarts}; the run goes on from its last checkpoint with --resume"
+                    )
+                life.lives += 1
+                self.restarts += 1
+                await life.replica.start()
+                try:
+                    if self.version >= 0:
+                        await self._send_again(life)
+                    life.alive = True
+                except Died as error:
+                    reason = str(error)
             self._messages.append(
-                f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and what it was asked is "
-                "asked again"
+                f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and "
+                "what it was asked is asked again"
             )
+
+    async def _release(self, life: _Life) -> None:
+        life.lock.release()
 
     async def _revived(self, life: _Life) -> None:
         """Start it again if it died while weights were sent."""
@@ -223,7 +247,7 @@ class VllmEngine:
             await life.replica.receive_weights(path)
         await self._finish(life)
 
-    def _write_adapter(self, version: int) -> None:
+    def _write_adapter(self) -> None:
         self._sent += 1
         folder = f"adapter-{self._sent}"
         weights = dict(self.policy.adapter_weights())

@@ -170,7 +170,8 @@ class Host:
         self._asleep = True
 
     async def _pause(self) -> None:
-        if self.engine.get_num_unfinished_requests():
+        """Freeze what is in flight, and what will be asked meanwhile."""
+        if not self._asleep or not self.has_gpu:
             await self.engine.pause_generation(mode="keep", clear_cache=False)
             self._paused = True
 

@@ -1,0 +1,320 @@
+"""The vLLM engine without vLLM: deaths, retries and weights over replicas that are made up, and the server over a host
+that is."""
+
+import asyncio
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posttrain.engines.protocol import Request
+from posttrain.engines.vllm.buckets import Depot, buckets
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.http import ask
+from posttrain.engines.vllm.opening import open_vllm
+from posttrain.engines.vllm.replica import Died, Refused
+from posttrain.engines.vllm.server import Server
+from posttrain.engines.vllm.settings import Settings, engine_arguments
+from posttrain.errors import InputError, RunError
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.recipe.vllm import VllmEngineRecipe
+
+
+class Made:
+    """A replica that answers with its weights and dies as often as it is told to."""
+
+    def __init__(self, name, deaths=0):
+        self.name, self.deaths = name, deaths
+        self.starts, self.got, self.held, self.asked, self.asleep = 0, {}, {}, [], False
+
+    async def start(self):
+        self.starts += 1
+        self.got, self.held = {}, {}
+
+    async def generate(self, job):
+        self.asked.append(job["seed"])
+        await asyncio.sleep(0)
+        if self.deaths:
+            self.deaths -= 1
+            raise Died("killed")
+        if not self.held:
+            raise Refused("no weights")
+        number = int(self.held["w1"][0])
+        return {"ids": [number, job["seed"]], "logprobs": [0.0, 0.0], "versions": [self.version] * 2} | {
+            "stop_reason": "turn_budget",
+            "reused": 1,
+        }
+
+    async def begin_weights(self, version):
+        self.got, self.version = {}, version
+
+    async def receive_weights(self, path):
+        self.got |= load_file(path)
+
+    async def finish_weights(self):
+        self.held = dict(self.got)
+        return [name for name in ("w0", "w1", "w2") if name not in self.got]
+
+    async def sleep(self):
+        self.asleep = True
+
+    def close(self):
+        self.closed = True
+
+
+class MadePolicy:
+    """Three weights, each of which says its version."""
+
+    end_tokens = frozenset({2})
+    recipe = SimpleNamespace(path="made")
+    model = torch.nn.Linear(4, 4)
+    number = 5.0
+    names = ("w0", "w1", "w2")
+
+    def weights(self):
+        for name in self.names:
+            yield name, torch.full((2**18,), self.number)
+
+
+def opened(replicas, **keys):
+    return VllmEngine(MadePolicy(), VllmEngineRecipe(bucket_megabytes=1, sequences=4, **keys), replicas)
+
+
+def ask_all(engine, seeds):
+    async def run():
+        requests = [Request((1, 2, 3), SamplingRecipe(), seed, 4) for seed in seeds]
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return asyncio.run(run())
+
+
+def test_answers_come_from_the_weights_that_were_sent():
+    replicas = [Made("a"), Made("b")]
+    engine = opened(replicas, servers=2)
+    for version, number in ((1, 5), (2, 6)):
+        engine.policy.number = float(number)
+        engine.load_weights(version)
+        found = ask_all(engine, range(8))
+        assert [one.ids for one in found] == [(number, seed) for seed in range(8)]
+        assert {one.versions for one in found} == {(version, version)}
+    assert {len(replica.asked) for replica in replicas} == {8}, "requests are shared out evenly"
+    assert engine.counters.sampled == 32
+    assert (engine.counters.reused, engine.counters.prefilled) == (16, 32)
+    engine.sleep()
+    assert all(replica.asleep for replica in replicas)
+
+
+def test_an_episode_stays_with_its_engine():
+    replicas = [Made("a"), Made("b")]
+    engine = opened(replicas, servers=2)
+    engine.load_weights(0)
+
+    async def play(number):
+        with engine.episode():
+            for turn in range(3):
+                await engine.generate(Request((1,), SamplingRecipe(), 10 * number + turn, 4))
+
+    async def run():
+        await asyncio.gather(*(play(number) for number in range(4)))
+
+    asyncio.run(run())
+    played = [{seed // 10 for seed in replica.asked} for replica in replicas]
+    assert played[0] | played[1] == {0, 1, 2, 3}
+    assert not played[0] & played[1]
+
+
+def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
+    replica = Made("a", deaths=1)
+    engine = opened([replica])
+    engine.load_weights(3)
+    engine.policy.number = 99.0
+    found = ask_all(engine, range(4))
+    assert sorted(one.ids for one in found) == [(5, seed) for seed in range(4)], "not those that the learner has by now"
+    assert replica.starts == 2
+    assert engine.restarts == 1
+    assert engine.retried == 1
+    assert "version 3" in engine.take_messages()[0]
+    assert engine.take_messages() == []
+
+
+def test_deaths_are_bounded():
+    engine = opened([Made("a", deaths=9)], retries=2)
+    engine.load_weights(0)
+    with pytest.raises(RunError, match="died 3 times over one answer"):
+        ask_all(engine, [1])
+    engine = opened([Made("a", deaths=9)], retries=8, restarts=2)
+    engine.load_weights(0)
+    with pytest.raises(RunError, match=r"engine\.restarts is 2"):
+        ask_all(engine, [1])
+
+
+def test_a_missing_weight_is_named():
+    engine = opened([Made("a")])
+    engine.policy.names = ("w0", "w1")
+    with pytest.raises(RunError, match="lacks 1 weights of made, the first of them w2"):
+        engine.load_weights(0)
+
+
+def test_files_of_weights_go_when_the_engine_does():
+    engine = opened([Made("a")])
+    engine.load_weights(0)
+    folder = engine._depot.folder
+    assert len(list(folder.iterdir())) == 3, "one bucket of 1 MiB for each weight"
+    engine.load_weights(1)
+    assert len(list(folder.iterdir())) == 3
+    engine.close()
+    assert not folder.exists()
+
+
+def test_buckets_are_bounded_and_keep_everything():
+    weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate((10, 10, 100, 1, 1))]
+    cut = list(buckets(weights, 80))
+    assert [list(bucket) for bucket in cut] == [["w0", "w1"], ["w2"], ["w3", "w4"]]
+    depot = Depot(keep=False, wanted=1)
+    path = depot.put(cut[0], "one.safetensors")
+    assert load_file(path)["w1"].tolist() == [1.0] * 10
+    depot.done_with(path)
+    assert not path.exists()
+    depot.close()
+
+
+def test_a_server_that_does_not_start_says_why(tiny_policy, tmp_path):
+    recipe = VllmEngineRecipe(python=sys.executable)
+    with pytest.raises(
+        RunError, match=r"(?s)vLLM server 0 did not start: it ended with status 1.*No module named 'vllm'"
+    ):
+        open_vllm(tiny_policy, recipe, 64, logs=tmp_path)
+    assert "No module named 'vllm'" in (tmp_path / "vllm-0.log").read_text()
+
+
+def test_what_cannot_be_is_said_before_anything_is_started(tiny_policy, tmp_path):
+    with pytest.raises(InputError, match="under this interpreter, which has none"):
+        open_vllm(tiny_policy, VllmEngineRecipe(mode="in_process"), 64)
+    with pytest.raises(InputError, match="there is no interpreter /none"):
+        open_vllm(tiny_policy, VllmEngineRecipe(python="/none"), 64)
+    with pytest.raises(InputError, match=r"knows 2048 positions .* lower rollout\.tokens_per_episode"):
+        open_vllm(tiny_policy, VllmEngineRecipe(), 4096)
+    with pytest.raises(InputError, match="POSTTRAIN_NO_TOKEN is not set"):
+        open_vllm(tiny_policy, VllmEngineRecipe(urls=["http://a:1"], token_variable="POSTTRAIN_NO_TOKEN"), 64)
+
+
+def test_a_server_that_is_not_there_is_named(tiny_policy):
+    recipe = VllmEngineRecipe(urls=["http://127.0.0.1:1"], start_seconds=0.1)
+    with pytest.raises(RunError, match=r"the vLLM server at http://127\.0\.0\.1:1 does not answer"):
+        open_vllm(tiny_policy, recipe, 64)
+
+
+class MadeHost:
+    """Says what it was asked."""
+
+    dead = False
+
+    def __init__(self):
+        self.cancelled = threading.Event()
+        self.loaded = {}
+
+    def about(self):
+        return {"version": 7}
+
+    async def generate(self, job):
+        if job["seed"] < 0:
+            raise ValueError("no such seed")
+        try:
+            await asyncio.sleep(job["seed"])
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return {"ids": job["prompt_ids"]}
+
+    async def receive_weights(self, path):
+        self.loaded |= load_file(path)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """(host, address) of a server with the token `secret`."""
+    import uvicorn
+
+    host = MadeHost()
+    server = uvicorn.Server(uvicorn.Config(Server(host, "secret", False), port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        threading.Event().wait(0.01)
+    yield host, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+
+
+def asked(url, method, path, content=b"", token="secret", **headers):
+    return asyncio.run(ask(url, method, path, {"authorization": f"Bearer {token}", **headers}, content))
+
+
+def test_token_ids_cross_as_they_are(served):
+    ids = list(range(0, 200_000, 7))
+    body = f'{{"seed": 0, "prompt_ids": {ids}}}'.encode()
+    assert asked(served[1], "POST", "/generate", body) == {"ids": ids}
+
+
+def test_refusals_say_why(served):
+    url = served[1]
+    with pytest.raises(Refused, match="token"):
+        asked(url, "GET", "/about", token="other")
+    with pytest.raises(Refused, match="no such seed"):
+        asked(url, "POST", "/generate", b'{"seed": -1}')
+    with pytest.raises(Refused, match="there is no POST /weights/bucket"):
+        asked(url, "POST", "/weights/bucket", b'{"path": "/etc/passwd"}')
+    assert asked(url, "GET", "/about") == {"version": 7}
+
+
+def test_weights_cross_as_bytes(served, tmp_path):
+    host, url = served
+    depot = Depot(keep=True, wanted=1)
+    weights = {"w": torch.randn(1000, 1001)}
+    path = depot.put(weights, "w.safetensors")
+    asked(url, "POST", "/weights/bucket", path, **{"content-type": "application/octet-stream"})
+    assert torch.equal(host.loaded["w"], weights["w"])
+    depot.close()
+
+
+def test_an_answer_that_nobody_waits_for_is_given_up(served):
+    host, url = served
+
+    async def give_up():
+        task = asyncio.ensure_future(
+            ask(url, "POST", "/generate", {"authorization": "Bearer secret"}, b'{"seed": 100, "prompt_ids": []}')
+        )
+        await asyncio.sleep(0.3)
+        task.cancel()
+
+    asyncio.run(give_up())
+    assert host.cancelled.wait(10)
+
+
+def test_the_lone_server_needs_nothing_but_vllm():
+    """Its modules import no part of posttrain that needs a package of its own."""
+    from tests.test_architecture import SOURCE, imports
+
+    folder = SOURCE / "engines"
+    wanted = [
+        folder / "stopping.py",
+        *(folder / "vllm" / f"{name}.py" for name in ("server", "host", "worker", "settings")),
+    ]
+    found = {name for file in wanted for name in imports(file)}
+    assert found <= {"engines.stopping", "engines.vllm.host", "engines.vllm.settings"}
+
+
+def test_settings_become_arguments_of_vllm():
+    arguments = engine_arguments(Settings("m", cache_gigabytes=0.5, adapter_rank=12), has_gpu=False)
+    assert arguments["kv_cache_memory_bytes"] == 2**29
+    assert arguments["max_lora_rank"] == 16
+    assert arguments["enforce_eager"]
+    assert "load_format" not in arguments, "the frozen weights are those of the files"
+    on_gpu = engine_arguments(Settings("m", logprobs="processed"), has_gpu=True)
+    assert on_gpu["load_format"] == "dummy"
+    assert on_gpu["enable_sleep_mode"]
+    assert not on_gpu["enforce_eager"]
+    assert on_gpu["logprobs_mode"] == "processed_logprobs"
