@@ -43,6 +43,29 @@ def test_truncation_keeps(recipe, kept):
     assert torch.nonzero(truncate(PROBABILITIES[None], [recipe])[0])[:, 0].tolist() == kept
 
 
+@pytest.mark.parametrize("recipe", [SamplingRecipe(top_k=50), SamplingRecipe(top_p=0.5)])
+def test_of_equal_tokens_the_first_stay_in_any_company(recipe):
+    """Logits of bfloat16 weights are equal more often than not where a cut falls."""
+    random = torch.Generator().manual_seed(0)
+    flat = torch.full((1, 49_152), 1 / 49_152)
+    for _ in range(10):
+        row = torch.softmax((3 * torch.randn(1, 49_152, generator=random)).bfloat16().float(), -1)
+        kept = truncate(row, [recipe])[0] > 0
+        # A neighbour whose top-p reaches far makes the whole vocabulary be sorted.
+        among = truncate(torch.cat([row, flat]), [recipe, SamplingRecipe(top_p=0.99)])[0] > 0
+        assert torch.equal(kept, among)
+        least = row[0][kept].min()
+        equal = torch.nonzero(row[0] == least)[:, 0]
+        assert kept[equal].tolist() == sorted(kept[equal].tolist(), reverse=True)
+        assert recipe.top_k == 0 or int(kept.sum()) == recipe.top_k
+
+
+def test_one_of_equal_tokens_is_the_greedy_one():
+    probabilities = torch.tensor([[0.2, 0.4, 0.4]])
+    assert truncate(probabilities, [SamplingRecipe(top_k=1)])[0].tolist() == pytest.approx([0, 0.4, 0])
+    assert truncate(probabilities, [SamplingRecipe(top_p=0.1)])[0].tolist() == pytest.approx([0, 0.4, 0])
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     weights=st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30),

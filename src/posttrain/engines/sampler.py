@@ -71,8 +71,9 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     """`probabilities` [B, V] with all outside top-k, then top-p, and min-p set to zero (not rescaled), row by row.
 
     top-p keeps the most probable tokens until their sum reaches p, the token that reaches it included; min-p keeps
-    tokens of at least min_p times the largest probability. The most probable token always stays. Rows need not sum
-    to 1. The vocabulary is sorted only where top-p reaches further than its most probable part.
+    tokens of at least min_p times the largest probability. The most probable token always stays; of tokens that are
+    equally probable, as many are in bfloat16, the first stay. Rows need not sum to 1, and what is kept of one does not
+    depend on the others. The vocabulary is sorted only where top-p reaches further than its most probable part.
     """
     vocabulary = probabilities.shape[1]
     total = probabilities.sum(-1, keepdim=True)
@@ -88,10 +89,10 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     if only_floor:
         return torch.where(probabilities >= floors * probabilities.amax(-1, keepdim=True), probabilities, 0)
     while True:
-        ordered, order = probabilities.topk(width, sorted=True)
+        ordered = probabilities.topk(width, sorted=True).values
         ranked = ordered * (torch.arange(width, device=ordered.device)[None] < ranks)
-        in_ranks = torch.where(ranks < vocabulary, ranked.sum(-1, keepdim=True), total)
         running = ranked.cumsum(-1)
+        in_ranks = torch.where(ranks < vocabulary, running[:, -1:], total)
         # A row is settled where its last candidate is beyond top-k or top-p.
         settled = (ranks <= width) | (running[:, -1:] >= nuclei * in_ranks)
         if width == vocabulary or bool(settled.all()):
@@ -99,4 +100,12 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
         width = vocabulary
     keep = (ranked > 0) & ((running - ranked < nuclei * in_ranks) | (nuclei == 1)) & (ranked >= floors * ordered[:, :1])
     keep[:, 0] = True
-    return torch.zeros_like(probabilities).scatter(1, order, ordered * keep)
+    count = keep.sum(-1, keepdim=True)
+    least = ordered.gather(1, count - 1)
+    chosen = probabilities >= least
+    if bool((chosen.sum(-1, keepdim=True) > count).any()):
+        # Which of equal tokens `topk` names first depends on how many it is asked for.
+        free = count - (probabilities > least).sum(-1, keepdim=True)
+        equal = probabilities == least
+        chosen &= ~equal | (equal.cumsum(-1) <= free)
+    return torch.where(chosen, probabilities, 0)
