@@ -15,6 +15,7 @@ def main(folder: Path) -> int:
     """Run the job in `folder`; returns the exit code. One that was asked to stop, and did, counts as done."""
     rank = int(os.environ["RANK"])
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    job = json.loads((folder / "job.json").read_text())
     try:
         if (folder / "stop").exists():
             raise KeyboardInterrupt
@@ -23,7 +24,6 @@ def main(folder: Path) -> int:
         from posttrain.recipe.stages import Recipe
         from posttrain.training.stage import run_stage
 
-        job = json.loads((folder / "job.json").read_text())
         recipe = TypeAdapter(Recipe).validate_python(job["recipe"])
         run_stage(recipe, resume=job["resume"], overwrite=job["overwrite"])
     except KeyboardInterrupt as stop:
@@ -41,7 +41,8 @@ def main(folder: Path) -> int:
         else:
             from posttrain.cli.main import told
 
-            traceback.print_exc()
+            if job["debug"]:
+                traceback.print_exc()
             write_end(folder, rank, error, *told(error))
         return 1
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -36,6 +36,7 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="posttrain-") as name:
         folder = Path(name)
         job = {"recipe": recipe.model_dump(mode="json"), "resume": resume, "overwrite": overwrite}
+        job["debug"] = "--debug" in sys.argv
         (folder / "job.json").write_text(json.dumps(job))
         config = LaunchConfig(
             min_nodes=1,
@@ -129,7 +130,7 @@ def write_end(folder: Path, rank: int, error: BaseException | None, message: str
     """Tell the launching process how this one ended."""
     from posttrain.distribution.world import Lost
 
-    end = {"code": code, "message": message, "lost": isinstance(error, Lost), "ours": isinstance(error, PosttrainError)}
+    end = {"code": code, "message": message, "lost": isinstance(error, Lost)}
     aside = folder / f".end-{rank}"
     aside.write_text(json.dumps(end))
     aside.rename(folder / f"end-{rank}.json")
