@@ -9,6 +9,7 @@ from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.cost_devices import Device
 from posttrain.recipe.cost_table import show_times
 from posttrain.recipe.memory import ModelSizes, memory_estimate
+from posttrain.recipe.memory_processes import process_memory
 from posttrain.recipe.notes import notes
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import (
@@ -31,6 +32,8 @@ from posttrain.recipe.unit_credit import (
 )
 from posttrain.recipe.vllm import VllmEngineRecipe
 
+Learned = RlRecipe | SftRecipe | DpoRecipe | RewardRecipe
+
 
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
     """Print the whole plan; `sizes` are those of the model, None where its files are not on this machine, and `device` is
@@ -40,6 +43,8 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     console.print("\n[bold]batches[/bold]")
     for line in batch_arithmetic(recipe):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    if isinstance(recipe, Learned) and recipe.hardware.processes > 1:
+        console.print(f"  {_processes(recipe)}", markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]memory[/bold]")
     if recipe.remote is not None:
         console.print("  none for a model: the server has it")
@@ -51,6 +56,13 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
         show_times(recipe, sizes, device, console)
     for note in notes(recipe):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _processes(recipe: Learned) -> str:
+    """Who does what, where there are several processes."""
+    count = recipe.hardware.processes
+    play = f", and {recipe.rollout.groups_per_step} groups" if isinstance(recipe, RlRecipe) else ""
+    return f"{count} processes divide the forward passes of each update among them{play}; each holds 1/{count} of the model's state"
 
 
 def batch_arithmetic(recipe: Recipe) -> list[str]:
@@ -209,14 +221,16 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
 
 
 def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Table:
-    rows = memory_estimate(recipe, sizes)
+    apart = isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload)
+    rows = process_memory(recipe, sizes) if apart else memory_estimate(recipe, sizes)  # type: ignore[arg-type]
     table = Table("what", "memory", "counted as", box=None, show_header=False)
     for what, (count, how) in rows.items():
         table.add_row(f"  {what}", _bytes(count), how)
     together, said = sum(count for count, _ in rows.values()), "an estimate"
     if device is not None and device.memory is not None and together > device.memory:
         said += f"; {device.name} has {_bytes(int(device.memory))}"
-    table.add_row("  [bold]together[/bold]", _bytes(together), said)
+    each = "in each process" if apart else "together"
+    table.add_row(f"  [bold]{each}[/bold]", _bytes(together), said)
     table.columns[1].justify = "right"
     return table
 

@@ -1,0 +1,41 @@
+"""What `--dry-run` says that each process keeps."""
+
+from posttrain.recipe.memory import ModelSizes, memory_estimate
+from posttrain.recipe.memory_processes import process_memory
+from posttrain.recipe.supervised import SftRecipe
+
+SIZES = ModelSizes(
+    parameters=1000, layers=2, hidden=8, intermediate=16, heads=2, key_value_heads=1, head_size=4, vocabulary=32
+)
+
+
+def rows(dtype="float32", lora=None, **hardware):
+    values = {"data": {"train": "x.jsonl"}, "model": {"dtype": dtype, "lora": lora}, "hardware": hardware}
+    recipe = SftRecipe.model_validate(values)
+    return {what: count for what, (count, _) in process_memory(recipe, SIZES).items()}, recipe
+
+
+def test_state_is_divided_and_whole_gradients_are_not():
+    found, recipe = rows(processes=4)
+    alone = {what: count for what, (count, _) in memory_estimate(recipe, SIZES).items()}
+    for what in ("weights", "gradients", "AdamW state"):
+        assert found[what] == alone[what] / 4
+    assert found["whole gradients"] == 4000
+    assert found["activations, roughly"] == alone["activations, roughly"]
+    assert "whole gradients" not in rows(processes=4, reduce="each")[0]
+
+
+def test_in_bfloat16_the_shares_are_the_masters():
+    found, _ = rows("bfloat16", processes=2)
+    assert found["weights"] == found["gradients"] == 4 * 1000 / 2
+    assert "float32 masters and their gradients" not in found
+    assert rows("bfloat16", processes=2, reshard_after_forward=False)[0]["gathered for a moment"] == 2 * 1000
+
+
+def test_adapters_and_offload():
+    found, _ = rows("bfloat16", lora={"rank": 1}, processes=2)
+    adapters = found["gradients"] * 2 // 4
+    assert 0 < adapters < 1000
+    assert found["weights"] == (2 * 1000 + 4 * adapters) / 2
+    away, _ = rows("bfloat16", processes=2, offload=True)
+    assert [away[what] for what in ("weights", "gradients", "AdamW state")] == [0, 0, 0]
