@@ -116,6 +116,15 @@ def test_memory_counts_what_is_kept():
     assert set(memory_estimate(recipe_of(stage="evaluate"), SIZES)) == {"weights", "key/value cache, at most"}
 
 
+def test_pairs_that_are_all_known_need_no_copy_of_the_reference():
+    def has_copy(*changes):
+        return "reference model" in memory_estimate(recipe_of("data.train=[rows.jsonl]", *changes, stage="dpo"), SIZES)
+
+    assert not has_copy()
+    assert has_copy("loss.type=kto")
+    assert has_copy("data.streaming=true", "steps=5")
+
+
 def test_memory_of_a_critic_of_its_own():
     def row(*changes):
         return memory_estimate(recipe_of(*PPO, *changes), SIZES)["critic"][0]

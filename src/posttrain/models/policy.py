@@ -88,7 +88,3 @@ class Policy(TrainedModel):
                 yield
             finally:
                 self.model, self.sharded = own
-
-    def drop_reference(self) -> None:
-        """Free the frozen copy, where there is one and nothing more is asked of it."""
-        self._reference = None

@@ -179,7 +179,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if width == 2:
         rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
     rows["AdamW state"] = (8 * trained, "two float32 numbers for each trained parameter")
-    needed = isinstance(recipe, DpoRecipe) and recipe.loss.needs_reference
+    needed = isinstance(recipe, DpoRecipe) and recipe.keeps_reference
     if needed or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
         if recipe.model.lora is None:
             rows["reference model"] = (width * sizes.parameters, "a second copy of the model as it starts")

@@ -118,6 +118,11 @@ class DpoRecipe(_Rows):
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=1e-6)
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the start of the policy is asked while it trains: for rows that nobody could ask about before."""
+        return self.loss.needs_reference and (self.loss.type == "kto" or self.data.streaming)
+
     @model_validator(mode="after")
     def _parts_fit(self):
         _check_rows(self, self.data, 1 if self.loss.type == "kto" else 2)

@@ -36,7 +36,11 @@ class References:
             self._model = _digest_of(policy)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
-        """Compute the log-probabilities of `samples` that are not known, or read them from the disk."""
+        """Compute the log-probabilities of `samples` that are not known, or read them from the disk.
+
+        The policy must still be as it started: it is its own reference then, so no copy of its weights is needed.
+        """
+        assert self.policy.version == 0, "the policy has learned something already"
         names = [_name(sample.stream) for sample in samples]
         missing = sorted({name for name in names if name not in self._known})
         if not missing:
@@ -45,8 +49,7 @@ class References:
         if file is not None and self._found(file, samples, names):
             return
         left = {name: sample for name, sample in zip(names, samples, strict=True) if name not in self._known}
-        with self.policy.as_reference():
-            found = logprobs(self.learner, [_alone(sample) for sample in left.values()])
+        found = logprobs(self.learner, [_alone(sample) for sample in left.values()])
         self._known |= dict(zip(left, found, strict=True))
         if file is not None and current().first:
             self._write(file, missing)
