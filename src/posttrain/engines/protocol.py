@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from posttrain.recipe.rollout import SamplingRecipe
@@ -51,6 +51,11 @@ class EngineCounters:
     """Prompt tokens taken from the cache: earlier turns, and prompts shared in a group."""
     forwards: int = 0
     """Forward passes."""
+
+    def since(self, before: "EngineCounters") -> "EngineCounters":
+        """The work done since the counters were as `before`."""
+        now, then = asdict(self), asdict(before)
+        return EngineCounters(**{name: now[name] - then[name] for name in now})
 
 
 class SteppedEngine(Protocol):

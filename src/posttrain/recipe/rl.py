@@ -60,6 +60,13 @@ class RlRecipe(PlayedRecipe):
         return isinstance(self.credit, CriticCredit)
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether its credit compares the episodes of a group, of which there must be two at least."""
+        return self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "mt_grpo", "gigpo") or (
+            isinstance(self.credit, TurnReturnsCredit) and self.credit.baseline == "others"
+        )
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the frozen start of the policy is kept: for KL, or for the entropies that cut units."""
         segmenter = getattr(self.unit_credit, "segmenter", None)
@@ -110,10 +117,7 @@ class RlRecipe(PlayedRecipe):
             raise ValueError(
                 f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
             )
-        if (
-            self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "mt_grpo", "gigpo")
-            or (isinstance(self.credit, TurnReturnsCredit) and self.credit.baseline == "others")
-        ) and self.rollout.episodes_per_group < 2:
+        if self.compares_groups and self.rollout.episodes_per_group < 2:
             raise ValueError(
                 f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
             )

@@ -46,11 +46,14 @@ TRAINING: dict[str, tuple[str, ...]] = {
     "rl": (
         *_ALWAYS,
         *(f"loss/{name}" for name in ("policy", "kl", "nll")),
-        *(f"policy/{name}" for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio")),
+        *(
+            f"policy/{name}"
+            for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
+        ),
         *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_behaviour_k1", "kl_behaviour_k3")),
         *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
-        *(f"rollout/{name}" for name in ("episodes", "kept", "failed")),
-        *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused")),
+        *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "stale", "stale_alone", "restarted")),
+        *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused", "discarded")),
         "kl/coefficient",
         "reward/group_spread",
     ),

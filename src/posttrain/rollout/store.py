@@ -101,10 +101,10 @@ def write_episodes(
         "failed": len(episodes) - len(returns),
         "advantages": advantages is not None,
     }
-    lines = [_dump(header)]
+    lines = [dump_line(header)]
     for number, episode in enumerate(episodes):
         credit = None if advantages is None else [_pack(np.asarray(a)) for a in advantages.values[number]]
-        lines.append(_dump({**_episode_values(episode), "advantages": credit, "units": _unit_values(known[number])}))
+        lines.append(dump_line({**episode_values(episode), "advantages": credit, "units": _unit_values(known[number])}))
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_atomically(path, zstandard.ZstdCompressor(level=3, write_checksum=True).compress("\n".join(lines).encode()))
@@ -126,7 +126,7 @@ def read_episodes(path: Path) -> StoredEpisodes:
         if len(records) != header["episodes"]:
             raise ValueError(f"{len(records)} episodes instead of {header['episodes']}")
         return StoredEpisodes(
-            [_episode(record) for record in records],
+            [episode_of(record) for record in records],
             Advantages([[_unpack(packed) for packed in record["advantages"]] for record in records])
             if header["advantages"]
             else None,
@@ -182,7 +182,8 @@ def _damaged(path: Path, error: Exception) -> RunError:
     return RunError(f"the episode file {path} is damaged ({error}); delete it, nothing else of the run depends on it")
 
 
-def _dump(value: dict[str, Any]) -> str:
+def dump_line(value: dict[str, Any]) -> str:
+    """As one line of JSON; what that has not, as the nearest thing it has."""
     return json.dumps(value, default=_nearest, separators=(",", ":"))
 
 
@@ -203,7 +204,8 @@ def _unpack(packed: list[str]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(packed[1], validate=True), dtype=packed[0]).copy()
 
 
-def _episode_values(episode: Episode) -> dict[str, Any]:
+def episode_values(episode: Episode) -> dict[str, Any]:
+    """What the store keeps of an episode."""
     return {
         "seed": int(episode.seed),
         "group": int(episode.group),
@@ -249,7 +251,8 @@ def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
     return _CHANNELS[record["channel"]](spans, _unpack(record["credits"]), record["outcome"], record["empty"])
 
 
-def _episode(record: dict[str, Any]) -> Episode:
+def episode_of(record: dict[str, Any]) -> Episode:
+    """The episode of which `episode_values` made `record`."""
     return Episode(
         seed=record["seed"],
         group=record["group"],

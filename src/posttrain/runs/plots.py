@@ -49,6 +49,7 @@ from posttrain.runs.score_plot import draw_scores
 
 PHASES = {
     "rollout": BLUE,
+    "waited_for_rollout": BLUE,
     "rows": RED,
     "credit": SKY,
     "update": ORANGE,
@@ -184,7 +185,7 @@ def _time(lines: list[Line]) -> Figure | None:
         if sum(values) <= 0.001 * total:
             continue
         heights = [average(values[start : start + per_bar]) for start in starts]
-        label = f"{phase}, {sum(values) / total:.0%}"
+        label = f"{phase.replace('_', ' ')}, {sum(values) / total:.0%}"
         axes.bar(centres, heights, width, bottom, color=PHASES.get(phase, "#C4C4C4"), label=label, linewidth=0)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axes.grid(visible=False, axis="x")

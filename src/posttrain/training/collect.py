@@ -1,11 +1,12 @@
 """One step's episodes: tasks drawn in a fixed order, played in groups, filtered, and refilled where asked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import RunError
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import RlRecipe
@@ -20,6 +21,7 @@ class TaskOrder:
 
     def __init__(self, seeds: SeedRange, run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()) -> None:
         """`left_out`: seeds of the range that are never drawn."""
+        self.range, self.left_out = seeds, left_out
         self.seeds = [seed for seed in range(seeds.start, seeds.stop) if seed not in left_out]
         self.run_seed = run_seed
         self.drawn = drawn
@@ -32,6 +34,10 @@ class TaskOrder:
             taken.append(self.seeds[int(self._order(passes)[place])])
         self.drawn += count
         return taken
+
+    def copy(self) -> "TaskOrder":
+        """One that goes on from here by itself."""
+        return TaskOrder(self.range, self.run_seed, self.drawn, self.left_out)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -54,16 +60,27 @@ class Collected:
     greedy: dict[int, Episode] = field(default_factory=dict)
     """The greedy episode of each group, for `remax`."""
     messages: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What is to be logged of how it was sampled."""
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    """The engine's work for it."""
+    seconds: float = 0.0
+    """Time that sampling took."""
 
 
-def collect(player: Player, recipe: RlRecipe, tasks: TaskOrder, step: int) -> Collected:
+Play = Callable[[Player, Sequence[Place]], list[Episode]]
+"""Plays the episodes of places and returns them in that order, with all that they are paid."""
+
+
+def collect(player: Player, recipe: RlRecipe, tasks: TaskOrder, step: int, play: Play = play_all) -> Collected:
     """Sample a step's groups; with the `dynamic` filter, again until enough of them have signal or rounds run out."""
     wanted = recipe.rollout.groups_per_step
     collected = Collected([], [])
     kept: list[list[Episode]] = []
     rounds = recipe.rollout.filter.max_rounds if recipe.rollout.filter.type == "dynamic" else 1
     for _ in range(rounds):
-        groups = _play_groups(player, recipe, tasks.take(wanted - len(kept)), step, len(collected.sampled), collected)
+        seeds, first = tasks.take(wanted - len(kept)), len(collected.sampled)
+        groups = _play_groups(player, recipe, seeds, step, first, collected, play)
         kept += [g for g in groups if has_signal(g)] if recipe.rollout.filter.type == "dynamic" else groups
         if len(kept) == wanted:
             break
@@ -76,7 +93,13 @@ def collect(player: Player, recipe: RlRecipe, tasks: TaskOrder, step: int) -> Co
 
 
 def _play_groups(
-    player: Player, recipe: RlRecipe, seeds: Sequence[int], step: int, first: int, collected: Collected
+    player: Player,
+    recipe: RlRecipe,
+    seeds: Sequence[int],
+    step: int,
+    first: int,
+    collected: Collected,
+    play: Play,
 ) -> list[list[Episode]]:
     """Play one group per seed; group ids go on from those already sampled in this step."""
     size = recipe.rollout.episodes_per_group
@@ -86,13 +109,13 @@ def _play_groups(
         for group, seed in zip(ids, seeds, strict=True)
         for index in range(size)
     ]
-    episodes = play_all(player, places)
+    episodes = play(player, places)
     collected.sampled += episodes
     usable = _apply_failure_policy(episodes, recipe, collected)
     if recipe.credit.type == "remax":
         greedy = replace(player, sampling=SamplingRecipe(temperature=0.0))
         probes = [Place(s, g, size, (recipe.seed, "greedy", step, g)) for g, s in zip(ids, seeds, strict=True)]
-        baselines = play_all(greedy, probes)
+        baselines = play(greedy, probes)
         collected.greedy |= {e.group: e for e in baselines if e.outcome is not Outcome.FAILED}
         without = sorted(set(ids) - set(collected.greedy))
         if without:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ class RewardScorer:
     def __init__(self, source: RewardSource, policy: Policy) -> None:
         """`InputError` when `source` names no reward model, or one without the statistics that it should be scaled by."""
         self.source = source
+        self.alone = threading.Lock()
+        """Held while the reward model is in use: rollouts ahead of the learner are scored in another thread."""
         self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype), new_head=False)
         self.statistics = (0.0, 1.0)
         if source.normalise == "stored":
@@ -60,7 +63,9 @@ class RewardScorer:
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Score all that did not fail. A reward that is not a number fails the episode."""
         played = [e for e in episodes if e.outcome is not Outcome.FAILED and e.turns]
-        for episode, raw in zip(played, self.scores(played), strict=True):
+        with self.alone:
+            scores = self.scores(played)
+        for episode, raw in zip(played, scores, strict=True):
             if not math.isfinite(raw):
                 episode.outcome, episode.failure = Outcome.FAILED, f"the reward model gave {raw}"
                 continue

@@ -15,13 +15,14 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
-from posttrain.training.collect import TaskOrder, collect
+from posttrain.training.collect import TaskOrder
 from posttrain.training.critic import open_critic
 from posttrain.training.forward import token_forward
 from posttrain.training.guards import Guards
 from posttrain.training.learner import means
 from posttrain.training.playing import Playing
 from posttrain.training.reward_scorer import RunningStatistics, open_scorer
+from posttrain.training.rollouts import open_rollouts
 from posttrain.training.scoring import greedy_returns, samples_of, score
 from posttrain.training.statistics import StepCounters, rollout_metrics
 from posttrain.training.table import finish, measure_start
@@ -58,45 +59,52 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     running = RunningStatistics(recipe.reward)
     trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards, "reward": running}
     trainer.companions = {"critic": critic} if critic is not None else {}
+    rollouts = open_rollouts(recipe, playing, tasks, trainer)
     if resume:
         trainer.resume()
     with trainer.working(f"rl {recipe.name}"):
         if trainer.evaluated < 0:
             measure_start(trainer)
         trainer.begin()
-        while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
-            step, counters = trainer.step + 1, StepCounters(trainer, playing.engine)
-            with trainer.phase("rollout"), playing.player(recipe.rollout.sampling) as player:
-                collected = collect(player, recipe, tasks, step)
-            with trainer.phase("credit"):
-                samples = samples_of(collected.episodes, step)
-                reference_and_old(trainer.learner, policy, recipe, samples)
-                running.include(collected.episodes)
-                units = StepUnits()
-                if creditor is not None:
-                    units = creditor.credit(collected.episodes, samples, step, running)
-                rewards = score(collected.episodes, samples, recipe, kl.coefficient, running)
-                rewards = units.in_rewards(collected.episodes, rewards)
-                values = critic.judge(collected.episodes, samples, rewards) if critic is not None else None
-                credit = assign(collected.episodes, recipe.credit, rewards, greedy_returns(collected, running), values)
-                credit = units.in_advantages(collected.episodes, credit)
-                give_credit(samples, credit)
-            write_episodes(run.episodes, step, "train", collected.episodes, credit, units.units)
-            with trainer.interrupts.critical():
-                with trainer.phase("update"):
-                    totals = make_updates(trainer, recipe, collected, samples, kl.coefficient, critic, rows)
-                metrics = rollout_metrics(collected, recipe) | means(totals) | units.metrics | counters.metrics()
-                if recipe.kl.coefficient > 0:
-                    metrics["kl/coefficient"] = kl.coefficient
-                kl.update(metrics.get("policy/kl"), len(collected.episodes))
-                fired = guards.check(metrics)
-                trainer.finish_step(metrics)
-                told = [*trainer.learner.take_messages(), *(critic.take_messages() if critic is not None else [])]
-                trainer.warn([*collected.messages, *playing.engine.take_messages(), *units.messages, *told, *fired])
-            trainer.evaluate_and_save()
-            if fired and recipe.guards.action == "stop":
-                trainer.warn(["stopped by a guard; the best checkpoint is kept"])
-                break
+        with rollouts:
+            while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
+                step, counters = trainer.step + 1, StepCounters(trainer)
+                with trainer.phase(rollouts.phase):
+                    collected = rollouts.take(step)
+                with trainer.phase("credit"):
+                    samples = samples_of(collected.episodes, step)
+                    reference_and_old(trainer.learner, policy, recipe, samples)
+                    running.include(collected.episodes)
+                    units = StepUnits()
+                    if creditor is not None:
+                        units = creditor.credit(collected.episodes, samples, step, running)
+                    rewards = score(collected.episodes, samples, recipe, kl.coefficient, running)
+                    rewards = units.in_rewards(collected.episodes, rewards)
+                    values = critic.judge(collected.episodes, samples, rewards) if critic is not None else None
+                    credit = assign(
+                        collected.episodes, recipe.credit, rewards, greedy_returns(collected, running), values
+                    )
+                    credit = units.in_advantages(collected.episodes, credit)
+                    give_credit(samples, credit)
+                write_episodes(run.episodes, step, "train", collected.episodes, credit, units.units)
+                with trainer.interrupts.critical():
+                    with trainer.phase("update"):
+                        totals = make_updates(trainer, recipe, collected, samples, kl.coefficient, critic, rows)
+                    metrics = (
+                        rollout_metrics(collected, recipe) | means(totals) | units.metrics | counters.metrics(collected)
+                    )
+                    if recipe.kl.coefficient > 0:
+                        metrics["kl/coefficient"] = kl.coefficient
+                    kl.update(metrics.get("policy/kl"), len(collected.episodes))
+                    fired = guards.check(metrics)
+                    trainer.finish_step(metrics)
+                    rollouts.learned(step)
+                    told = [*trainer.learner.take_messages(), *(critic.take_messages() if critic is not None else [])]
+                    trainer.warn([*collected.messages, *units.messages, *told, *fired])
+                trainer.evaluate_and_save()
+                if fired and recipe.guards.action == "stop":
+                    trainer.warn(["stopped by a guard; the best checkpoint is kept"])
+                    break
         trainer.conclude()
         finish(trainer, console)
 

@@ -1,11 +1,9 @@
 """Numbers of a step that come from its episodes and from the engine's counters."""
 
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 
-from posttrain.engines.protocol import Engine
 from posttrain.evaluation.summary import knows_success, reported
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.streams import Outcome
@@ -44,31 +42,25 @@ def rollout_metrics(collected: Collected, recipe: RlRecipe) -> dict[str, float]:
         metrics["rollout/return"] = _mean([e.total_reward for e in played])
     if spreads:
         metrics["reward/group_spread"] = _mean(spreads)
-    return metrics
+    return metrics | collected.metrics
 
 
 class StepCounters:
-    """What the engine and the learner do from here on, in tokens, and how fast."""
+    """What the engine does for a step and the learner from here on, in tokens, and how fast."""
 
-    def __init__(self, trainer: Trainer, engine: Engine) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.engine = engine
-        self._engine = replace(engine.counters)
         self._trained = trainer.learner.trained_tokens
 
-    def metrics(self) -> dict[str, float]:
-        """Counts since the start; the speed is sampled tokens per second of rollout."""
-        now, before, world = self.engine.counters, self._engine, self.trainer.world
-        seconds = self.trainer.seconds["rollout"]
-        names = ("sampled", "prefilled", "reused")
-        done = world.gather([[getattr(now, name) - getattr(before, name) for name in names]])
-        sampled, prefilled, reused = map(sum, zip(*done, strict=True))
+    def metrics(self, collected: Collected) -> dict[str, float]:
+        """Counts of the step that learns from `collected`; the speed is sampled tokens per second of sampling."""
+        engine, seconds = collected.counters, collected.seconds
         return {
-            "tokens/sampled": float(sampled),
-            "tokens/prefilled": float(prefilled),
-            "tokens/reused": float(reused),
+            "tokens/sampled": float(engine.sampled),
+            "tokens/prefilled": float(engine.prefilled),
+            "tokens/reused": float(engine.reused),
             "tokens/trained": float(self.trainer.learner.trained_tokens - self._trained),
-            "speed/tokens_per_second": sampled / seconds if seconds else 0.0,
+            "speed/tokens_per_second": engine.sampled / seconds if seconds else 0.0,
             "optimizer/learning_rate": self.trainer.optimizer.learning_rate,
         }
 

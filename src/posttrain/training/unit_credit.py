@@ -102,6 +102,12 @@ class UnitCreditor:
 
         RunError for an episode in several streams, which the reward model does not read as a whole.
         """
+        with self.scorer.alone:
+            return self._credit(episodes, samples, step, running)
+
+    def _credit(
+        self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int, running: RunningStatistics
+    ) -> StepUnits:
         begun = time.perf_counter()
         scale = running.scaled if running.active else self._stored
         valuer = UnitValuer(self.scorer.model, self.scorer.source.tokens_per_batch, scale, self.scorer.source.clip)

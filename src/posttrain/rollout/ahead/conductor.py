@@ -1,0 +1,101 @@
+"""Which weights the episodes of a batch are sampled with: the bound on their age, and what happens when newer ones come.
+
+The batch of step s begins once the weights after step s - 1 - `ahead` exist.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from posttrain.engines.protocol import Engine
+from posttrain.errors import RunError
+from posttrain.models.policy import Policy
+from posttrain.rollout.ahead.events import NewWeights, Recorded
+from posttrain.rollout.ahead.flights import Flights
+from posttrain.rollout.ahead.weights import Published, Weights
+
+Rule = Literal["finish", "continue", "restart"]
+
+
+class Conductor:
+    """Gives the engine its weights, batch by batch and within a batch. Used by the thread that samples."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        ahead: int,
+        policy: Policy,
+        engine: Engine,
+        published: Published,
+        flights: Flights,
+        recorded: Mapping[int, Recorded] | None,
+    ) -> None:
+        """`policy` is what `engine` samples with, and the conductor's alone; `recorded`: events to follow, by batch."""
+        self._rule, self._ahead = rule, ahead
+        self._policy, self._engine = policy, engine
+        self._published, self._flights = published, flights
+        self._recorded = recorded
+        self._batch = 0
+        self._loaded: Weights | None = None
+        self._first_pass = 0
+        self._taken: list[NewWeights] = []
+        self._due: list[NewWeights] = []
+        if hasattr(engine, "before_pass"):
+            engine.before_pass = self.look
+        elif rule != "finish":
+            flights.watch = self.look
+
+    def begin(self, batch: int) -> None:
+        """Wait for the weights that `batch` may begin with, and load them."""
+        oldest = self._published.after(max(0, batch - 1 - self._ahead))
+        self._batch, self._taken, self._first_pass = batch, [], self._engine.counters.forwards
+        self._due = []
+        if self._recorded is not None:
+            if batch not in self._recorded:
+                raise RunError(
+                    f"rollout.replay: the run that is replayed has no events of batch {batch}; lower `steps`"
+                )
+            self._due = list(self._recorded[batch].weights)
+            self._take(self._published.after(self._due.pop(0).learned))
+        else:
+            self._take(oldest if self._rule == "finish" else self._published.newest())
+
+    def look(self) -> None:
+        """Between two forward passes: take newer weights, if there are any and the rule is to take them."""
+        if self._recorded is not None:
+            while self._due and self._due[0].before_pass == self.passes:
+                self._change(self._published.after(self._due.pop(0).learned))
+        elif self._rule != "finish":
+            newest = self._published.newest()
+            assert self._loaded is not None
+            if newest.version > self._loaded.version:
+                self._change(newest)
+
+    def end(self) -> tuple[list[NewWeights], int]:
+        """What was taken while the batch was sampled, and the forward passes of it."""
+        return self._taken, self.passes
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were loaded last; 0 before any."""
+        return self._loaded.version if self._loaded is not None else 0
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of the batch so far."""
+        return self._engine.counters.forwards - self._first_pass
+
+    def _change(self, weights: Weights) -> None:
+        places = self._flights.begin_again() if self._rule == "restart" else []
+        self._take(weights, [[place.group, place.index] for place in places])
+
+    def _take(self, weights: Weights, begun_again: list[list[int]] | None = None) -> None:
+        if weights.step < self._batch - 1 - self._ahead:
+            raise RunError(
+                f"internal error: batch {self._batch} was given the weights after step {weights.step}, which are older than "
+                f"rollout.ahead = {self._ahead} allows"
+            )
+        if self._loaded is None or weights.step != self._loaded.step:
+            weights.put_into(self._policy)
+        self._engine.load_weights(weights.version)
+        self._loaded = weights
+        self._taken.append(NewWeights(self.passes, weights.step, weights.version, begun_again or []))

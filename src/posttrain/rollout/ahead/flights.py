@@ -1,0 +1,88 @@
+"""Episodes in flight that can be begun again, or given up from another thread."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from posttrain.rollout.driver import Place, Player
+from posttrain.rollout.streams import Episode
+
+LOOK_SECONDS = 0.05
+"""How often it is looked for newer weights where the engine does not say when it could take them."""
+
+
+class Flights:
+    """The episodes that are being played, in one event loop at a time."""
+
+    def __init__(self) -> None:
+        self.watch: Callable[[], None] | None = None
+        """Called again and again while episodes are in flight, for engines that compute elsewhere."""
+        self.restarts = 0
+        """Episodes begun again so far."""
+        self._open: dict[asyncio.Task[Episode], Place] = {}
+        self._given_up: set[asyncio.Task[Episode]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def play(self, place: Place, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
+        """The episode that `attempt` plays, begun anew as often as `begin_again` asks for it."""
+        self._loop = asyncio.get_running_loop()
+        if self.watch is not None and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(self._look(self.watch))
+        while True:
+            task = asyncio.create_task(attempt())
+            self._open[task] = place
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if task not in self._given_up:
+                    raise
+                self._given_up.remove(task)
+                self.restarts += 1
+            finally:
+                del self._open[task]
+
+    def begin_again(self) -> list[Place]:
+        """Give up what is in flight and begin it anew; returns the places of those episodes.
+
+        They draw the same random numbers again. With fresh ones, those that are long would be given up more often than
+        those that are short, and be replaced by what is shorter on average.
+        """
+        places = list(self._open.values())
+        for task in self._open:
+            self._given_up.add(task)
+            task.cancel()
+        return places
+
+    def stop(self) -> None:
+        """From another thread: end the event loop that plays."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(_cancel_all)
+
+    async def _look(self, watch: Callable[[], None]) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if not self._open:
+                return
+            watch()
+
+
+def _cancel_all() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+@dataclass(frozen=True)
+class AheadPlayer(Player):
+    """A player whose episodes can be begun again."""
+
+    flights: Flights = field(default_factory=Flights)
+
+    async def play(self, place: Place) -> Episode:
+        episode = await self.flights.play(place, partial(super().play, place))
+        own = episode.versions
+        episode.version = int(own[0]) if len(own) else self.version
+        return episode

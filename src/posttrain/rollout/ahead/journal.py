@@ -1,0 +1,126 @@
+"""The buffer of sampled episodes on disk: one file per step, a line per episode as soon as that has ended.
+
+`batch_000012.jsonl` holds a header, the episodes, and, once all are there, an end. A file without an end, or whose last
+line is cut off, is of a step that was being sampled when the run was killed.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from posttrain.rollout.driver import EpisodePlayer, Place, play_each
+from posttrain.rollout.store import dump_line, episode_of, episode_values
+from posttrain.rollout.streams import Episode
+from posttrain.runs.files import storage_errors, sync_directory
+
+FORMAT = 1
+_NAME = re.compile(r"^batch_(\d+)\.jsonl$")
+_SYNC_SECONDS = 1.0
+"""What a power failure may take: a killed process loses nothing."""
+
+
+class BatchJournal:
+    """The episodes of one step, those of an earlier process first. A context manager: it closes the file."""
+
+    def __init__(self, directory: Path, step: int, keep_partial: bool) -> None:
+        """`keep_partial`: go on with the episodes of a file without an end; else such a file is begun anew."""
+        self.path = batch_file(directory, step)
+        self.step = step
+        self.end: dict[str, Any] | None = None
+        """What was said when all episodes were there; None until then."""
+        self._episodes: dict[tuple[int | str, ...], Episode] = {}
+        self._file: IO[bytes] | None = None
+        self._synced = time.monotonic()
+        self._read(keep_partial)
+
+    @property
+    def complete(self) -> bool:
+        return self.end is not None
+
+    def __enter__(self) -> "BatchJournal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def play(self, player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
+        """As `play_all`, but episodes that the file has are not played again, and those played are written to it."""
+        missing = [place for place in places if place.stream not in self._episodes]
+        play_each(player, missing, lambda number, episode: self._write(missing[number], episode))
+        # Taken out: scores are added to them, and a second asking would add those twice.
+        played = [self._episodes.pop(place.stream) for place in places]
+        if player.scorer is not None:
+            player.scorer(played)
+        return played
+
+    def finish(self, said: dict[str, Any]) -> None:
+        """All episodes are there; `said` is what else to keep of them, as plain JSON."""
+        self._append(dump_line({"end": said}), sync=True)
+        self.end = said
+
+    def _write(self, place: Place, episode: Episode) -> None:
+        record = dump_line({"place": place.stream, "episode": episode_values(episode)})
+        self._append(record)
+        # What is learned from is what can be read back, whether the run is killed or not.
+        self._episodes[place.stream] = episode_of(json.loads(record)["episode"])
+
+    def _append(self, line: str, sync: bool = False) -> None:
+        with storage_errors(self.path):
+            file = self._file or self._open()
+            file.write(f"{line}\n".encode())
+            file.flush()
+            if sync or time.monotonic() - self._synced > _SYNC_SECONDS:
+                os.fsync(file.fileno())
+                self._synced = time.monotonic()
+
+    def _open(self) -> IO[bytes]:
+        """The file at its end; a new one gets its header."""
+        new = not self.path.exists()
+        self._file = open(self.path, "ab")  # noqa: SIM115
+        if new:
+            self._file.write(f"{dump_line({'format': FORMAT, 'step': self.step})}\n".encode())
+            sync_directory(self.path.parent)
+        return self._file
+
+    def _read(self, keep_partial: bool) -> None:
+        """Take what the file holds up to its first line that is not whole, and cut off the rest."""
+        if not self.path.exists():
+            return
+        good, content = 0, self.path.read_bytes()
+        for number, line in enumerate(content.splitlines(keepends=True)):
+            try:
+                record = json.loads(line)
+                if not line.endswith(b"\n") or (number == 0 and record != {"format": FORMAT, "step": self.step}):
+                    break
+                if "episode" in record:
+                    self._episodes[tuple(record["place"])] = episode_of(record["episode"])
+                elif "end" in record:
+                    self.end = record["end"]
+            except (ValueError, KeyError, TypeError):
+                break
+            good += len(line)
+        if self.complete or (keep_partial and self._episodes):
+            with storage_errors(self.path):
+                os.truncate(self.path, good)
+        else:
+            self._episodes.clear()
+            with storage_errors(self.path):
+                self.path.unlink()
+
+
+def batch_file(directory: Path, step: int) -> Path:
+    return directory / f"batch_{step:06d}.jsonl"
+
+
+def remove_batches(directory: Path, first: int, last: int | None = None) -> None:
+    """Delete the files of steps `first` to `last`, both included; without `last`, of all later ones too."""
+    for path in directory.glob("batch_*.jsonl"):
+        found = _NAME.match(path.name)
+        if found and int(found[1]) >= first and (last is None or int(found[1]) <= last):
+            with storage_errors(path):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""Rollouts ahead of the learner: what they compute, the bound on their age, replays, and what goes wrong."""
+
+import json
+import random
+import time
+
+import pytest
+
+from posttrain.errors import InputError, RunError
+from posttrain.rollout.ahead.events import EventLog
+from posttrain.rollout.store import read_episodes
+from posttrain.runs.metrics import read_metrics
+from posttrain.training import rl
+from posttrain.training.rollouts import InStep
+
+from . import ahead, small
+
+
+def train_lines(run):
+    return [line for line in read_metrics(run.metrics) if line["kind"] == "train"]
+
+
+@pytest.fixture
+def module(tiny_model, tmp_path):
+    """The module in which recipes find the toy task."""
+    import sys
+
+    from posttrain.recipe.components import environment_class
+
+    environment_class(small.recipe_values(tiny_model, tmp_path)["environment"]["type"])
+    return sys.modules["posttrain_user_letters"]
+
+
+@pytest.fixture
+def noisy(module, monkeypatch):
+    """The toy task takes a while that nobody can foretell."""
+    original, waits = module.Letters.step, random.SystemRandom()
+
+    def step(self, action):
+        time.sleep(waits.uniform(0, 0.02))
+        return original(self, action)
+
+    monkeypatch.setattr(module.Letters, "step", step)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_what_is_learned_is_what_one_thread_learns_with_weights_of_n_steps_before(n, tiny_model, tmp_path, monkeypatch):
+    """With 0 this compares the plain loop with itself in other words, so all three rest on the same reading."""
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "threads", {"ahead": n}))
+    monkeypatch.setattr(rl, "open_rollouts", ahead.OneThread)
+    other = ahead.train(ahead.values(tiny_model, tmp_path, "one", {"ahead": n}))
+    assert ahead.results(run) == ahead.results(other)
+    oldest = [line.get("policy/staleness_max", 0.0) for line in train_lines(run)]
+    assert oldest == [2.0 * min(n, step) for step in range(5)]
+
+
+def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path, monkeypatch):
+    opened = []
+    original = rl.open_rollouts
+    monkeypatch.setattr(rl, "open_rollouts", lambda *args: opened.append(original(*args)) or opened[-1])
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "plain", {"ahead": 0}))
+    assert isinstance(opened[0], InStep)
+    assert not (run.path / "ahead").exists()
+    assert not (run.path / "events.jsonl").exists()
+    for step in range(1, 6):
+        stored = read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst")
+        assert {v for e in stored.episodes for v in e.versions.tolist()} == {2 * (step - 1)}
+
+
+@pytest.mark.parametrize("rule", ["continue", "restart"])
+def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
+    rollout = {"ahead": 2, "on_new_weights": rule, "environment_seconds": 30.0}
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
+    events = EventLog(run.path).read()
+    taken = [(b, w.before_pass) for b, recorded in events.items() for w in recorded.weights]
+    assert any(before > 0 for _, before in taken), f"no weights came while episodes were in flight: {taken}"
+    if rule == "restart":
+        assert sum(line["rollout/restarted"] for line in train_lines(run)) > 0
+        assert sum(line["tokens/discarded"] for line in train_lines(run)) > 0
+    again = ahead.train(ahead.values(tiny_model, tmp_path, "again", rollout | {"replay": str(run.path)}))
+    assert ahead.results(again) == ahead.results(run)
+    assert EventLog(again.path).read() == events
+
+
+def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(tiny_model, tmp_path, noisy):
+    rollout = {"ahead": 2, "on_new_weights": "continue", "environment_seconds": 30.0}
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
+    mixed = 0
+    for step in range(1, 6):
+        for episode in read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst").episodes:
+            own = episode.versions
+            assert (own[1:] >= own[:-1]).all()
+            assert episode.version == own[0] >= 2 * max(0, step - 3)
+            assert own[-1] <= 2 * (step - 1)
+            mixed += own[0] != own[-1]
+            for stream in episode.streams:
+                assert ((stream.versions >= 0) == stream.sampled).all()
+    assert mixed
+
+
+def test_a_replay_that_does_not_fit_says_so(tiny_model, tmp_path):
+    rollout = {"ahead": 1, "on_new_weights": "continue"}
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
+    lines = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    lines[2]["digest"] = "0" * 16
+    (run.path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunError, match=r"batch 3 does not fit the events of .*live: its tokens differ"):
+        ahead.train(ahead.values(tiny_model, tmp_path, "again", rollout | {"replay": str(run.path)}))
+    other = ahead.values(tiny_model, tmp_path, "other", rollout | {"replay": str(run.path)}, seed=3)
+    with pytest.raises(InputError, match=r"live had another value of seed,"):
+        ahead.train(other)
+
+
+def test_what_the_environment_raises_reaches_the_user_as_it_is(tiny_model, tmp_path, module, monkeypatch):
+    monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
+    with pytest.raises(RunError, match=r"6 of 6 episodes failed, the first in group 0 .*ZeroDivisionError"):
+        ahead.train(ahead.values(tiny_model, tmp_path, "fails", {"ahead": 1}))
+
+
+def test_a_guard_stops_both_sides(tiny_model, tmp_path):
+    guards = {"action": "stop", "patience": 2, "min_entropy": 50.0}
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "guarded", {"ahead": 2}, guards=guards))
+    assert [line["step"] for line in train_lines(run)] == [1, 2]
+    assert (run.path / "model" / "model.safetensors").is_file()
+
+
+def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path, noisy):
+    rollout = {"ahead": 1, "on_new_weights": "continue", "stale": "drop", "stale_after": 0, "environment_seconds": 30.0}
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout | {"filter": {"type": "none"}}))
+    lines = train_lines(run)
+    assert lines[0]["rollout/stale"] == 0
+    assert sum(line["rollout/stale"] for line in lines) > 0
+    assert all(line["rollout/kept"] == 6 - line["rollout/stale"] - line["rollout/stale_alone"] for line in lines)
+    assert all(line.get("policy/staleness_max", 0) == 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"credit": {"type": "remax"}},
+        {"model": {"lora": {"rank": 2}}},
+        {"model": {"dtype": "bfloat16"}},
+        {"credit": {"type": "gae"}},
+        {"credit": {"type": "gae"}, "critic": {"trunk": "shared"}},
+        {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
+        {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
+        {"kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward"}},
+    ],
+    ids=str,
+)
+def test_every_algorithm_takes_steps_ahead(changes, tiny_model, tmp_path):
+    base = ahead.values(tiny_model, tmp_path, "small", {"ahead": 1, "on_new_weights": "continue"})
+    merged = {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
+    run = ahead.train(base | merged | {"steps": 3})
+    lines = train_lines(run)
+    assert len(lines) == 3
+    assert all(line["optimizer/gradient_norm"] > 0 for line in lines)
+    assert lines[-1]["policy/staleness_max"] > 0

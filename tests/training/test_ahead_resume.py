@@ -1,0 +1,91 @@
+"""A run that samples ahead and is killed at any instant resumes to the same bits; its buffer survives."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from . import ahead, small
+
+PLACES = {
+    "engine": ("posttrain.engines.local:LocalEngine._step", 100),
+    "journal": ("posttrain.rollout.ahead.journal:BatchJournal._write", 30),
+    "journal end": ("posttrain.rollout.ahead.journal:BatchJournal.finish", 5),
+    "events": ("posttrain.rollout.ahead.events:EventLog.append", 5),
+    "environment": ("posttrain_user_letters:Letters.step", 60),
+    "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),
+    "publish": ("posttrain.rollout.ahead.weights:Published.publish", 5),
+    "metrics": ("posttrain.runs.metrics:MetricsLog.write", 10),
+    "sync": ("os:fsync", 60),
+    "tensors": ("torch:save", 5),
+}
+"""Where a process dies, and about how often that place is passed in a whole run."""
+
+
+def recipe(tiny, runs):
+    return ahead.values(tiny, runs, "small", {"ahead": 2}, checkpoint={"every": 2, "keep": 2})
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("whole")
+    assert small.run(recipe(tiny_model, runs)) == 0, (runs / "log.txt").read_text()
+    return runs / "small"
+
+
+def _same(run, reference):
+    assert small.weights(run) == small.weights(reference)
+    assert small.metrics(run) == small.metrics(reference)
+    assert small.episodes(run) == small.episodes(reference)
+    assert (run / "events.jsonl").read_text() == (reference / "events.jsonl").read_text()
+    assert list((run / "ahead").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
+    draw, values = random.Random(place), recipe(tiny_model, tmp_path)
+    what, most = PLACES[place]
+    for _ in range(2):
+        small.run(values, resume=(tmp_path / "small").exists(), die_at=(what, draw.randint(1, most)))
+    assert small.run(values, resume=(tmp_path / "small").exists()) == 0, (tmp_path / "log.txt").read_text()
+    _same(tmp_path / "small", uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_both_sides_with_a_checkpoint(number, tiny_model, tmp_path, uninterrupted):
+    values = recipe(tiny_model, tmp_path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(small.PRELOAD)
+    process = context.Process(target=small._child, args=(values, False, None))
+    process.start()
+    log, deadline = tmp_path / "log.txt", time.monotonic() + 120
+    while time.monotonic() < deadline and not (log.exists() and "step 2/5" in log.read_text()):
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join()
+    assert f"stopped by {signal.Signals(number).name} after step" in log.read_text()
+    assert small.run(values, resume=True) == 0, log.read_text()
+    _same(tmp_path / "small", uninterrupted)
+
+
+def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_path, uninterrupted):
+    values = recipe(tiny_model, tmp_path)
+    values["checkpoint"] = {"every": 50, "keep": 2}
+    values["evaluation"] = values["evaluation"] | {"every": 0}  # whose best one would be saved
+    # The learner dies in its third step: by then the batches of steps 1 to 3 are there, and no checkpoint is.
+    assert small.run(values, die_at=("posttrain.training.optimizer:Optimizer.step", 5)) == -9
+    left = {path.name: path.read_bytes() for path in (tmp_path / "small" / "ahead").iterdir()}
+    complete = [name for name, content in left.items() if b'{"end"' in content]
+    assert len(complete) >= 3
+    # Once more, and dead before anything can be sampled anew: what was complete is as it was.
+    small.run(values, resume=True, die_at=("posttrain.engines.local:LocalEngine._step", 1))
+    assert {name: (tmp_path / "small" / "ahead" / name).read_bytes() for name in complete} == {
+        name: left[name] for name in complete
+    }
+    assert small.run(values, resume=True) == 0
+    mine, whole = (small.episodes(run) for run in (tmp_path / "small", uninterrupted))
+    steps = [f"step_{step:06d}.train.jsonl.zst" for step in range(1, 6)]
+    assert [mine[step] for step in steps] == [whole[step] for step in steps]
