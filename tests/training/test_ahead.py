@@ -37,7 +37,7 @@ def noisy(module, monkeypatch):
     original, waits = module.Letters.step, random.SystemRandom()
 
     def step(self, action):
-        time.sleep(waits.uniform(0, 0.02))
+        time.sleep(waits.uniform(0, 0.15))
         return original(self, action)
 
     monkeypatch.setattr(module.Letters, "step", step)

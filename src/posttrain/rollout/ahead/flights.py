@@ -21,8 +21,8 @@ class Flights:
         """Called again and again while episodes are in flight, for engines that compute elsewhere."""
         self.restarts = 0
         """Episodes begun again so far."""
-        self._open: dict[asyncio.Task[Episode], Place] = {}
-        self._given_up: set[asyncio.Task[Episode]] = set()
+        self._open: dict[asyncio.Task[Any], Place] = {}
+        self._given_up: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -31,18 +31,22 @@ class Flights:
         self._loop = asyncio.get_running_loop()
         if self.watch is not None and (self._watching is None or self._watching.done()):
             self._watching = asyncio.create_task(self._look(self.watch))
-        while True:
-            task = asyncio.create_task(attempt())
-            self._open[task] = place
-            try:
-                return await task
-            except asyncio.CancelledError:
-                if task not in self._given_up:
-                    raise
-                self._given_up.remove(task)
-                self.restarts += 1
-            finally:
-                del self._open[task]
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = place
+        try:
+            while True:
+                # Begun anew in the same breath: the engine waits for it as if it had never been given up.
+                try:
+                    return await attempt()
+                except asyncio.CancelledError:
+                    if task not in self._given_up:
+                        raise
+                    self._given_up.remove(task)
+                    task.uncancel()
+                    self.restarts += 1
+        finally:
+            del self._open[task]
 
     def begin_again(self) -> list[Place]:
         """Give up what is in flight and begin it anew; returns the places of those episodes.
@@ -52,8 +56,9 @@ class Flights:
         """
         places = list(self._open.values())
         for task in self._open:
-            self._given_up.add(task)
-            task.cancel()
+            if task not in self._given_up:
+                self._given_up.add(task)
+                task.cancel()
         return places
 
     def stop(self) -> None:
