@@ -118,7 +118,7 @@ class Ahead:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights after the last steps before this one, which batches of the coming steps begin with."""
-        self._older = [self._before(back) for back in range(1, self.recipe.rollout.ahead + 1)] if self._exact else []
+        self._older = self._pending()
         return {
             f"{back}/{name}": tensor
             for back, weights in enumerate(self._older, 1)
@@ -127,7 +127,7 @@ class Ahead:
 
     def state_dict(self) -> dict[str, Any]:
         """Which weights those of `tensors` are, and the versions of the last steps."""
-        older = [(weights.step, weights.version) for weights in self._older]
+        older = [(weights.step, weights.version) for weights in self._pending()]
         return {"versions": sorted(self._versions.items()), "older": older}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,11 +135,14 @@ class Ahead:
         for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
             self._published.publish(Weights(step, version, read.tensors))
 
-    def _before(self, back: int) -> Weights:
-        """The weights `back` steps ago; those of the policy where the run has not begun, or is to be read."""
-        step = max(0, self.trainer.step - back)
+    def _pending(self) -> list[Weights]:
+        """The weights 1, 2, ... `ahead` steps ago, where they are needed; copies of the policy's where the run has not
+        begun, or is to be read."""
+        if not self._exact:
+            return []
         kept = {weights.step: weights for weights in self._published.kept()}
-        return kept.get(step) or Weights.of(self.playing.policy, step)
+        steps = [max(0, self.trainer.step - back) for back in range(1, self.recipe.rollout.ahead + 1)]
+        return [kept.get(step) or Weights.of(self.playing.policy, step) for step in steps]
 
     def _remove_covered(self) -> None:
         """Delete from the buffer what no resume will ask for."""
