@@ -10,7 +10,7 @@ from rich.console import Console
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local import LocalEngine
 from posttrain.recipe.stages import Recipe
-from posttrain.rollout.ahead.weights import Weights, twin_of
+from posttrain.rollout.ahead.weights import Weights
 from posttrain.rollout.driver import Player
 from posttrain.training.collect import collect
 from posttrain.training.stage import run_stage
@@ -40,7 +40,7 @@ class OneThread:
 
     def __init__(self, recipe, playing, tasks, trainer):
         self.recipe, self.playing, self.tasks = recipe, playing, tasks
-        self.twin = twin_of(playing.policy)
+        self.twin = playing.policy.twin()
         self.engine = LocalEngine(self.twin, recipe.engine)
         self.weights = {0: Weights.of(playing.policy, 0)}
 

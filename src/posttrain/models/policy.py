@@ -1,5 +1,6 @@
 """The policy: a causal language model with its tokenizer, and its frozen start as reference."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,12 +20,29 @@ from posttrain.recipe.model import ModelRecipe
 class Policy(TrainedModel):
     """The language model being trained."""
 
-    def __init__(self, recipe: ModelRecipe, seed: int = 0) -> None:
-        super().__init__(recipe, seed)
+    def __init__(self, recipe: ModelRecipe, seed: int = 0, trained: bool = True) -> None:
+        super().__init__(recipe, seed, trained)
         self._reference: tuple[torch.nn.Module, ShardedModel | None] | None = None
 
     def load(self) -> torch.nn.Module:
         return load_model(self.recipe, self.place)
+
+    def twin(self) -> "Policy":
+        """A policy with whole trained weights and a tokenizer of its own, for another thread of this process to use.
+
+        Frozen weights are shared where this process has them whole. Where weights are divided among processes the twin is
+        loaded anew, with those that training began with; no other process takes part.
+        """
+        if self.sharded is not None:
+            with torch.random.fork_rng(devices=[]):
+                return Policy(self.recipe, self.seed, trained=False)
+        twin = copy.copy(self)
+        frozen = {id(parameter): parameter for parameter in self.model.parameters() if not parameter.requires_grad}
+        twin.model = copy.deepcopy(self.model, frozen)
+        # A tokenizer refuses to be used by two threads at a time.
+        twin.tokenizer = copy.deepcopy(self.tokenizer)
+        twin._reference = None
+        return twin
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole tensors of the model as it is now, under the names that `export` writes, adapters folded in."""

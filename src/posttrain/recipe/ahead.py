@@ -9,12 +9,17 @@ def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
     return rollout.ahead * learner.updates_per_step * learner.passes
 
 
-def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe) -> None:
+def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool) -> None:
     """Refuse rules on stale episodes that contradict each other or that no episode could pass."""
     if (rollout.stale == "drop") != (rollout.stale_after is not None):
         raise ValueError(
             "`rollout.stale: drop` and `rollout.stale_after` belong together: the latter says how old an episode may be; "
             "give both or neither"
+        )
+    if rollout.ahead and processes > 1 and scored:
+        raise ValueError(
+            "with `rollout.ahead` above 0 the first process samples and scores by itself, and with `hardware.processes` above "
+            "1 the reward model of `reward.path` is divided among all; set one of the three otherwise"
         )
     behind = updates_behind(rollout, learner)
     if rollout.stale_after is not None and rollout.on_new_weights == "finish" and rollout.stale_after < behind:

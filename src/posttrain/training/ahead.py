@@ -14,16 +14,18 @@ from typing import Any
 import torch
 
 from posttrain.data.rendering import Renderer
+from posttrain.distribution.world import by_itself
 from posttrain.engines.opening import open_engine
 from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import InputError
+from posttrain.models.policy import Policy
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.ahead.conductor import Conductor
 from posttrain.rollout.ahead.events import EventLog, Recorded, digest_of, require_as_recorded
 from posttrain.rollout.ahead.flights import AheadPlayer, Flights
 from posttrain.rollout.ahead.journal import BatchJournal, remove_batches
 from posttrain.rollout.ahead.stale import ages, without_stale
-from posttrain.rollout.ahead.weights import Published, Weights, twin_of
+from posttrain.rollout.ahead.weights import Published, Weights
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors
 from posttrain.training.collect import Collected, TaskOrder, collect
@@ -57,6 +59,8 @@ class Ahead:
         self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
         """Whether a batch needs the weights of one certain step, and not the newest."""
         self._published = Published(rollout.ahead + 1 if self._exact else 1)
+        self._world = trainer.world
+        self._twin: Policy | None = None
         self._older: list[Weights] = []
         self._versions: dict[int, int] = {}
         """Step -> version of the weights after it, for the last steps."""
@@ -72,28 +76,26 @@ class Ahead:
     # -- the learner's side -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Ahead":
-        self.learned(self.trainer.step)
-        self._thread.start()
+        with by_itself() as world:
+            if world.first:
+                self._twin = self.playing.policy.twin()
+        if self._world.first:
+            self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._published.stop()
         self._flights.stop()
-        self._thread.join(STOP_SECONDS)
-        self._remove_covered()
+        if self._world.first:
+            self._thread.join(STOP_SECONDS)
+            self._remove_covered()
 
     def take(self, step: int) -> Collected:
-        """The episodes of `step`; waits for them. Whatever stopped the thread is raised here."""
+        """The episodes of `step`; waits for them. Whatever stopped the thread is raised here. Where several processes
+        learn, the first one samples and all get what it sampled."""
         begun = time.perf_counter()
-        with self._ready:
-            while not self._batches and self._error is None:
-                self._ready.wait()
-            if not self._batches:
-                assert self._error is not None
-                raise self._error
-            batch = self._batches.popleft()
+        batch = self._world.of_first(self._next)
         assert batch.step == step, f"batch {batch.step} for step {step}"
-        self._remove_covered()
         collected, waited = batch.collected, time.perf_counter() - begun
         self.tasks.load_state_dict(batch.tasks)
         self._check_bound(step, collected)
@@ -114,7 +116,20 @@ class Ahead:
         self._versions[step] = self.trainer.model.version
         for old in [known for known in self._versions if known < step - self.recipe.rollout.ahead]:
             del self._versions[old]
-        self._published.publish(Weights.of(self.playing.policy, step))
+        weights = Weights.of(self.playing.policy, step)
+        if self._world.first:
+            self._published.publish(weights)
+
+    def _next(self) -> Batch:
+        with self._ready:
+            while not self._batches and self._error is None:
+                self._ready.wait()
+            if not self._batches:
+                assert self._error is not None
+                raise self._error
+            batch = self._batches.popleft()
+        self._remove_covered()
+        return batch
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights after the last steps before this one, which batches of the coming steps begin with."""
@@ -132,17 +147,18 @@ class Ahead:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._versions = dict(map(tuple, state["versions"]))
-        for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
-            self._published.publish(Weights(step, version, read.tensors))
+        if self._world.first:
+            for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
+                self._published.publish(Weights(step, version, read.tensors))
 
     def _pending(self) -> list[Weights]:
-        """The weights 1, 2, ... `ahead` steps ago, where they are needed; copies of the policy's where the run has not
-        begun, or is to be read."""
-        if not self._exact:
+        """The weights 1, 2, ... `ahead` steps ago in the first process, where they are needed; room for them where a
+        checkpoint is to be read."""
+        if not (self._exact and self._world.first):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
         steps = [max(0, self.trainer.step - back) for back in range(1, self.recipe.rollout.ahead + 1)]
-        return [kept.get(step) or Weights.of(self.playing.policy, step) for step in steps]
+        return [kept[step] if kept else Weights.unread(self.playing.policy) for step in steps]
 
     def _remove_covered(self) -> None:
         """Delete from the buffer what no resume will ask for."""
@@ -187,7 +203,8 @@ class Ahead:
         first = self.trainer.step + 1
         with storage_errors(directory):
             directory.mkdir(exist_ok=True)
-        twin = twin_of(self.playing.policy)
+        assert self._twin is not None
+        twin = self._twin
         rollout = recipe.rollout
         logs = self.playing.run.logs
         engine = open_engine(twin, recipe.engine, rollout.tokens_per_episode, rollout.sampling, logs)

@@ -62,6 +62,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
     rollouts = open_rollouts(recipe, playing, tasks, trainer)
     if resume:
         trainer.resume()
+    rollouts.learned(trainer.step)
     with trainer.working(f"rl {recipe.name}"):
         if trainer.evaluated < 0:
             measure_start(trainer)

@@ -1,6 +1,5 @@
 """Weights on their way from the learner to those who sample: copies of the trained ones, told apart by step."""
 
-import copy
 import threading
 from dataclasses import dataclass
 
@@ -21,12 +20,22 @@ class Weights:
     version: int
     """Optimizer updates that they had seen."""
     tensors: dict[str, torch.Tensor]
-    """Name -> a copy that nobody changes, for the parameters that an optimizer changes."""
+    """Name -> a whole copy that nobody changes, for the parameters that an optimizer changes."""
 
     @classmethod
     def of(cls, policy: Policy, step: int) -> "Weights":
-        """Those of `policy` as they are now, after `step`."""
-        return cls(step, policy.version, {name: tensor.detach().clone() for name, tensor in policy.trainable()})
+        """Those of `policy` as they are now, after `step`. Where they are divided among processes all of these call it, and
+        the first one gets them."""
+        trained: dict[str, torch.Tensor] = dict(policy.trainable())
+        whole = policy.whole_tensors(trained)
+        return cls(
+            step, policy.version, {n: t.detach().clone() for n, t in trained.items()} if whole is None else whole
+        )
+
+    @classmethod
+    def unread(cls, policy: Policy) -> "Weights":
+        """Room for weights of `policy` that are to be read from a checkpoint."""
+        return cls(0, 0, {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in policy.trainable()})
 
     def put_into(self, policy: Policy) -> None:
         """Give `policy` these weights."""
@@ -34,17 +43,6 @@ class Weights:
             for name, parameter in policy.trainable():
                 parameter.copy_(self.tensors[name])
         policy.version = self.version
-
-
-def twin_of(policy: Policy) -> Policy:
-    """A policy with trained weights and a tokenizer of its own, for another thread to use; frozen weights are shared."""
-    twin = copy.copy(policy)
-    shared = {id(parameter): parameter for parameter in policy.model.parameters() if not parameter.requires_grad}
-    twin.model = copy.deepcopy(policy.model, shared)
-    # A tokenizer refuses to be used by two threads at a time.
-    twin.tokenizer = copy.deepcopy(policy.tokenizer)
-    twin.drop_reference()
-    return twin
 
 
 class Published:
