@@ -27,6 +27,7 @@ needs_vllm = pytest.mark.skipif(
 SMALL = {
     "type": "vllm",
     "sequences": 8,
+    "threads": 1,
     "tokens_per_forward": 512,
     "cache_gigabytes": 0.1,
     "start_seconds": 250,

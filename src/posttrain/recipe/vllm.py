@@ -29,7 +29,7 @@ class VllmEngineRecipe(Part):
     first_device: int = Field(0, ge=0)
     """GPU of the first server, counted among those that this process sees; each server takes the next `tensor_parallel`."""
     threads: int | None = Field(None, ge=1)
-    """On a processor: cores of each server; null is all."""
+    """On a processor: threads of each engine, wherever there is room; null is one bound to each core, which is fastest where nothing else computes at the same time."""
     memory_share: float = Field(0.5, gt=0, lt=1)
     """On a GPU: share of its memory for weights and cache together."""
     cache_gigabytes: float | None = Field(None, gt=0)

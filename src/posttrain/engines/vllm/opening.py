@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -96,15 +95,9 @@ def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -
     found: list[Replica] = []
     for number in range(recipe.servers):
         first = recipe.first_device + number * recipe.tensor_parallel
-        own = settings_for(settings, number)
         devices = list(range(first, first + recipe.tensor_parallel))
-        found.append(OwnReplica(number, own, recipe.python, devices, recipe.start_seconds, folder))
+        found.append(OwnReplica(number, settings, recipe.python, devices, recipe.start_seconds, folder))
     return found
-
-
-def settings_for(settings: Settings, number: int) -> Settings:
-    """Those of the server `number`: on a processor its own cores, where it is not to use all."""
-    return replace(settings, first_thread=number * settings.threads)
 
 
 def _token(recipe: VllmEngineRecipe) -> str | None:

@@ -37,9 +37,7 @@ class Settings:
     adapter_rank: int = 0
     """Rank of the adapters that will be sent; 0: whole weights will be."""
     threads: int = 0
-    """On a processor: cores to compute on; 0 is all."""
-    first_thread: int = 0
-    """On a processor: number of the first core, among those of this process."""
+    """On a processor: threads to compute with, wherever there is room; 0 is one bound to each core."""
 
 
 def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
@@ -85,14 +83,14 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
 
 def process_environment(settings: Settings) -> dict[str, str]:
     """Variables that vLLM reads when it is imported, for a process that computes with `settings`."""
+    found = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if settings.threads:
+        # Bound ones of several engines would wait for each other on the same cores.
+        return found | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    count = min(settings.threads or len(cores), len(cores))
-    bound = [cores[(settings.first_thread + i) % len(cores)] for i in range(count)]
-    found = {
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, sorted(bound)))] * settings.tensor_parallel),
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+        ",".join(map(str, cores[rank :: settings.tensor_parallel])) for rank in range(settings.tensor_parallel)
+    )
     return {name: os.environ.get(name, value) for name, value in found.items()}
 
 
