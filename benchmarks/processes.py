@@ -1,0 +1,122 @@
+"""Supervised updates by 1, 2 and 4 processes of one machine: seconds, memory of each process, and how far results are apart.
+
+Each run is a whole one, started from the command line; the median update and the middle and the largest resident memory
+after the first update are told. Processes share the cores there are, so more of them are no faster here: what is measured
+is the cost of dividing, and what it saves.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.table import show
+
+
+def write_rows(file: Path, count: int, words: int) -> None:
+    """Conversations whose answers have between `words` / 2 and 2 `words` words."""
+    lines = []
+    for number in range(count):
+        answer = " ".join(f"{(number * 7 + place * 13) % 97} and" for place in range(words // 2 + number * 11 % words))
+        messages = [{"role": "user", "content": f"Count from {number}."}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    file.write_text("".join(lines))
+
+
+def resident(pid: int) -> dict[int, int]:
+    """Bytes of resident memory of a process and all that came of it, by process."""
+    found = {}
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
+    rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    family = {pid}
+    for _ in range(4):
+        family |= {own for own, parent, _ in rows if parent in family}
+    for own, _, kilobytes in rows:
+        if own in family:
+            found[own] = kilobytes * 1024
+    return found
+
+
+def run(processes: int, folder: Path, words: list[str]) -> dict[str, Any]:
+    """One run: its metrics, memory and weights."""
+    name = f"processes-{processes}"
+    command = [sys.executable, "-m", "posttrain.cli.main", "sft", f"runs={folder}", f"name={name}", *words]
+    log = open(folder / f"{name}.txt", "w")  # noqa: SIM115
+    process = subprocess.Popen([*command, f"hardware.processes={processes}"], stdout=log, stderr=log)
+    seen: dict[int, list[int]] = {}
+    metrics = folder / name / "metrics.jsonl"
+    while process.poll() is None:
+        time.sleep(0.25)
+        if metrics.exists() and '"kind": "train"' in metrics.read_text() and not (folder / name / "model").exists():
+            for pid, count in resident(process.pid).items():
+                seen.setdefault(pid, []).append(count)
+    if process.returncode:
+        raise SystemExit((folder / f"{name}.txt").read_text())
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train"]
+    learners = sorted(seen.values(), key=max)[-processes:]
+    return {
+        "seconds": statistics.median(line["time/update"] for line in trained[1:]),
+        "loss": [line["loss/nll"] for line in trained],
+        "norm": [line["optimizer/gradient_norm"] for line in trained],
+        "middle": max(statistics.median(own) for own in learners),
+        "largest": max(max(own) for own in learners),
+        "weights": folder / name / "model" / "model.safetensors",
+    }
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float, float]:
+    """Largest relative differences of losses and of norms, and the largest absolute one of weights."""
+    from safetensors.torch import load_file
+
+    relative = [max(abs(a - b) / abs(a) for a, b in zip(one[k], other[k], strict=True)) for k in ("loss", "norm")]
+    mine, others = load_file(one["weights"]), load_file(other["weights"])
+    return *relative, max(float((mine[name] - others[name]).abs().max()) for name in mine)  # type: ignore[return-value]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="packaged:smollm2-135m")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("words", nargs="*", help="further keys of the recipe, key=value")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rows(folder / "rows.jsonl", 16 * options.updates, 60)
+        words = [
+            f"model.path={options.model}",
+            f"data.train={folder / 'rows.jsonl'}",
+            "rows_per_update=16",
+            f"steps={options.updates}",
+            "data.max_tokens=512",
+            "learner.tokens_per_batch=512",
+            "checkpoint.every=1000",
+            *options.words,
+        ]
+        found = {count: run(count, folder, words) for count in options.processes}
+        first = found[options.processes[0]]
+        rows = []
+        for count, result in found.items():
+            loss, norm, weights = apart(first, result)
+            rows.append(
+                {
+                    "processes": count,
+                    "seconds an update": f"{result['seconds']:.2f}",
+                    "memory of a process, GiB": f"{result['middle'] / 2**30:.2f}",
+                    "at most": f"{result['largest'] / 2**30:.2f}",
+                    "loss apart": f"{loss:.1e}",
+                    "gradient norm apart": f"{norm:.1e}",
+                    "weights apart": f"{weights:.1e}",
+                }
+            )
+    show("Supervised updates by several processes", rows)
+
+
+if __name__ == "__main__":
+    main()
