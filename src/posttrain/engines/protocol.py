@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.streams import StopReason
+
+if TYPE_CHECKING:
+    from posttrain.models.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class SteppedEngine(Protocol):
 class Engine(Protocol):
     """Turns token prompts into sampled tokens."""
 
+    policy: "Policy"
+    """Whose weights `load_weights` takes."""
     counters: EngineCounters
     capacity: int
     """Episodes to keep in flight at a time: as many as keep what was computed for their earlier turns."""

@@ -9,7 +9,7 @@ def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
     return rollout.ahead * learner.updates_per_step * learner.passes
 
 
-def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool) -> None:
+def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool, ray: bool) -> None:
     """Refuse rules on stale episodes that contradict each other or that no episode could pass."""
     if (rollout.stale == "drop") != (rollout.stale_after is not None):
         raise ValueError(
@@ -20,6 +20,11 @@ def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe, processes: int,
         raise ValueError(
             "with `rollout.ahead` above 0 the first process samples and scores by itself, and with `hardware.processes` above "
             "1 the reward model of `reward.path` is divided among all; set one of the three otherwise"
+        )
+    if rollout.ahead and rollout.on_new_weights == "continue" and ray:
+        raise ValueError(
+            "engines of a Ray cluster take new weights between rollouts alone, so `rollout.on_new_weights: continue` cannot be "
+            "kept; use finish or restart"
         )
     behind = updates_behind(rollout, learner)
     if rollout.stale_after is not None and rollout.on_new_weights == "finish" and rollout.stale_after < behind:

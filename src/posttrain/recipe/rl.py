@@ -144,7 +144,9 @@ class RlRecipe(PlayedRecipe):
                 f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
                 f"{updates} updates; lower it or raise `steps`"
             )
-        refuse_ahead(self.rollout, self.learner, self.hardware.processes, self.reward is not None)
+        refuse_ahead(
+            self.rollout, self.learner, self.hardware.processes, self.reward is not None, self.hardware.ray is not None
+        )
         if self.ptx is not None and self.ptx.data.max_tokens > self.learner.tokens_per_batch:
             raise ValueError(
                 f"one row may have `ptx.data.max_tokens` = {self.ptx.data.max_tokens} tokens, more than "

@@ -7,6 +7,8 @@ sampled is on disk until a checkpoint covers it, so a run that is killed goes on
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import torch
 
 from posttrain.data.rendering import Renderer
 from posttrain.distribution.world import by_itself
-from posttrain.engines.opening import open_engine
-from posttrain.engines.protocol import EngineCounters
+from posttrain.engines.local import LocalEngine
+from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
+from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.ahead.conductor import Conductor
 from posttrain.rollout.ahead.events import EventLog, Recorded, digest_of, require_as_recorded
@@ -60,6 +63,8 @@ class Ahead:
         """Whether a batch needs the weights of one certain step, and not the newest."""
         self._published = Published(rollout.ahead + 1 if self._exact else 1)
         self._world = trainer.world
+        self._own_engine = isinstance(playing.engine, LocalEngine)
+        """Whether sampling has an engine besides that of evaluation; one outside this process is there once."""
         self._twin: Policy | None = None
         self._older: list[Weights] = []
         self._versions: dict[int, int] = {}
@@ -206,8 +211,10 @@ class Ahead:
         assert self._twin is not None
         twin = self._twin
         rollout = recipe.rollout
-        logs = self.playing.run.logs
-        engine = open_engine(twin, recipe.engine, rollout.tokens_per_episode, rollout.sampling, logs)
+        engine: Engine = self.playing.engine
+        if self._own_engine:
+            assert isinstance(recipe.engine, EngineRecipe)
+            engine = LocalEngine(twin, recipe.engine)
         conductor = Conductor(
             rollout.on_new_weights, rollout.ahead, twin, engine, self._published, self._flights, self._replayed
         )
@@ -224,8 +231,8 @@ class Ahead:
         tasks = self.tasks.copy()
         left = True
         for step in range(first, recipe.steps + 1):
-            # An engine that computes the same after the same requests samples a whole batch again, to the same bits.
-            with BatchJournal(directory, step, keep_partial=not hasattr(engine, "before_pass")) as journal:
+            # The local engine computes the same after the same requests, so it samples a whole batch again to the same bits.
+            with BatchJournal(directory, step, keep_partial=recipe.engine.type != "local") as journal:
                 if left and not journal.complete:
                     left = False
                     remove_batches(directory, step + 1)
@@ -236,12 +243,16 @@ class Ahead:
         """The episodes of a step, from the journal or sampled."""
         begun, waited, restarts = time.perf_counter(), 0.0, self._flights.restarts
         counters = replace(player.engine.counters)
-        if not journal.complete:
-            conductor.begin(journal.step)
+        if journal.complete:
+            collected = collect(player, self.recipe, tasks, journal.step, journal.play)
+        else:
+            conductor.wait(journal.step)
             waited = time.perf_counter() - begun
-        playing = replace(player, version=conductor.version)
-        collected = collect(playing, self.recipe, tasks, journal.step, journal.play)
-        collected.messages += player.engine.take_messages()
+            with self._engine_in_use(player.engine):
+                conductor.begin(journal.step)
+                playing = replace(player, version=conductor.version)
+                collected = collect(playing, self.recipe, tasks, journal.step, journal.play)
+            collected.messages += player.engine.take_messages()
         if journal.end is None:
             collected.seconds = time.perf_counter() - begun - waited
             collected.counters = player.engine.counters.since(counters)
@@ -259,6 +270,20 @@ class Ahead:
             collected.seconds, collected.metrics = journal.end["seconds"], dict(journal.end["metrics"])
             collected.counters = EngineCounters(**journal.end["counters"])
         return Batch(journal.step, collected, tasks.state_dict(), waited)
+
+    @contextmanager
+    def _engine_in_use(self, engine: Engine) -> Iterator[None]:
+        """Inside, an engine that evaluation uses too is the thread's alone, and has the twin's weights."""
+        if self._own_engine:
+            yield
+            return
+        assert self._twin is not None
+        with self.playing.alone:
+            engine.policy = self._twin
+            try:
+                yield
+            finally:
+                engine.policy = self.playing.policy
 
     def _thrown_away(self, collected: Collected, restarts: int) -> dict[str, float]:
         if self.recipe.rollout.on_new_weights != "restart":

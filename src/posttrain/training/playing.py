@@ -1,5 +1,6 @@
 """Playing an environment with the policy in training: for rollouts, and as a measurement."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,6 +44,8 @@ class Playing(HeldOut):
         # Log-probabilities matter where they are learned from.
         sampling = recipe.rollout.sampling if isinstance(recipe, RlRecipe) else recipe.evaluation.sampling
         self.engine = open_engine(policy, recipe.engine, recipe.rollout.tokens_per_episode, sampling, run.logs)
+        self.alone = threading.Lock()
+        """Held while the engine is in use: one outside this process also samples ahead of the learner."""
 
     def about_the_template(self) -> list[str]:
         """What the chat template does to system messages and to the history of several turns."""
@@ -60,15 +63,16 @@ class Playing(HeldOut):
         """A player with the current policy; outside, the engine sleeps. It starts without memories: what a step samples
         must not depend on whether an evaluation, or a resume, came before it.
         """
-        self.engine.load_weights(self.policy.version)
-        yield Player(
-            engine=self.engine,
-            renderer=self.renderer,
-            environment=self.environment,
-            rollout=self.recipe.rollout,
-            sampling=sampling,
-            version=self.policy.version,
-            scorer=self.scorer,
-            sharing=sharing_of(self.engine),
-        )
-        self.engine.sleep()
+        with self.alone:
+            self.engine.load_weights(self.policy.version)
+            yield Player(
+                engine=self.engine,
+                renderer=self.renderer,
+                environment=self.environment,
+                rollout=self.recipe.rollout,
+                sampling=sampling,
+                version=self.policy.version,
+                scorer=self.scorer,
+                sharing=sharing_of(self.engine),
+            )
+            self.engine.sleep()

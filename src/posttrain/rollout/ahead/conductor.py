@@ -44,8 +44,12 @@ class Conductor:
         elif rule != "finish":
             flights.watch = self.look
 
+    def wait(self, batch: int) -> None:
+        """Until the oldest weights that `batch` may begin with are there."""
+        self._published.after(max(0, batch - 1 - self._ahead))
+
     def begin(self, batch: int) -> None:
-        """Wait for the weights that `batch` may begin with, and load them."""
+        """Load the weights that `batch` begins with."""
         oldest = self._published.after(max(0, batch - 1 - self._ahead))
         self._batch, self._taken, self._first_pass = batch, [], self._engine.counters.forwards
         self._due = []

@@ -1,0 +1,33 @@
+"""Sampling ahead of several learners: the first process samples, and all learn what one process alone would learn."""
+
+from safetensors.torch import load_file
+
+from tests.training import ahead
+
+from . import together
+from .test_parity import models  # noqa: F401
+
+
+def test_two_learners_learn_what_one_learns_and_resume_to_the_same_bits(models, tmp_path):  # noqa: F811
+    def values(name, **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        return (
+            ahead.values(
+                models, folder, "small", {"ahead": 1, "filter": {"type": "none"}}, checkpoint={"every": 1, "keep": 2}
+            )
+            | changes
+        )
+
+    log = tmp_path / "log-0.txt"
+    assert together.run(1, [{"values": values("1")}], tmp_path) == [[0]], log.read_text()[-3000:]
+    assert together.run(2, [{"values": values("2")}], tmp_path) == [[0, 0]], log.read_text()[-3000:]
+    killed = values("killed")
+    dies = (1, "posttrain.training.optimizer:Optimizer.step", 5)
+    together.run(2, [{"values": killed, "die": dies}], tmp_path)
+    assert together.run(2, [{"values": killed, "resume": True}], tmp_path) == [[0, 0]], log.read_text()[-3000:]
+    one, two, resumed = (
+        load_file(tmp_path / name / "small" / "model" / "model.safetensors") for name in ("1", "2", "killed")
+    )
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
+    assert all(two[name].equal(resumed[name]) for name in two)

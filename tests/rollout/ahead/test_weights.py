@@ -1,0 +1,117 @@
+"""Weights on their way to another thread, and the bound on their age."""
+
+import threading
+
+import pytest
+import torch
+
+from posttrain.engines.protocol import EngineCounters
+from posttrain.errors import RunError
+from posttrain.rollout.ahead.conductor import Conductor
+from posttrain.rollout.ahead.flights import Flights
+from posttrain.rollout.ahead.weights import Published, Stopped, Weights
+
+
+class Policy:
+    def __init__(self):
+        self.version, self.parameter = 0, torch.nn.Parameter(torch.zeros(1))
+
+    def trainable(self):
+        return [("w", self.parameter)]
+
+
+class Engine:
+    """Counts passes when told to, and remembers which weights it was given before which."""
+
+    before_pass = None
+
+    def __init__(self, policy):
+        self.policy, self.counters, self.loaded = policy, EngineCounters(), []
+
+    def load_weights(self, version):
+        assert float(self.policy.parameter.detach()) == version / 2
+        self.loaded.append((self.counters.forwards, version))
+
+    def step(self):
+        self.before_pass()
+        self.counters.forwards += 1
+
+
+def weights(step):
+    return Weights(step, 2 * step, {"w": torch.full((1,), float(step))})
+
+
+def conductor(rule, ahead, published):
+    policy = Policy()
+    engine = Engine(policy)
+    return Conductor(rule, ahead, policy, engine, published, Flights(), None), engine
+
+
+def test_finish_takes_the_weights_of_one_certain_step_whatever_is_there():
+    published = Published(3)
+    for step in range(4):
+        published.publish(weights(step))
+    made, engine = conductor("finish", 2, published)
+    made.begin(4)
+    engine.step()
+    published.publish(weights(4))
+    engine.step()
+    assert engine.loaded == [(0, 2)]  # after step 4 - 1 - 2
+
+
+def test_continue_takes_the_newest_between_two_passes():
+    published = Published(1)
+    published.publish(weights(2))
+    made, engine = conductor("continue", 2, published)
+    made.begin(4)
+    engine.step()
+    engine.step()
+    published.publish(weights(3))
+    engine.step()
+    engine.step()
+    assert engine.loaded == [(0, 4), (2, 6)]
+    taken, passes = made.end()
+    assert [(each.before_pass, each.learned, each.version) for each in taken] == [(0, 2, 4), (2, 3, 6)]
+    assert passes == 4
+
+
+def test_a_batch_waits_for_the_oldest_weights_it_may_begin_with():
+    published, waited = Published(2), threading.Event()
+    published.publish(weights(0))
+    made, _ = conductor("continue", 1, published)
+
+    def wait():
+        made.wait(4)
+        waited.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    published.publish(weights(1))
+    assert not waited.wait(0.1)
+    published.publish(weights(2))
+    assert waited.wait(10)
+
+
+def test_weights_that_are_too_old_are_an_error_and_not_hoped_away(monkeypatch):
+    published = Published(9)
+    published.publish(weights(1))
+    made, _ = conductor("continue", 1, published)
+    monkeypatch.setattr(published, "after", lambda step: weights(1))
+    with pytest.raises(RunError, match=r"batch 4 was given the weights after step 1, .*rollout.ahead = 1"):
+        made.begin(4)
+
+
+def test_who_waits_is_told_to_stop():
+    published, found = Published(1), []
+
+    def wait():
+        try:
+            published.after(5)
+        except Stopped:
+            found.append("stopped")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    published.stop()
+    thread.join(10)
+    assert found == ["stopped"]
