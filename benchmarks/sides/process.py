@@ -51,7 +51,12 @@ class Worker:
                 },
                 start_new_session=True,
             )
-        self.version: str = self._answer()["version"]
+        try:
+            self.version: str = self._answer()["version"]
+        except BaseException:
+            # Whoever is stopped while this one starts has nothing yet to close.
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:

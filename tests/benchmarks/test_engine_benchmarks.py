@@ -155,6 +155,52 @@ def test_generation_compares_the_sides_and_says_that_vllm_is_absent(cache):
     assert all(row["peak GB"] > 0.05 and row["first token s"] > 0 for row in rows.values())
 
 
+def test_vllm_never_has_more_in_flight_than_the_others(importable):
+    from types import SimpleNamespace
+
+    from sides.vllm_worker import answer_all
+
+    class Fake:
+        """An engine whose requests end after as many steps as their parameters say."""
+
+        def __init__(self):
+            self.open, self.most = {}, 0
+
+        def add_request(self, name, prompt, steps):
+            self.open[name] = steps
+            self.most = max(self.most, len(self.open))
+
+        def step(self):
+            self.open = {name: steps - 1 for name, steps in self.open.items()}
+            over = [name for name, steps in self.open.items() if not steps]
+            self.open = {name: steps for name, steps in self.open.items() if steps}
+            return [SimpleNamespace(name=name, finished=True) for name in over]
+
+    engine = Fake()
+    lengths = [3, 1, 4, 1, 5, 9, 2]
+    outputs = answer_all(engine, [(str(i), {}, length) for i, length in enumerate(lengths)], 3)
+    assert sorted(output.name for output in outputs) == [str(i) for i in range(7)]
+    assert engine.most == 3
+
+
+def test_a_worker_that_is_not_waited_for_is_ended(importable, tmp_path, monkeypatch):
+    from sides.process import Worker
+
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    started = []
+
+    def interrupted(worker):
+        started.append(worker.process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "_answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Worker("sides.none", {}, 1, str(sleeper))
+    assert started[0].poll() is not None
+
+
 def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     table, _ = run(
         cache, "turns", "--model=qwen3", "--turns=3", "--episodes=4", "--group=2", "--answer=4", "--size=3",
