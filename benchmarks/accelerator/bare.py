@@ -26,6 +26,10 @@ class BaseModel:
             raise TypeError(f"{type(self).__name__} has no {', '.join(values)}")
 
 
+class ValidationError(ValueError):
+    """Never raised, for nothing is checked."""
+
+
 def _field(default: Any = _REQUIRED, **constraints: Any) -> Any:
     return default
 
@@ -41,6 +45,7 @@ def use_stand_in() -> bool:
     except ImportError:
         module: Any = ModuleType("pydantic")
         module.BaseModel, module.ConfigDict, module.Field = BaseModel, dict, _field
+        module.ValidationError = ValidationError
         module.model_validator = module.field_validator = _decorator
         sys.modules["pydantic"] = module
         return True

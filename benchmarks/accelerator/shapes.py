@@ -118,4 +118,5 @@ class RandomPolicy(Policy):
         self.end_tokens = frozenset()
         self.model = random_model(shape, device)
         self.version = 0
+        self.sharded = None
         self._reference = None

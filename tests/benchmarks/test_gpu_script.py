@@ -1,7 +1,10 @@
 """The GPU benchmark on a processor with tiny models: every part gives numbers, and one that fails stops no other."""
 
 import argparse
+import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,6 +109,26 @@ def test_the_stand_in_for_pydantic_has_defaults_and_knows_its_fields():
         More()
     with pytest.raises(TypeError, match="has no fourth"):
         More(first=1, fourth=2)
+
+
+def test_a_bare_checkout_is_enough(tmp_path):
+    """In an interpreter that finds neither pydantic nor what else posttrain wants beside torch and transformers."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "absent = {'pydantic', 'pydantic_core', 'rich', 'datasets', 'trl', 'peft', 'accelerate', 'scipy', 'ray', 'optuna'}\n"
+        "find = PathFinder.find_spec\n"
+        "class Without(PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        return None if name.split('.')[0] in absent else find(name, path, target)\n"
+        "sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]\n"
+    )
+    command = [sys.executable, gpu.__file__, "--part", "rl-0.5B", "--device", "cpu", "--tiny", "--limits"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, json.dumps(LIMITS)], env=environment, capture_output=True, text=True, check=False)
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["value"] > 0, (row["note"], done.stderr[-2000:])
 
 
 def test_the_table_shows_what_is_missing_as_nothing():
