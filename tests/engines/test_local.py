@@ -108,6 +108,23 @@ def test_prompts_asked_again_are_found_again_although_no_slot_is_free_of_them(ti
         assert engine.counters.prefilled - before == computed
 
 
+def test_a_lone_request_that_is_given_up_costs_no_cache(tiny_policy):
+    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
+    request = Request(prompts(1, length=20)[0], GREEDY, 0, 3)
+
+    async def run():
+        await engine.generate(request)
+        given_up = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        before = engine.counters.reused
+        await engine.generate(request)
+        return engine.counters.reused - before
+
+    assert asyncio.run(run()) == len(request.prompt_ids) - 1
+
+
 def test_stop_reasons(tiny_policy):
     engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
     budget = generate(engine, [Request(prompts(1)[0], SamplingRecipe(), 0, 3)])[0]

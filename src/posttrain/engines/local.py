@@ -172,6 +172,8 @@ class LocalEngine:
         """Admit what fits, run one forward pass, sample, and hand out what is finished."""
         self._clock += 1
         self._drop_cancelled()
+        if not self._waiting and not self._running:
+            return
         self._admit()
         self._close_gaps()
         layout, ordered = self._schedule()
