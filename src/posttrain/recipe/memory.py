@@ -111,10 +111,10 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
     if isinstance(recipe.engine, VllmEngineRecipe) and recipe.engine.cache_gigabytes is not None:
         size = int(recipe.engine.cache_gigabytes * 2**30)
         return rows | {"key/value cache": (size, f"engine.cache_gigabytes {recipe.engine.cache_gigabytes:g}")}
-    rows["key/value cache, at most"] = (
-        slots * tokens * cache,
-        f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes",
-    )
+    how = f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes"
+    if isinstance(recipe.engine, VllmEngineRecipe):
+        how = how.replace("engine.slots", "answers in flight") + "; less where engine.memory_share, or 2 GiB, is less"
+    rows["key/value cache, at most"] = (slots * tokens * cache, how)
     return rows
 
 

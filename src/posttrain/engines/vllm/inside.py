@@ -61,10 +61,14 @@ class InsideReplica:
             self._host = None
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
+        # The one that is asked now: another request may start a new one meanwhile.
+        host = self._host
+        if host is None:
+            raise Died("it is being started again")
         try:
-            return await getattr(self._host, method)(*arguments)
+            return await getattr(host, method)(*arguments)
         except Exception as error:
-            if self._host.dead:
+            if host.dead:
                 raise Died(_last_line(error)) from error
             raise Refused(_last_line(error)) from error
 
