@@ -278,7 +278,10 @@ class Launch:
                 f"find out why, then go on with `posttrain {self.recipe.stage} --resume {self.recipe.runs}/"
                 f"{self.recipe.name}`"
             )
-        self.told.append(f"{sentence}; all learners went on from the last checkpoint")
+        # What an earlier learner told after its last checkpoint went with it.
+        earlier = self.ray.get(self.watch.all_deaths.remote())[:-1]
+        before = f" (before it: {'; '.join(earlier)})" if earlier else ""
+        self.told.append(f"{sentence}; all learners went on from the last checkpoint{before}")
         self.console.print(f"{sentence}; all learners go on from the last checkpoint", markup=False, soft_wrap=True)
 
     def _restart_learners(self) -> None:

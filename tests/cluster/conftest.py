@@ -1,0 +1,82 @@
+"""One Ray cluster on this machine for all tests of this folder, and what a test needs to kill its workers."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+CORES = 2
+"""Of the first machine of the cluster."""
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """A cluster whose machines are processes here; skipped without ray."""
+    pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
+    # Ray's workers are nice by default, and starve on a machine that is busy with tests.
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    import ray
+    from ray.cluster_utils import Cluster
+
+    # Ray notes the address of the newest cluster there, and does not make the folder itself.
+    Path("/tmp/ray").mkdir(exist_ok=True)
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": CORES,
+            "include_dashboard": False,
+            "object_store_memory": 100 * 2**20,
+            "temp_dir": f"/tmp/pt-ray-{os.getpid()}",
+        },
+    )
+    ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+class Disturber:
+    """Kills workers of a run by their process ids, in a thread, each once the run has come to a step."""
+
+    def __init__(self, launched, folder: Path) -> None:
+        self.launched, self.folder = launched, folder
+        self.failure: BaseException | None = None
+
+    def finished(self) -> int:
+        """Steps in the metrics so far; -1 before the run directory is there."""
+        file = self.folder / "metrics.jsonl"
+        return file.read_text().count('"kind": "train"') if file.exists() else -1
+
+    def until(self, step: int) -> None:
+        while self.finished() < step:
+            time.sleep(0.02)
+
+    def pid(self, name: str, not_pid: int = 0) -> int:
+        """The process of a worker, once it reports."""
+        ray = self.launched.ray
+        while True:
+            known = ray.get(self.launched.watch.known.remote())
+            if name in known and known[name].report.pid != not_pid:
+                return known[name].report.pid
+            time.sleep(0.05)
+
+    def signal(self, name: str, number: int = signal.SIGKILL) -> int:
+        pid = self.pid(name)
+        os.kill(pid, number)
+        return pid
+
+    def start(self, work) -> threading.Thread:
+        """Run `work(self)` beside the run."""
+
+        def guarded() -> None:
+            try:
+                work(self)
+            except BaseException as error:
+                self.failure = error
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        return thread

@@ -1,0 +1,171 @@
+"""Runs on a real local cluster: the same bits as in one process, whoever dies or hangs meanwhile."""
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from posttrain.errors import RunError
+from tests.cluster.conftest import Disturber
+from tests.training import small
+
+ENGINE = {"type": "local", "slots": 6}
+
+
+def values(tiny, runs, **changes):
+    return small.recipe_values(tiny, runs, engine=ENGINE, **changes)
+
+
+def launched(made, **more):
+    """A run of these values on the cluster that the tests are connected to."""
+    import ray
+    from pydantic import TypeAdapter
+
+    from posttrain.cluster.launch import Launch
+    from posttrain.recipe.stages import Recipe
+
+    Path(made["runs"]).mkdir(exist_ok=True)
+    recipe = TypeAdapter(Recipe).validate_python(made)
+    return Launch(recipe, False, False, Console(file=io.StringIO(), width=1000), ray, **more)
+
+
+def run_disturbed(made, disturb):
+    """Run it while `disturb` works beside it; returns the deaths and what was shown."""
+    import ray
+
+    found = launched(made)
+    disturber = Disturber(found, Path(made["runs"]) / made["name"])
+    try:
+        disturber.start(disturb)
+        found.run()
+        deaths = ray.get(found.watch.all_deaths.remote())
+    finally:
+        found.close()
+    assert disturber.failure is None
+    return deaths, found.console.file.getvalue()
+
+
+def warnings(run):
+    return [line["message"] for line in small.metrics(run) if line["kind"] == "warning"]
+
+
+def without_warnings(run):
+    return [line for line in small.metrics(run) if line["kind"] != "warning"]
+
+
+def weights(run):
+    """All but torch's own random numbers, which loading a reward model in the process moves on and nothing here uses."""
+    return {name: content for name, content in small.weights(run).items() if not name.startswith("random/")}
+
+
+def assert_same(one, other):
+    assert len(weights(one)) > 20
+    assert weights(one) == weights(other)
+    assert small.episodes(one) == small.episodes(other)
+    assert without_warnings(one) == without_warnings(other)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory):
+    from posttrain.models.reward import RewardModel
+    from posttrain.recipe.model import ModelRecipe
+
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    RewardModel(ModelRecipe(path=str(tiny_model)), seed=11).export(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def paid(reward_model):
+    """Keys of a run that a reward model pays."""
+    return {"reward": {"path": str(reward_model), "normalise": "none"}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model, paid, tmp_path_factory):
+    """The run in one process, without Ray."""
+    runs = tmp_path_factory.mktemp("undisturbed")
+    assert small.run(values(tiny_model, runs, **paid)) == 0, (runs / "log.txt").read_text()
+    return runs / "small"
+
+
+def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
+    cluster, tiny_model, paid, undisturbed, tmp_path
+):
+    """Engine, environments, reward model, learner, each killed while the run goes on; then the engine is stopped."""
+    hardware = {
+        "ray": "auto",
+        "rewards": {"count": 1},
+        "environments": {"workers": 1},
+        "hang_seconds": 12,
+        "max_restarts": 20,
+    }
+    victims = []
+
+    def disturb(disturber):
+        disturber.until(0)
+        victims.append(disturber.signal("engine 0"))
+        disturber.until(1)
+        victims.append(disturber.signal("environments 0"))
+        victims.append(disturber.signal("reward model 0"))
+        disturber.until(2)
+        victims.append(disturber.signal("learner 0"))
+        disturber.until(3)
+        stopped = disturber.pid("engine 0", not_pid=victims[0])
+        os.kill(stopped, signal.SIGSTOP)
+        victims.append(stopped)
+
+    made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)
+    deaths, shown = run_disturbed(made, disturb)
+    assert len(victims) == 5
+    for name in ("engine 0", "environments 0", "reward model 0", "learner 0"):
+        assert any(death.startswith(f"{name} died: its process was killed or crashed") for death in deaths), deaths
+    hung = [death for death in deaths if death.startswith("engine 0 hung")]
+    assert hung
+    assert "learner 0 waits for engine 0" in hung[0]
+    assert "engine 0 has not been heard of for" in hung[0]
+    assert "learner 0 waits for engine 0" in shown
+    told = warnings(tmp_path / "runs" / "small")
+    assert any("learner 0 died" in message and "went on from the last checkpoint" in message for message in told)
+    assert any("engine 0 hung" in message and "started again" in message for message in told)
+    assert_same(undisturbed, tmp_path / "runs" / "small")
+
+
+def test_a_machine_dies_with_all_that_ran_on_it(cluster, tiny_model, paid, undisturbed, tmp_path):
+    """The engine, the environments and the reward model go at once; a new machine takes the place of theirs."""
+    extra = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    lost = cluster.add_node(**extra)
+    cluster.wait_for_nodes()
+    hardware = {
+        "ray": "auto",
+        "cpus": 2,
+        "engines": {"cpus": 0.4},
+        "rewards": {"count": 1, "cpus": 0.3},
+        "environments": {"workers": 1, "cpus": 0.3},
+        "max_restarts": 20,
+    }
+    added = []
+
+    def disturb(disturber):
+        disturber.until(1)
+        cluster.remove_node(lost, allow_graceful=False)
+        added.append(cluster.add_node(**extra))
+
+    made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)
+    try:
+        deaths, _ = run_disturbed(made, disturb)
+    finally:
+        for node in added:
+            cluster.remove_node(node)
+    assert any(death.startswith("engine 0 died") for death in deaths), deaths
+    assert any(death.startswith("environments 0 died") for death in deaths), deaths
+    assert_same(undisturbed, tmp_path / "runs" / "small")
+
+
+def test_too_many_deaths_stop_the_run_in_one_sentence(cluster, tiny_model, tmp_path):
+    made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "max_restarts": 0})
+    with pytest.raises(RunError, match=r"engine 0 died.*hardware\.max_restarts.*--resume"):
+        run_disturbed(made, lambda disturber: (disturber.until(0), disturber.signal("engine 0")))
