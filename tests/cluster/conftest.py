@@ -63,6 +63,11 @@ class Disturber:
                 return known[name].report.pid
             time.sleep(0.05)
 
+    def node(self, name: str) -> str:
+        """Ray's id of the machine of a worker."""
+        self.pid(name)
+        return self.launched.ray.get(self.launched.watch.known.remote())[name].report.node
+
     def signal(self, name: str, number: int = signal.SIGKILL) -> int:
         pid = self.pid(name)
         os.kill(pid, number)

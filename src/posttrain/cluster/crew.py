@@ -1,15 +1,18 @@
 """The workers that a learner asks: who they are, and what becomes of a question when one of them dies."""
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.cluster.watch import Reporter
+from posttrain.cluster.watch import KILLED, Reporter, gone_machine
 from posttrain.errors import PosttrainError, WorkersLost
 from posttrain.runs import notices
 
 _LOOK_AGAIN = 0.2
+_LOOKS_FOR_MACHINE = 20
+"""Looks, half a second each, at whether a machine is gone before its worker is there again."""
 _PATIENCE_SECONDS = 3600.0
 """Longest wait for a worker that is started again, for instance until a machine takes the place of one that is gone."""
 
@@ -20,13 +23,15 @@ class Seat:
 
     name: str
     actor: Any
+    pid: int
+    """Its first process."""
 
 
 class Member:
     """A worker, whichever process it is at the moment. Methods may be called from any thread."""
 
     def __init__(self, seat: Seat, watch: Any, reporter: Reporter) -> None:
-        self.name, self.actor = seat.name, seat.actor
+        self.name, self.actor, self.pid = seat.name, seat.actor, seat.pid
         self.watch, self.reporter = watch, reporter
         self.lives = 0
         """Times that it was found dead."""
@@ -74,7 +79,7 @@ class Member:
         with self._lock:
             if self.lives != life:
                 return
-            sentence, too_many = ray.get(self.watch.died.remote(self.name, self._why(gone)))
+            sentence, too_many = ray.get(self.watch.died.remote(self.name, self._why(), self.pid))
             if too_many:
                 raise WorkersLost(
                     f"{sentence}; that is once more than hardware.max_restarts allows, so the run stops; find out why, "
@@ -85,7 +90,7 @@ class Member:
             try:
                 while True:
                     try:
-                        ray.get(self.actor.about.remote())
+                        self.pid = ray.get(self.actor.about.remote())
                         break
                     except Exception as error:
                         said = translated(error)
@@ -97,18 +102,21 @@ class Member:
             self.lives += 1
             notices.tell(f"{sentence}; it was started again after {time.monotonic() - since:.0f} s")
 
-    def _why(self, gone: "Gone") -> str:
+    def _why(self) -> str:
+        """Whether its machine is gone, which Ray notices only after some seconds, or its process alone."""
         import ray
 
-        try:
-            about = ray.get(self.watch.known.remote(), timeout=10).get(self.name)
-            node = about.report.node if about is not None else ""
-            state = next((s for s in ray.nodes() if s["NodeID"] == node), None)
-            if state is not None and not state["Alive"]:
-                return f"died with its machine {state['NodeManagerAddress']}"
-        except Exception:
-            return "died"
-        return "died: its process was killed or crashed"
+        about = ray.get(self.watch.known.remote()).get(self.name)
+        node, again = about.report.node if about is not None else "", self.actor.about.remote()
+        for _ in range(_LOOKS_FOR_MACHINE):
+            if said := gone_machine(node):
+                return said
+            if ray.wait([again], timeout=0.5)[0]:
+                with contextlib.suppress(Exception):
+                    ray.get(again)
+                    break
+                again = self.actor.about.remote()
+        return gone_machine(node) or KILLED
 
 
 class Gone(Exception):

@@ -18,7 +18,7 @@ from posttrain.cluster.connection import connected
 from posttrain.cluster.crew import Gone, Seat, translated
 from posttrain.cluster.learner import INTERRUPTED, Crew, Ended, Job, LearnerWorker
 from posttrain.cluster.nodes import living
-from posttrain.cluster.watch import Watch, hangs
+from posttrain.cluster.watch import KILLED, Watch, gone_machine, hangs
 from posttrain.cluster.workers import ENGINE, ENVIRONMENTS, LEARNER, REWARD, PlacedRecipe, Worker, place, placed_recipe
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import Recipe, RlRecipe
@@ -67,6 +67,8 @@ class Launch:
     """One run on a cluster."""
 
     def __init__(self, recipe: PlacedRecipe, resume: bool, overwrite: bool, console: Console, ray: Any) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         self.recipe, self.console, self.ray = recipe, console, ray
         self.resume, self.overwrite = resume, overwrite
         self.nodes, _ = living(ray.nodes())
@@ -75,12 +77,15 @@ class Launch:
         self.document = recipe.model_dump_json()
         hardware = recipe.hardware
         self.beat = min(1.0, hardware.hang_seconds / 10)
-        self.watch = ray.remote(Watch).options(num_cpus=0, name=None).remote(hardware.max_restarts)
+        # On this machine: the watch has to outlive all others.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.watch = ray.remote(Watch).options(num_cpus=0, scheduling_strategy=here).remote(hardware.max_restarts)
         self.actors: dict[str, Any] = {}
         self.seats: dict[str, list[Seat]] = {ENGINE: [], REWARD: [], ENVIRONMENTS: []}
         self.told: list[str] = []
         self._before = self._run_id()
         self._stop = 0
+        self._named: set[str] = set()
         self._group: Any = None
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -182,19 +187,19 @@ class Launch:
             REWARD: (RewardWorker, (self.document,), {}),
             ENVIRONMENTS: (EnvironmentWorker, (), {"max_concurrency": THREADS}),
         }
-        for role, (kind, first, options) in kinds.items():
-            self.seats[role] = [
-                Seat(worker.name, self._made(kind, worker, first, -1, **options))
-                for worker in self.workers
-                if worker.role == role
-            ]
-        for seat in [seat for seats in self.seats.values() for seat in seats]:
+        begun = {
+            worker: self._made(kinds[worker.role][0], worker, kinds[worker.role][1], -1, **kinds[worker.role][2])
+            for worker in self.workers
+            if worker.role in kinds
+        }
+        self.seats = {role: [] for role in kinds}
+        for worker, actor in begun.items():
             try:
-                self.ray.get(seat.actor.about.remote())
+                self.seats[worker.role].append(Seat(worker.name, actor, self.ray.get(actor.about.remote())))
             except Exception as error:
                 said = translated(error)
                 kind_of = InputError if isinstance(said, InputError) else RunError
-                raise kind_of(f"{seat.name} could not be started: {said}") from error
+                raise kind_of(f"{worker.name} could not be started: {said}") from error
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +207,7 @@ class Launch:
         """Set the learners to work; returns what stands for their ends."""
         own = self._run_id()
         begun = own is not None and (self.resume or own != self._before)
-        (address, port, _, _), count = self.places[0], len(self.learners)
+        (address, port, *_), count = self.places[0], len(self.learners)
         locals_: dict[str, int] = {}
         crew = Crew(self.seats[ENGINE], self.seats[REWARD], self.seats[ENVIRONMENTS])
         found = []
@@ -256,12 +261,12 @@ class Launch:
                         raise said from error
                     if self._stop:
                         return [Ended(INTERRUPTED)]
-                    self._count(f"{LEARNER} {rank}", "died: its process was killed or crashed")
+                    self._count(f"{LEARNER} {rank}", gone_machine(self.places[rank][2]) or KILLED, self.places[rank][4])
                     return None
             if any(end.lost for end in ends.values()):
                 since_lost = since_lost or time.monotonic()
                 if time.monotonic() - since_lost > _LOST_SECONDS:
-                    self._count(LEARNER, "processes lost each other")
+                    self._count(LEARNER, "processes lost each other", self.places[0][4])
                     return None
             elif ends and any(end.code for end in ends.values()) and left:
                 since_lost = since_lost or time.monotonic()
@@ -270,8 +275,8 @@ class Launch:
             self._look_for_hangs()
         return [ends[rank] for rank in sorted(ends)]
 
-    def _count(self, name: str, reason: str) -> None:
-        sentence, too_many = self.ray.get(self.watch.died.remote(name, reason))
+    def _count(self, name: str, reason: str, pid: int) -> None:
+        sentence, too_many = self.ray.get(self.watch.died.remote(name, reason, pid))
         if too_many:
             raise RunError(
                 f"{sentence}; that is once more than hardware.max_restarts = {self.recipe.hardware.max_restarts} allows; "
@@ -326,6 +331,11 @@ class Launch:
         except Exception:
             return
         for hang in hangs(known, hardware.hang_seconds):
+            if not hang.started:
+                if hang.name not in self._named:
+                    self.console.print(hang.sentence, markup=False, soft_wrap=True)
+                self._named.add(hang.name)
+                continue
             if hardware.on_hang == "stop":
                 raise RunError(
                     f"{hang.sentence}; hardware.on_hang: stop ends the run here, and --resume goes on with it"

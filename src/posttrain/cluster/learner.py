@@ -60,20 +60,21 @@ class LearnerWorker(Worker):
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
+        self.reporter.on_news = notices.tell
         self.reporter.on_stop = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
     def __repr__(self) -> str:
         return self.reporter.name
 
-    def place(self) -> tuple[str, int, str, list[int]]:
-        """The machine's address, a port that is free on it, its name in Ray, and the GPUs of this process."""
+    def place(self) -> tuple[str, int, str, list[int], int]:
+        """The machine's address, a port that is free on it, its name in Ray, the GPUs of this process, and its id."""
         import ray
 
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         own = [int(device) for device in ray.get_gpu_ids()]
-        return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), own
+        return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), own, os.getpid()
 
     def run(self, job: Job) -> Ended:
         """Run the stage to its end."""

@@ -48,6 +48,8 @@ class Hang:
 
     name: str
     sentence: str
+    started: bool = True
+    """Whether there is a process of it that can be ended."""
 
 
 def hangs(known: Mapping[str, Known], limit: float) -> list[Hang]:
@@ -71,6 +73,9 @@ def hangs(known: Mapping[str, Known], limit: float) -> list[Hang]:
                 chain.append(_waits(target, further[0]))
                 target = further[0].target
             last = known.get(target)
+            if last is None and target not in found:
+                reason = f"{target} has not begun: no machine of the cluster has room for it, or it is slow to start"
+                found[target] = Hang(target, "; ".join([*chain, reason]), started=False)
             if last is not None and target not in found and max(last.silent, last.stuck) >= limit:
                 found[target] = Hang(target, "; ".join([*chain, _says(target, last)]))
     return list(found.values())
@@ -102,17 +107,29 @@ class Watch:
     orders: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     deaths: list[str] = field(default_factory=list)
+    counted: set[tuple[str, int]] = field(default_factory=set)
+    """Name and process of those that died."""
+    news: list[str] = field(default_factory=list)
+    """Deaths that nobody noticed who waited for the worker, not told yet."""
 
-    def report(self, report: Report) -> str:
-        """Take a report; returns what the worker is to do: `stop`, or nothing."""
+    def report(self, report: Report) -> tuple[str, list[str]]:
+        """Take a report; returns what the worker is to do: `stop`, or nothing; and, to the first learner, the news."""
         now, before = time.monotonic(), self.heard.get(report.name)
+        if before is not None and before.report.pid != report.pid:
+            # It was idle when it died, and is there again before anybody asked it something.
+            sentence, _, first = self._count(report.name, gone_machine(before.report.node) or KILLED, before.report.pid)
+            if first:
+                self.news.append(f"{sentence}; it was idle, and was started again")
         same = before is not None and (before.report.pid, before.report.node, before.report.progress) == (
             report.pid,
             report.node,
             report.progress,
         )
         self.heard[report.name] = _Heard(report, now, before.progressed if same and before else now)
-        return self.orders.pop(report.name, "")
+        news: list[str] = []
+        if report.name == "learner 0":
+            news, self.news = self.news, []
+        return self.orders.pop(report.name, ""), news
 
     def order(self, names: Sequence[str], what: str) -> None:
         """Tell workers something with the answer to their next report."""
@@ -133,16 +150,35 @@ class Watch:
         """Why a worker is about to be killed."""
         self.reasons[name] = reason
 
-    def died(self, name: str, reason: str) -> tuple[str, bool]:
-        """Count a death: returns what to say of it, and whether there have been too many."""
-        sentence = f"{name} {self.reasons.pop(name, reason)}"
-        self.deaths.append(sentence)
+    def died(self, name: str, reason: str, pid: int) -> tuple[str, bool]:
+        """Count the death of a process, once: returns what to say of it, and whether there have been too many."""
+        sentence, too_many, _ = self._count(name, reason, pid)
         self.forget(name)
-        return sentence, len(self.deaths) > self.most_restarts
+        return sentence, too_many
+
+    def _count(self, name: str, reason: str, pid: int) -> tuple[str, bool, bool]:
+        first = (name, pid) not in self.counted
+        sentence = f"{name} {self.reasons.pop(name, reason)}"
+        if first:
+            self.counted.add((name, pid))
+            self.deaths.append(sentence)
+        return sentence, len(self.deaths) > self.most_restarts, first
 
     def all_deaths(self) -> list[str]:
         """Everything that died so far, in order."""
         return list(self.deaths)
+
+
+KILLED = "died: its process was killed or crashed"
+"""Of a worker whose machine is still there."""
+
+
+def gone_machine(node: str) -> str:
+    """What to say of a worker of the machine that Ray calls `node`; nothing where that is alive, or not known."""
+    import ray
+
+    state = next((state for state in ray.nodes() if state["NodeID"] == node), None)
+    return "" if state is None or state["Alive"] else f"died with its machine {state['NodeManagerAddress']}"
 
 
 class Reporter:
@@ -161,6 +197,8 @@ class Reporter:
         self._where, self._moved = "", 0
         self.on_stop: Any = None
         """Called in the thread when the watch says so."""
+        self.on_news: Any = None
+        """Called in the thread with a sentence for the user; set it with `on_stop`."""
         self.more_progress: Any = None
         """A function whose value grows with the work."""
         threading.Thread(target=self._run, daemon=True, name="reporter").start()
@@ -185,8 +223,12 @@ class Reporter:
         while True:
             try:
                 answer = self.watch.report.remote(self._report(node, pid))
-                if self.on_stop is not None and ray.get(answer, timeout=60) == "stop":
-                    self.on_stop()
+                if self.on_stop is not None:
+                    order, news = ray.get(answer, timeout=60)
+                    for sentence in news:
+                        self.on_news(sentence)
+                    if order == "stop":
+                        self.on_stop()
             except Exception:
                 pass  # the watch is gone with the run, or slow
             time.sleep(self.seconds)
