@@ -159,6 +159,7 @@ def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
     assert_same(undisturbed, tmp_path / "runs" / "small")
 
 
+@pytest.mark.slow
 def test_a_machine_dies_with_all_that_ran_on_it(cluster, tiny_model, paid, undisturbed, tmp_path):
     """The engine, the environments and the reward model go at once; a new machine takes the place of theirs."""
     machine = {"num_cpus": 1, "object_store_memory": 100 * 2**20}

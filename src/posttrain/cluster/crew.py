@@ -23,20 +23,19 @@ class Seat:
 
     name: str
     actor: Any
-    pid: int
-    """Its first process."""
 
 
 class Member:
     """A worker, whichever process it is at the moment. Methods may be called from any thread."""
 
     def __init__(self, seat: Seat, watch: Any, reporter: Reporter) -> None:
-        self.name, self.actor, self.pid = seat.name, seat.actor, seat.pid
+        self.name, self.actor = seat.name, seat.actor
         self.watch, self.reporter = watch, reporter
         self.lives = 0
         """Times that it was found dead."""
         self._lock = threading.Lock()
-        self._node = ""
+        self.pid = self._returned("has not begun")
+        """The process that it is now."""
 
     def ask(self, what: str, method: str, *arguments: Any) -> Any:
         """The answer of a method, however often the worker has to be started again; `what` is for people."""
@@ -86,21 +85,27 @@ class Member:
                     "then go on with --resume"
                 )
             since = time.monotonic()
-            number = self.reporter.begin(self.name, "that it is started again")
-            try:
-                while True:
-                    try:
-                        self.pid = ray.get(self.actor.about.remote())
-                        break
-                    except Exception as error:
-                        said = translated(error)
-                        if not isinstance(said, Gone) or time.monotonic() - since > _PATIENCE_SECONDS:
-                            raise WorkersLost(f"{sentence} and could not be started again: {said}") from error
-                        time.sleep(_LOOK_AGAIN)
-            finally:
-                self.reporter.end(self.name, number)
+            self.pid = self._returned(sentence)
             self.lives += 1
             notices.tell(f"{sentence}; it was started again after {time.monotonic() - since:.0f} s")
+
+    def _returned(self, sentence: str) -> int:
+        """Wait for its process; WorkersLost, which begins with `sentence`, where none comes."""
+        import ray
+
+        since = time.monotonic()
+        number = self.reporter.begin(self.name, "that it is there")
+        try:
+            while True:
+                try:
+                    return ray.get(self.actor.about.remote())
+                except Exception as error:
+                    said = translated(error)
+                    if not isinstance(said, Gone) or time.monotonic() - since > _PATIENCE_SECONDS:
+                        raise WorkersLost(f"{sentence}, and {self.name} could not be started: {said}") from error
+                    time.sleep(_LOOK_AGAIN)
+        finally:
+            self.reporter.end(self.name, number)
 
     def _why(self) -> str:
         """Whether its machine is gone, which Ray notices only after some seconds, or its process alone."""

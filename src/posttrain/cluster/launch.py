@@ -56,6 +56,11 @@ def _check(recipe: PlacedRecipe) -> None:
             "hardware.apart is for `posttrain cluster plan`: in a run the learners' processes hold critic and reference "
             "model; remove it, or set both numbers to 0"
         )
+    if isinstance(recipe, RlRecipe) and recipe.rollout.ahead and recipe.rollout.on_new_weights != "finish":
+        raise InputError(
+            f"rollout.on_new_weights: {recipe.rollout.on_new_weights} changes the weights of an engine while it answers, which "
+            "engines of a Ray cluster do not; set `finish`, or hardware.engines.count=0"
+        )
     if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
         raise InputError(
             "hardware.rewards: `unit_credit` asks the reward model in the learner's process itself; set "
@@ -195,7 +200,8 @@ class Launch:
         self.seats = {role: [] for role in kinds}
         for worker, actor in begun.items():
             try:
-                self.seats[worker.role].append(Seat(worker.name, actor, self.ray.get(actor.about.remote())))
+                self.ray.get(actor.about.remote())
+                self.seats[worker.role].append(Seat(worker.name, actor))
             except Exception as error:
                 said = translated(error)
                 kind_of = InputError if isinstance(said, InputError) else RunError

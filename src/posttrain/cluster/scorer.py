@@ -1,5 +1,6 @@
 """The reward model in workers of the cluster: episodes are divided among its copies."""
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ class RayScorer(RewardScorer):
     def __init__(self, source: RewardSource, members: Sequence[Member]) -> None:
         self.source = source
         self.members = list(members)
+        self.alone = threading.Lock()
         self.statistics = self.members[0].ask("its statistics", "statistics")
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
