@@ -5,7 +5,8 @@ to the steps that use them, and none is read from a cache.
 """
 
 from harness.data import preference_rows
-from learners.compare import Size, compare, finish, options
+from harness.table import show
+from learners.compare import Size, compare, options
 from learners.job import OURS, TRL_DEFAULT, tuned
 
 
@@ -18,7 +19,7 @@ def main() -> None:
         tuned("grouped", "mixed", train_sampling_strategy="group_by_length"),
         tuned("grouped float32", "float32", train_sampling_strategy="group_by_length"),
     ]
-    finish("Direct preference optimisation", chosen, *compare("dpo", chosen, sides, preference_rows, "pairs"))
+    show("Direct preference optimisation", *compare("dpo", chosen, sides, preference_rows, "pairs"), chosen.json)
 
 
 if __name__ == "__main__":

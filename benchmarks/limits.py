@@ -14,6 +14,7 @@ from harness.table import show
 from harness.timing import available_threads, middle, seconds_of
 
 from posttrain.models.sizes import model_sizes
+from posttrain.recipe.cost_work import Tokens, forward_flops, read_weights, rows_of
 from posttrain.recipe.memory import ModelSizes
 
 
@@ -50,45 +51,14 @@ def measure_limits(dtype: torch.dtype, side: int = 1024, size: int = 1 << 29) ->
     return Limits(max(product_speed(*shape, dtype) for shape in shapes), reading_speed(size))
 
 
-def weight_bytes(sizes: ModelSizes, width: int) -> int:
-    """Bytes of weights that a decoding step reads, at `width` bytes each: all but an untied embedding table."""
-    return width * product_parameters(sizes)
-
-
-def product_parameters(sizes: ModelSizes) -> int:
-    """Parameters that multiply every token: those of the layers' matrices and of the output projection."""
-    layer = sum(inputs * outputs for inputs, outputs in sizes.linear_sizes)
-    return sizes.layers * layer + sizes.vocabulary * sizes.hidden
-
-
-def training_flops(sizes: ModelSizes, tokens: float, context: float) -> float:
-    """FLOPs of a forward and backward pass over `tokens` tokens, each of which sees `context` others on average.
-
-    Six per parameter and token, and 12 per layer, head, head dimension and seen token (Narayanan et al. 2021, arXiv
-    2104.04473, formula 3, with the products of attention counted over what is seen).
-    """
-    return 3 * forward_flops(sizes, tokens, context)
-
-
-def forward_flops(sizes: ModelSizes, tokens: float, context: float) -> float:
-    """FLOPs of a forward pass, as `training_flops`."""
-    attention = 4 * sizes.layers * sizes.heads * sizes.head_size * context
-    return tokens * (2 * product_parameters(sizes) + attention)
-
-
-def utilisation(flops: float, seconds: float, limits: Limits) -> float:
-    """Model FLOPs utilisation: the share of the measured peak."""
-    return flops / seconds / limits.products
-
-
 def decoding_bound(sizes: ModelSizes, width: int, rows: int, context: float, limits: Limits) -> float:
     """Least seconds of a step that decodes one token in each of `rows` requests of `context` tokens each.
 
     Whichever takes longer: reading weights and cached keys and values once, at `width` bytes a number, or the products.
     """
     cached = 2 * sizes.layers * sizes.key_value_heads * sizes.head_size * context * width
-    read = weight_bytes(sizes, width) + rows * cached
-    return max(read / limits.reading, forward_flops(sizes, rows, context) / limits.products)
+    read = read_weights(sizes, width, rows) + rows * cached
+    return max(read / limits.reading, forward_flops(sizes, Tokens(rows, rows * context, rows)) / limits.products)
 
 
 def job_bound(
@@ -96,7 +66,7 @@ def job_bound(
 ) -> float:
     """Least seconds of a job with `rows` requests in flight: every distinct prompt once, and full steps only."""
     distinct = {tuple(prompt) for prompt in prompts}
-    reading = sum(forward_flops(sizes, len(prompt), len(prompt) / 2) for prompt in distinct) / limits.products
+    reading = sum(forward_flops(sizes, rows_of(1, len(prompt), 1)) for prompt in distinct) / limits.products
     # A token weighs its own context: long answers have more of them.
     seen = sum(length * (len(prompt) + length / 2) for prompt, length in zip(prompts, lengths, strict=True)) / sum(
         lengths
@@ -146,7 +116,7 @@ def main() -> None:
         rows.append(row)
     notes = [
         f"reading memory: {reading / 1e9:.1f} GB/s; weights that stay in the caches are read faster",
-        f"{chosen.model}: {product_parameters(sizes):,} parameters multiply each token; {chosen.threads} threads",
+        f"{chosen.model}: {forward_flops(sizes, Tokens(1, 0, 1)) / 2:,.0f} parameters multiply each token; {chosen.threads} threads",
     ]
     show("Limits of the machine", rows, notes, chosen.json)
 

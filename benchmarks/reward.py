@@ -4,7 +4,8 @@ Both sides minimise the Bradley-Terry loss; the two answers of a pair have one p
 """
 
 from harness.data import preference_rows
-from learners.compare import Size, compare, finish, options
+from harness.table import show
+from learners.compare import Size, compare, options
 from learners.job import OURS, TRL_DEFAULT, tuned
 
 
@@ -17,7 +18,7 @@ def main() -> None:
         tuned("grouped", "mixed", train_sampling_strategy="group_by_length"),
         tuned("grouped float32", "float32", train_sampling_strategy="group_by_length"),
     ]
-    finish("Reward model", chosen, *compare("reward", chosen, sides, preference_rows, "pairs"))
+    show("Reward model", *compare("reward", chosen, sides, preference_rows, "pairs"), chosen.json)
 
 
 if __name__ == "__main__":

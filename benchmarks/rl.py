@@ -6,7 +6,8 @@ coefficient 0.05), GRPO has none, as TRL has it by default.
 """
 
 from harness.data import prompt_rows
-from learners.compare import Size, compare, finish, options
+from harness.table import show
+from learners.compare import Size, compare, options
 from learners.job import OURS, TRL_DEFAULT, Stage, tuned
 
 
@@ -20,7 +21,7 @@ def main() -> None:
         more, about = compare(stage, chosen, sides, prompt_rows, "answers")
         rows += more
         notes += [f"{stage}: {note}" for note in about]
-    finish("RLOO and GRPO, end to end", chosen, rows, notes)
+    show("RLOO and GRPO, end to end", rows, notes, chosen.json)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Rows are prompts and answers of lognormal length (mean 172 tokens); the loss is 
 """
 
 from harness.data import ROWS, chat_rows
-from learners.compare import Size, compare, finish, options
+from harness.table import show
+from learners.compare import Size, compare, options
 from learners.job import LONGEST, OURS, TRL_DEFAULT, tuned
 
 
@@ -20,7 +21,7 @@ def main() -> None:
         tuned("grouped float32", "float32", train_sampling_strategy="group_by_length"),
         tuned("packed", "mixed", gradient_accumulation_steps=1, **packed),
     ]
-    finish("Supervised fine-tuning", chosen, *compare("sft", chosen, sides, chat_rows, "rows"))
+    show("Supervised fine-tuning", *compare("sft", chosen, sides, chat_rows, "rows"), chosen.json)
 
 
 if __name__ == "__main__":

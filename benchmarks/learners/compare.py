@@ -10,10 +10,10 @@ from typing import Any
 
 from harness.data import write_rows
 from harness.models import MODELS, model_directory
-from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
 from learners.job import KL, WEIGHTS, Job, Side, Stage
+from learners.utilisation import STREAMS, Utilisation
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,15 @@ def compare(
             return run_side(f"learners.{side.system}_side", job.as_json(), chosen.threads)
 
         found = in_turn({side.name: partial(run, side) for side in sides}, chosen.rounds)
-    return _table(stage, sides, found, unit), [
+    used = Utilisation(str(model), chosen.threads) if stage in STREAMS else None
+    return _table(stage, sides, found, unit, used), [
         f"{chosen.model}, {chosen.rows} {unit} an optimizer step, {chosen.warmup} steps of warm-up and {chosen.steps} measured, "
         f"medians of {chosen.rounds} rounds in turn, {chosen.threads} threads; tokens are real ones, without padding",
+        *(
+            ["MFU: operations that real tokens require, as a share of the peak measured after the rounds"]
+            if used
+            else []
+        ),
         *_verdict(stage, sides, found),
     ]
 
@@ -118,7 +124,11 @@ def _best(
 
 
 def _table(
-    stage: str, sides: Sequence[Side], found: dict[str, list[dict[str, Any]]], unit: str
+    stage: Stage,
+    sides: Sequence[Side],
+    found: dict[str, list[dict[str, Any]]],
+    unit: str,
+    used: Utilisation | None,
 ) -> list[dict[str, Any]]:
     default = next((side for side in sides if side.default), None)
     best = _best(stage, sides, found)
@@ -134,6 +144,7 @@ def _table(
             f"{unit}/s": middle(_speeds(outcomes, "rows")),
             "x TRL defaults": ratio(speeds, _speeds(found[default.name], _measure(stage))) if default else None,
             "x TRL best": ratio(speeds, _speeds(found[best.name], _measure(stage))) if best else None,
+            **({"MFU": middle([used.of(stage, side, outcome) for outcome in outcomes])} if used else {}),
             "peak GB": middle([outcome["peak_memory"] / 1e9 for outcome in outcomes]),
             f"tokens/{unit.removesuffix('s')}": middle([outcome["tokens"] / outcome["rows"] for outcome in outcomes]),
         }
@@ -157,8 +168,3 @@ def _verdict(stage: Stage, sides: Sequence[Side], found: dict[str, list[dict[str
         lines.append(f"float32 against float32: {ours.name} is {times:.2f} times as fast as {plain.name}")
     spreads = [max(speeds) / min(speeds) for speeds in (_speeds(each, _measure(stage)) for each in found.values())]
     return [*lines, f"between rounds, the speeds of a side differ by a factor of {max(spreads):.2f} at most"]
-
-
-def finish(title: str, chosen: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Print the table and write the file that `--json` asks for."""
-    show(title, rows, notes, chosen.json)

@@ -58,45 +58,46 @@ def sizes(**changes):
     return ModelSizes(**given | changes)
 
 
-def test_parameters_that_multiply_are_counted_by_hand(importable):
-    from limits import product_parameters
-
-    # Queries 4x4, keys and values 4x2 each, output 4x4, three matrices of 4x8; the vocabulary once, tied or not.
-    layer = 16 + 8 + 8 + 16 + 3 * 32
-    assert product_parameters(sizes()) == 2 * layer + 40
-
-
 def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
-    from limits import Limits, decoding_bound, product_parameters
+    from limits import Limits, decoding_bound
 
     model = sizes()
-    weights = 2 * product_parameters(model)
+    # Queries 4x4, keys and values 4x2 each, output 4x4, three matrices of 4x8; the vocabulary once, tied or not.
+    parameters = 2 * (16 + 8 + 8 + 16 + 3 * 32) + 40
+    weights = 2 * parameters
     # Keys and values: 2 tensors, 2 layers, 1 head of 2, 3 requests of 5 tokens, 2 bytes.
     cached = 3 * 2 * 2 * 1 * 2 * 5 * 2
     slow_memory = Limits(products=1e30, reading=10.0)
     assert decoding_bound(model, 2, 3, 5, slow_memory) == pytest.approx((weights + cached) / 10)
     # Two per parameter, and four per layer, head, dimension and seen token.
-    flops = 3 * (2 * product_parameters(model) + 4 * 2 * 2 * 2 * 5)
+    flops = 3 * (2 * parameters + 4 * 2 * 2 * 2 * 5)
     slow_products = Limits(products=10.0, reading=1e30)
     assert decoding_bound(model, 2, 3, 5, slow_products) == pytest.approx(flops / 10)
 
 
 def test_a_shared_prompt_enters_the_bound_once(importable):
-    from limits import Limits, forward_flops, job_bound
+    from limits import Limits, job_bound
+
+    from posttrain.recipe.cost_work import Tokens, forward_flops
 
     model, limits = sizes(), Limits(products=1.0, reading=1e30)
     shared = job_bound(model, 2, [[1, 2, 3]] * 4, [1] * 4, 4, limits)
     apart = job_bound(model, 2, [[1, 2, n] for n in range(4)], [1] * 4, 4, limits)
-    assert shared == pytest.approx(forward_flops(model, 3, 1.5))
+    assert shared == pytest.approx(forward_flops(model, Tokens(3, 6, 1)))
     assert apart == pytest.approx(4 * shared)
 
 
-def test_training_costs_three_forward_passes(importable):
-    from limits import Limits, forward_flops, training_flops, utilisation
+def test_useful_work_counts_prompts_for_each_answer_and_a_reference(importable):
+    from learners.utilisation import useful_flops
 
     model = sizes()
-    assert training_flops(model, 7, 3) == pytest.approx(3 * forward_flops(model, 7, 3))
-    assert utilisation(5.0, 2.0, Limits(products=10.0, reading=1.0)) == pytest.approx(0.25)
+    head = 2 * model.vocabulary * model.hidden
+    sft, reward, dpo = (useful_flops(stage, model, 10, 400) for stage in ("sft", "reward", "dpo"))
+    # Three passes' worth; half of a row is seen by a token on average; answers are 65% of the tokens.
+    layers = 2 * 2 * (16 + 8 + 8 + 16 + 3 * 32)
+    assert sft == pytest.approx(3 * (400 * layers + 0.65 * 400 * head + 4 * 2 * 2 * 2 * 10 * 40 * 41 / 2))
+    assert reward == pytest.approx(3 * (400 * layers + 4 * 2 * 2 * 2 * 20 * 20 * 21 / 2))
+    assert dpo == pytest.approx(4 * (reward / 3 + 0.65 * 400 * head))
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
