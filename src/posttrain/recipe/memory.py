@@ -89,6 +89,8 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
+    if isinstance(recipe, RlRecipe) and recipe.rollout.ahead:
+        rows["weights of rollouts ahead"] = _ahead(recipe, sizes, width)
     if placement.colocated:
         rows |= engine_memory(recipe, sizes, placement)
     return rows
@@ -213,6 +215,15 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x 12 bytes",
     )
     return rows
+
+
+def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int) -> tuple[int, str]:
+    """Bytes of the trained weights of other steps, and how they are counted: those that are sampled with, and those that
+    wait until they are."""
+    rollout = recipe.rollout
+    copies = 2 + (rollout.ahead if rollout.on_new_weights == "finish" or rollout.replay is not None else 0)
+    trained = trained_parameters(recipe.model, sizes)
+    return copies * width * trained, f"{copies} copies of the trained weights: those in use, and those that wait for it"
 
 
 def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:

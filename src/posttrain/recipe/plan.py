@@ -5,6 +5,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.recipe.ahead import updates_behind
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.cost_devices import Device
 from posttrain.recipe.cost_table import show_times
@@ -144,10 +145,32 @@ def _rl(recipe: RlRecipe) -> list[str]:
         f"an optimizer step takes forward passes of at most {learner.tokens_per_batch} tokens, at most {passes} of them "
         f"where every episode is {rollout.tokens_per_episode} tokens long",
         f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
+        *_ahead(recipe),
         *_beside(recipe, recipe.steps * updates),
         *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
         f"training on seeds {recipe.seeds}, {used}",
     ]
+
+
+def _ahead(recipe: RlRecipe) -> list[str]:
+    """How far sampling may be ahead of learning, and what happens to episodes then."""
+    rollout = recipe.rollout
+    if not rollout.ahead:
+        return []
+    behind = updates_behind(rollout, recipe.learner)
+    rules = {
+        "finish": "go on with the old ones to their end",
+        "continue": "go on with the new ones from the next token on",
+        "restart": "begin again with the new ones",
+    }
+    lines = [
+        f"a step's episodes begin at most {rollout.ahead} {_plural('step', rollout.ahead)} ahead of it, with weights at most "
+        f"{behind} optimizer {_plural('step', behind)} old; when newer weights are there they {rules[rollout.on_new_weights]}"
+    ]
+    if rollout.stale_after is not None:
+        most = rollout.stale_after
+        lines.append(f"an episode with a token older than {most} optimizer {_plural('step', most)} is dropped")
+    return lines
 
 
 def _units(credit: UnitCreditRecipe) -> str:

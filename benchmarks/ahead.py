@@ -1,0 +1,69 @@
+"""Rollouts ahead of the learner: seconds per step of whole runs, for environments that wait and for one that does not.
+
+The same recipe runs with rollout.ahead 0, 1 and 2; each call of the environment takes `--waits` seconds, as one does that
+asks a server. What the processor has to compute is the same on all sides, so only waiting can be hidden.
+"""
+
+import argparse
+import statistics
+from functools import partial
+from typing import Any
+
+from harness.models import MODELS, model_directory
+from harness.table import show
+from harness.timing import available_threads, in_turn, middle, ratio, run_side
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
+    parser.add_argument("--waits", default="0,0.2,0.5", help="seconds that a call of the environment takes, by commas")
+    parser.add_argument("--ahead", default="0,1,2", help="values of rollout.ahead, separated by commas")
+    parser.add_argument("--rule", default="finish", help="rollout.on_new_weights")
+    parser.add_argument("--passes", type=int, default=4, help="learner.passes: how much there is to learn from a step")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first three are not counted")
+    parser.add_argument("--rounds", type=int, default=3, help="times that every side runs")
+    parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the sides in turn and print the table."""
+    chosen = options()
+    model = str(model_directory(chosen.model))
+    aheads = [int(ahead) for ahead in chosen.ahead.split(",")]
+
+    def run(ahead: int, wait: float, number: int) -> dict[str, Any]:
+        job = {"model": model, "ahead": ahead, "wait": wait, "rule": chosen.rule, "steps": chosen.steps, "seed": number}
+        job["passes"] = chosen.passes
+        return run_side("sides.ahead_worker", job, chosen.threads)
+
+    rows = []
+    for wait in map(float, chosen.waits.split(",")):
+        found = in_turn({str(ahead): partial(run, ahead, wait) for ahead in aheads}, chosen.rounds)
+        seconds = {name: [middle(o["step"]) for o in outcomes] for name, outcomes in found.items()}
+        for name, outcomes in found.items():
+            own = [value for o in outcomes for value in o["step"]]
+            rows.append(
+                {
+                    "a call takes": f"{wait:g} s",
+                    "ahead": int(name),
+                    "s per step": middle(seconds[name]),
+                    "spread": statistics.pstdev(own),
+                    "times as fast": ratio(seconds[str(aheads[0])], seconds[name]),
+                    "s of sampling": middle([middle(o["sampling"]) for o in outcomes]),
+                    "s waited for it": middle([middle(o["waited"]) for o in outcomes]),
+                    "updates old": middle([middle(o["staleness"]) for o in outcomes]),
+                }
+            )
+    notes = [
+        f"{chosen.model}, {chosen.threads} threads, {chosen.rounds} rounds, rollout.on_new_weights {chosen.rule}, learner.passes {chosen.passes}",
+        "spread: standard deviation over steps and rounds",
+    ]
+    show("Rollouts ahead of the learner", rows, notes, chosen.json)
+
+
+if __name__ == "__main__":
+    main()
