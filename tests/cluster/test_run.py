@@ -195,3 +195,42 @@ def test_too_many_deaths_stop_the_run_in_one_sentence(cluster, tiny_model, tmp_p
     made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "max_restarts": 0})
     with pytest.raises(RunError, match=r"engine 0 died.*hardware\.max_restarts.*--resume"):
         run_disturbed(made, lambda disturber: (disturber.until(0), disturber.signal("engine 0")))
+
+
+def tensors(run):
+    from safetensors.torch import load_file
+
+    (file,) = (run / "model").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.slow
+def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_model, paid, undisturbed, tmp_path):
+    """One of the learners is killed; both go on from the last checkpoint."""
+    import torch
+
+    hardware = {
+        "ray": "auto",
+        "processes": 2,
+        "engines": {"count": 2},
+        "environments": {"workers": 1},
+        "max_restarts": 20,
+    }
+
+    def disturb(disturber):
+        disturber.until(2)
+        disturber.signal("learner 1")
+
+    deaths, _ = run_disturbed(values(tiny_model, tmp_path / "runs", hardware=hardware, **paid), disturb)
+    assert any(death.startswith("learner") for death in deaths), deaths
+    run = tmp_path / "runs" / "small"
+    expected, learned = tensors(undisturbed), tensors(run)
+    assert list(expected) == list(learned)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(learned[name], tensor, rtol=1e-4, atol=1e-5)
+    one, other = small.episodes(undisturbed), small.episodes(run)
+    assert list(one) == list(other)
+    for file in one:
+        assert [[ids for ids, *_ in streams] for streams in one[file][:1]] == [
+            [ids for ids, *_ in streams] for streams in other[file][:1]
+        ]

@@ -1,0 +1,143 @@
+"""An environment whose worker dies is made again from its seed and answers; one that then says something else fails."""
+
+import dataclasses
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from posttrain.cluster.actors import EnvironmentWorker
+from posttrain.cluster.crew import Gone
+from posttrain.cluster.environment import RayEnvironment, ReplayDiffers
+from posttrain.environments.opening import open_environment
+from posttrain.environments.protocol import Environment, Step
+from posttrain.errors import InputError
+from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
+
+LETTERS = str(Path(__file__).parents[1] / "training" / "letters.py")
+
+
+class Forgetful(Environment):
+    """Says something else each time it is played."""
+
+    class Recipe(EnvironmentRecipe):
+        """No keys of its own."""
+
+    def reset(self, seed):
+        from posttrain.environments.protocol import Observation
+
+        return Observation([{"role": "user", "content": "hello"}])
+
+    def step(self, action):
+        return Step([{"role": "user", "content": str(random.random())}], 0.0, False, False)
+
+
+class Reporter:
+    progress = 0
+
+
+class Remote:
+    """What an actor's method is to those who have the actor."""
+
+    def __init__(self, function):
+        self.remote = function
+
+
+def worker():
+    made = EnvironmentWorker.__new__(EnvironmentWorker)
+    made.reporter = Reporter()
+    made._playing, made._importing = {}, threading.Lock()
+    return made
+
+
+class Crew:
+    """A member whose worker dies before, or after, chosen calls; without Ray."""
+
+    def __init__(self, before=(), after=()):
+        self.worker, self.lives, self.calls = worker(), 0, 0
+        self.before, self.after = set(before), set(after)
+        self.replays = 0
+
+    @property
+    def actor(self):
+        return self
+
+    @property
+    def close(self):
+        return Remote(lambda identity: self.worker.close(identity))
+
+    def once(self, what, method, *arguments):
+        self.calls += 1
+        call = self.calls
+        self.replays += method == "replay"
+        if call in self.before:
+            raise Gone("killed")
+        answer = getattr(self.worker, method)(*arguments)
+        if call in self.after:
+            raise Gone("killed before it could say so")
+        return answer
+
+    def await_return(self, life, gone):
+        self.worker, self.lives = worker(), life + 1
+
+
+def play(environment, answers, seed=3):
+    said = [environment.reset(seed)]
+    return said + [environment.step(answer) for answer in answers]
+
+
+ANSWERS = ["abc", "hello", "zyx"]
+
+
+def plain():
+    return play(open_environment(environment_recipe({"type": LETTERS, "max_turns": 3})), ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "deaths", [{}, {"before": [1]}, {"before": [2]}, {"before": [3, 4]}, {"after": [2]}, {"after": [4]}]
+)
+def test_episodes_are_the_same_whenever_the_worker_dies(deaths):
+    crew = Crew(**deaths)
+    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
+    assert [dataclasses.asdict(each) for each in play(environment, ANSWERS)] == [
+        dataclasses.asdict(each) for each in plain()
+    ]
+    assert crew.lives == len(deaths.get("before", [])) + len(deaths.get("after", []))
+
+
+def test_a_worker_that_was_replaced_unseen_is_told_from_one_that_knows():
+    crew = Crew()
+    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
+    environment.reset(3)
+    environment.step("abc")
+    crew.worker = worker()
+    assert environment.step("hello") == plain()[2]
+    assert crew.replays == 1
+
+
+def test_an_answer_that_arrives_twice_is_played_once():
+    crew = Crew()
+    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
+    environment.reset(3)
+    first = crew.worker.step(environment._id, 0, "abc")
+    assert crew.worker.step(environment._id, 0, "abc") is first
+    assert environment.step("abc") == first
+    assert environment.step("hello") == plain()[2]
+
+
+def test_an_environment_that_says_something_else_fails_its_episode():
+    crew = Crew(before=[4])
+    environment = RayEnvironment(environment_recipe({"type": f"{__name__}:Forgetful", "max_turns": 5}), crew)
+    environment.reset(3)
+    environment.step("a")
+    environment.step("b")
+    with pytest.raises(ReplayDiffers, match=r"seed 3 .* says something else at turn 1"):
+        environment.step("c")
+
+
+def test_wrong_input_goes_through():
+    environment = RayEnvironment(environment_recipe({"type": LETTERS}), Crew())
+    environment._values["type"] = "nothing.py"
+    with pytest.raises(InputError, match="there is no file"):
+        environment.reset(1)
