@@ -4,17 +4,19 @@ import json
 import os
 import subprocess
 
+import pytest
+
 from tests.vllm.interpreter import ROOT, needs_vllm, vllm_python
 from tests.vllm.models import save_model
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
 
 def test_adapters_alone_take_effect_in_process(tmp_path):
     model = save_model(tmp_path / "tiny", "qwen2", tied=False)
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [vllm_python(), "-m", "tests.vllm.inside", str(model), str(tmp_path / "told.json")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Error" not in done.stdout
     told = json.loads((tmp_path / "told.json").read_text())

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.training import letters
 from tests.vllm.interpreter import SMALL, needs_vllm, vllm_python
 from tests.vllm.models import save_model
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
 
 def test_two_steps_of_rl_with_servers(tmp_path):
@@ -33,7 +35,7 @@ def test_two_steps_of_rl_with_servers(tmp_path):
         "learner.tokens_per_batch=512",
     ]
     command = [sys.executable, "-m", "posttrain.cli.main", "rl", *keys]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]

@@ -21,7 +21,7 @@ from tests.vllm.asking import GREEDY, WARM, answers, distance, local_answers, mo
 from tests.vllm.interpreter import SMALL, needs_vllm, vllm_python
 from tests.vllm.models import save_model
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 BOUND = 1e-4
 """Largest distance in nats from the learner's log-probabilities, float32 on both sides."""
 
@@ -111,33 +111,38 @@ def test_turns_and_groups_share_what_was_computed(engine):
     assert engine.counters.reused == reused, "what other weights computed is forgotten"
 
 
-def test_an_answer_in_flight_goes_on_with_new_weights(engine, policy):
+def test_answers_in_flight_go_on_with_new_weights(engine, policy):
     old = policy.version
-    asked = Request(prompt(3), WARM, 3, 150)
+    # The first one ends early, and then the others are in flight.
+    asked = [Request(prompt(3), WARM, seed, 20 if seed == 0 else 160) for seed in range(6)]
 
     async def ask():
-        answer = asyncio.ensure_future(engine.generate(asked))
-        await asyncio.sleep(0.4)
+        waiting = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         move(policy, seed=2)
         await asyncio.to_thread(engine.load_weights, policy.version)
-        return await answer
+        return await asyncio.gather(*waiting)
 
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     found = asyncio.run(ask())
-    if len(set(found.versions)) == 1:
-        pytest.skip("the answer was over before the weights came")
-    assert list(found.versions) == sorted(found.versions)
-    assert set(found.versions) == {old, policy.version}
-    changed = found.versions.index(policy.version)
-    late = Request((*asked.prompt_ids, *found.ids[:changed]), WARM, 3, 150)
-    # Of the new weights given all tokens before, those that the old weights sampled too.
-    parts = type(found)(found.ids[changed:], found.logprobs[changed:], found.versions[changed:], found.stop_reason)
-    assert distance(policy, late, parts) < BOUND
     after = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-    policy.model.load_state_dict(before)
-    early = type(found)(found.ids[:changed], found.logprobs[:changed], found.versions[:changed], found.stop_reason)
-    assert distance(policy, asked, early) < BOUND
-    policy.model.load_state_dict(after)
+    mixed = [pair for pair in zip(asked, found, strict=True) if set(pair[1].versions) == {old, policy.version}]
+    assert mixed
+    for one, answer in mixed:
+        assert list(answer.versions) == sorted(answer.versions)
+        changed = answer.versions.index(policy.version)
+        late = Request((*one.prompt_ids, *answer.ids[:changed]), WARM, 3, 160)
+        # That of the new weights given all tokens before, those that the old weights sampled too.
+        assert distance(policy, late, _part(answer, changed, len(answer.ids))) < BOUND
+        policy.model.load_state_dict(before)
+        assert distance(policy, one, _part(answer, 0, changed)) < BOUND
+        policy.model.load_state_dict(after)
+
+
+def _part(answer, start, stop):
+    """Tokens start to stop - 1 of an answer."""
+    columns = (answer.ids, answer.logprobs, answer.versions)
+    return type(answer)(*(column[start:stop] for column in columns), answer.stop_reason)
 
 
 def test_a_weight_that_does_not_come_is_named(engine, policy, monkeypatch):
