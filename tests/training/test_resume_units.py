@@ -56,6 +56,23 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, reward_mode
     assert small.episodes(tmp_path / "text") == small.episodes(uninterrupted)
 
 
+def test_ahead_of_the_learner_too(tiny_model, reward_model, tmp_path):
+    """The reward model is asked by the thread that samples and by the one that gives credit."""
+
+    def own(runs):
+        runs.mkdir()
+        values = _values(tiny_model, runs, reward_model)
+        return values | {"rollout": values["rollout"] | {"ahead": 1}}
+
+    assert small.run(own(tmp_path / "whole")) == 0, (tmp_path / "whole" / "log.txt").read_text()
+    killed = own(tmp_path / "killed")
+    assert small.run(killed, die_at=("posttrain.training.unit_values:UnitValuer.coalitions", 2)) == -9
+    assert small.run(killed, resume=True) == 0, (tmp_path / "killed" / "log.txt").read_text()
+    runs = [tmp_path / name / "text" for name in ("killed", "whole")]
+    for what in (small.weights, small.metrics, small.episodes):
+        assert what(runs[0]) == what(runs[1])
+
+
 def test_the_run_that_is_compared_has_credit_of_units(uninterrupted):
     trained = [line for line in small.metrics(uninterrupted) if line["kind"] == "train"]
     assert [line["units/forwards"] > 0 for line in trained] == [True, True, True]

@@ -1,0 +1,71 @@
+"""The keys of rollouts that run ahead: what does not go together, what has no effect, what the plan says."""
+
+import pytest
+
+from posttrain.errors import InputError
+from posttrain.recipe.ahead import updates_behind
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.memory import ModelSizes, memory_estimate
+from posttrain.recipe.notes import notes
+from posttrain.recipe.plan import batch_arithmetic
+
+TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["rollout.stale=drop"], "belong together"),
+        (["rollout.stale_after=3"], "belong together"),
+        (
+            ["rollout.stale=drop", "rollout.stale_after=3", "learner.updates_per_step=2"],
+            "every episode is 4 updates old .* would drop them all",
+        ),
+        (["rollout.on_new_weights=continue", "hardware.ray=auto"], "engines of a Ray cluster take new weights between"),
+        (["reward.path=x", "hardware.processes=2"], "the first process samples and scores by itself"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given, words):
+    with pytest.raises(InputError, match=words):
+        load_recipe([], ["rollout.ahead=2", *given], "rl")
+
+
+def test_what_has_no_effect_is_told():
+    recipe = load_recipe([], ["rollout.on_new_weights=restart", "rollout.replay=x"], "rl")
+    found = [note for note in notes(recipe) if "rollout.ahead is 0" in note]
+    assert [note.split()[0] for note in found] == ["rollout.on_new_weights", "rollout.replay"]
+    evaluation = load_recipe([], ["rollout.ahead=1"], "evaluate")
+    assert any(note.startswith("rollout.ahead has no effect") for note in notes(evaluation))
+
+
+def test_a_loss_without_importance_weights_is_told():
+    def told(*given):
+        return [note for note in notes(load_recipe([], list(given), "rl")) if "no importance weights" in note]
+
+    assert len(told("rollout.ahead=1", "loss.type=reinforce")) == 1
+    assert told("rollout.ahead=0", "loss.type=reinforce") == []
+    assert told("rollout.ahead=1", "loss.type=ppo") == []
+
+
+def test_ratios_are_clipped_where_episodes_are_of_older_weights():
+    def clip_notes(*given):
+        return [n for n in notes(load_recipe([], ["loss.clip_low=0.1", *given], "rl")) if "clip" in n]
+
+    assert clip_notes()
+    assert clip_notes("rollout.ahead=1") == []
+
+
+def test_the_plan_says_how_far_ahead_and_what_that_takes():
+    given = ["rollout.ahead=2", "learner.passes=3", "rollout.groups_per_step=4", "learner.updates_per_step=2"]
+    recipe = load_recipe([], given, "rl")
+    assert updates_behind(recipe.rollout, recipe.learner) == 12
+    (line,) = [line for line in batch_arithmetic(recipe) if "ahead of it" in line]
+    assert "at most 2 steps ahead" in line
+    assert "at most 12 optimizer steps old" in line
+    plain = load_recipe([], given[1:], "rl")
+    assert not [line for line in batch_arithmetic(plain) if "ahead of it" in line]
+    key = "weights of rollouts ahead"
+    assert key not in memory_estimate(plain, TINY)
+    assert memory_estimate(recipe, TINY)[key][0] == 4 * 4 * 1000
+    newest = load_recipe([], [*given, "rollout.on_new_weights=continue"], "rl")
+    assert memory_estimate(newest, TINY)[key][0] == 2 * 4 * 1000
