@@ -20,7 +20,7 @@ def values(tiny, runs, **changes):
     return small.recipe_values(tiny, runs, engine=ENGINE, **changes)
 
 
-def launched(made, **more):
+def launched(made, resume=False):
     """A run of these values on the cluster that the tests are connected to."""
     import ray
     from pydantic import TypeAdapter
@@ -30,7 +30,7 @@ def launched(made, **more):
 
     Path(made["runs"]).mkdir(exist_ok=True)
     recipe = TypeAdapter(Recipe).validate_python(made)
-    return Launch(recipe, False, False, Console(file=io.StringIO(), width=1000), ray, **more)
+    return Launch(recipe, resume, False, Console(file=io.StringIO(), width=1000), ray)
 
 
 def run_disturbed(made, disturb):
@@ -234,3 +234,23 @@ def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_m
         assert [[ids for ids, *_ in streams] for streams in one[file][:1]] == [
             [ids for ids, *_ in streams] for streams in other[file][:1]
         ]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_is_resumed_to_the_same_bits(cluster, tiny_model, paid, undisturbed, tmp_path):
+    made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "rewards": {"count": 1}}, **paid)
+
+    def disturb(disturber):
+        disturber.until(1)
+        disturber.launched.ray.get(disturber.launched.watch.order.remote(["learner 0"], "stop"))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_disturbed(made, disturb)
+    run = tmp_path / "runs" / "small"
+    assert Disturber(None, run).finished() < 4
+    again = launched(made, resume=True)
+    try:
+        again.run()
+    finally:
+        again.close()
+    assert_same(undisturbed, run)

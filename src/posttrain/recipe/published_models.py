@@ -15,6 +15,7 @@ QWEN3_235B = _sized(ModelSizes(0, 94, 4096, 1536, 64, 4, 128, 151_936, experts=1
 """Qwen3-235B-A22B: `intermediate` is that of one expert."""
 QWEN3_30B = _sized(ModelSizes(0, 48, 2048, 768, 32, 4, 128, 151_936, experts=128, experts_per_token=8, tied=False))
 """Qwen3-30B-A3B."""
+QWEN25_05B = _sized(ModelSizes(0, 24, 896, 4864, 14, 2, 64, 151_936))
 QWEN25_3B = _sized(ModelSizes(0, 36, 2048, 11_008, 16, 2, 128, 151_936))
 QWEN25_7B = _sized(ModelSizes(0, 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False))
 
@@ -24,6 +25,7 @@ PUBLISHED = {
     "Qwen3-32B": QWEN3_32B,
     "Qwen3-30B-A3B": QWEN3_30B,
     "Qwen3-235B-A22B": QWEN3_235B,
+    "Qwen2.5-0.5B-Instruct": QWEN25_05B,
     "Qwen2.5-3B-Instruct": QWEN25_3B,
     "Qwen2.5-7B-Instruct": QWEN25_7B,
 }
