@@ -19,13 +19,15 @@ from posttrain.rollout.streams import Episode
 class Worker:
     """What every worker does: it reports, and says that it is there."""
 
-    def __init__(self, name: str, watch: Any, seconds: float, folder: str, devices: tuple[int, ...] | None) -> None:
-        """`seconds` between reports; `folder`: where relative paths begin; `devices`: GPUs to see, where Ray does not say."""
+    def __init__(self, name: str, watch: str, seconds: float, folder: str, devices: tuple[int, ...] | None) -> None:
+        """`watch`: name of its actor; `seconds` between reports; `folder`: where relative paths begin; `devices`: GPUs to see, where Ray does not say."""
+        import ray
+
         if Path(folder).is_dir():
             os.chdir(folder)
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        self.reporter = Reporter(watch, name, seconds)
+        self.reporter = Reporter(ray.get_actor(watch), name, seconds)
 
     def about(self) -> int:
         """The process; the answer comes once the worker has begun."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 from rich.console import Console
 
@@ -84,7 +85,10 @@ class Launch:
         self.beat = min(1.0, hardware.hang_seconds / 10)
         # On this machine: the watch has to outlive all others.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self.watch = ray.remote(Watch).options(num_cpus=0, scheduling_strategy=here).remote(hardware.max_restarts)
+        # Workers look it up by name: an actor's handle among the arguments would have to outlive what they are made from.
+        self.watch_name = f"watch-{uuid4().hex}"
+        options = {"num_cpus": 0, "scheduling_strategy": here, "name": self.watch_name}
+        self.watch = ray.remote(Watch).options(**options).remote(hardware.max_restarts)
         self.actors: dict[str, Any] = {}
         self.seats: dict[str, list[Seat]] = {ENGINE: [], REWARD: [], ENVIRONMENTS: []}
         self.told: list[str] = []
@@ -165,7 +169,7 @@ class Launch:
                 scheduling_strategy=room,
                 **options,
             )
-            .remote(*first, worker.name, self.watch, self.beat, os.getcwd(), devices)
+            .remote(*first, worker.name, self.watch_name, self.beat, os.getcwd(), devices)
         )
         self.actors[worker.name] = actor
         return actor
