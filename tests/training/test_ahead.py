@@ -134,6 +134,18 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
     assert all(line.get("policy/staleness_max", 0) == 0 for line in lines)
 
 
+@pytest.mark.parametrize("credit", ["rloo", "gae"])
+def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credit, tiny_model, tmp_path, monkeypatch):
+    # Weights come too late for every second batch.
+    monkeypatch.setattr("posttrain.rollout.ahead.conductor.Conductor.look", lambda self: None)
+    rollout = {"ahead": 1, "on_new_weights": "continue", "stale": "drop", "stale_after": 0, "filter": {"type": "none"}}
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
+    assert [line["rollout/stale"] for line in train_lines(run)] == [0, 6, 0, 6, 0]
+    assert ["optimizer/gradient_norm" in line for line in train_lines(run)] == [True, False, True, False, True]
+    told = [line["message"] for line in read_metrics(run.metrics) if line["kind"] == "warning"]
+    assert sum("every episode is older than rollout.stale_after = 0 updates" in message for message in told) == 2
+
+
 @pytest.mark.parametrize(
     "changes",
     [

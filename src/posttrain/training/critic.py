@@ -71,9 +71,9 @@ class CriticLearner:
         paid, judged = rewards_of_sampled_tokens(episodes, rewards), of_sampled_tokens(episodes, values)
         advantages = advantages_over_values(self.credit, episodes, paid, judged)
         targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, judged, strict=True))])
-        ends = np.cumsum([s.sampled_tokens for s in samples])[:-1]
-        for sample, target in zip(samples, np.split(targets.astype(np.float32), ends), strict=True):
-            sample.returns = target
+        ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
+        for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
+            sample.returns = targets[start:end].astype(np.float32)
         returns = np.concatenate([np.zeros(0), *discounted_returns(self.credit, episodes, paid)])
         flat = np.concatenate([np.zeros(0), *judged])
         self._fit = {"critic/value": (float(flat.sum()), len(flat)), "critic/return": (float(returns.sum()), len(flat))}
