@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from growing.models import random_policy
 from harness.table import show
 
 
@@ -81,16 +82,20 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="packaged:smollm2-135m")
+    parser.add_argument("--model", help="a model.path; without it a random Qwen3 of --width and 8 layers")
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("words", nargs="*", help="further keys of the recipe, key=value")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        model = options.model or str(folder / "model")
+        if options.model is None:
+            random_policy(folder / "model", options.width, 8, 1)
         write_rows(folder / "rows.jsonl", 16 * options.updates, 60)
         words = [
-            f"model.path={options.model}",
+            f"model.path={model}",
             f"data.train={folder / 'rows.jsonl'}",
             "rows_per_update=16",
             f"steps={options.updates}",
