@@ -105,7 +105,9 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     with (
-        pytest.raises(InputError, match=r"hardware.processes = 4, but torchrun started 2 processes; leave the key out"),
+        pytest.raises(
+            InputError, match=r"hardware.processes = 4, but torchrun started 2 processes; set it to 2, or start 4"
+        ),
         world.joined(HardwareRecipe(processes=4), "cpu"),
     ):
         pass

@@ -40,6 +40,7 @@ CASES = {
     "reward": ("reward", {"steps": 4}),
     "reward_lora": ("reward", {"steps": 3, "model": {"lora": {"rank": 4}}}),
     "rl": ("rl", {"steps": 3}),
+    "rl_apart": ("rl", {"steps": 2}),
     "ppo": (
         "rl",
         {"steps": 2, "credit": PPO, "model": {"lora": {"rank": 4}}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
@@ -114,7 +115,7 @@ def given_updates(tiny, out):
 
 def jobs(tiny, folder, cases=tuple(CASES)):
     """The cases, and updates on given episodes."""
-    found = [{"values": values_of(case, tiny, folder / case)} for case in cases]
+    found = [{"values": values_of(case, tiny, folder / case), "apart": case == "rl_apart"} for case in cases]
     return [*found, {"call": given_updates, "arguments": (tiny, folder / "given")}]
 
 

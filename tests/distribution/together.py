@@ -11,7 +11,8 @@ from typing import Any
 from tests.training import small
 
 Job = dict[str, Any]
-"""`values` of a recipe; `resume`; `die`: (rank, what, count) for `small._arm`."""
+"""`values` of a recipe; `resume`; `die`: (rank, what, count) for `small._arm`; `apart`: the first process plays for all, as
+with an engine outside, through the modules of the model. Or `call`, a function, its `arguments`, and `hardware`."""
 
 
 def run(processes: int, jobs: list[Job], folder: Path) -> list[list[int]]:
@@ -48,7 +49,11 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    from posttrain.training import table
+    from posttrain.engines import decoder
+    from posttrain.rollout.driver import Sharing
+    from posttrain.training import playing, table
+
+    of_engine, streamlined = playing.sharing_of, decoder.STREAMLINED
 
     # Most of the time of runs this small.
     table.draw_plots = lambda run: None  # type: ignore[assignment]
@@ -57,6 +62,8 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         code = 0
+        playing.sharing_of = (lambda _: Sharing.FIRST) if job.get("apart") and size > 1 else of_engine
+        decoder.STREAMLINED = () if job.get("apart") else streamlined  # type: ignore[assignment]
         try:
             if job.get("die") and job["die"][0] == rank:
                 small._arm(*job["die"][1:])

@@ -98,8 +98,18 @@ class ShardedModel:
         if self._held:
             self._held = False
             self.settle()
+            self._forget_order()
             for part in self._parts[:-1]:
                 part.set_reshard_after_forward(self._reshards, recurse=False)
+
+    def _forget_order(self) -> None:
+        """Forget which layers computed while all was held: from that FSDP guesses what to gather ahead of a backward pass,
+        and the processes did not compute the same."""
+        for part in self._parts:
+            state = part._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            for group in state._fsdp_param_groups:
+                group._post_forward_indices.clear()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -169,8 +169,8 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
         size = int(os.environ["WORLD_SIZE"])
         if hardware.processes not in (1, size):
             raise InputError(
-                f"hardware.processes = {hardware.processes}, but torchrun started {size} processes; leave the key out, or "
-                f"start as many"
+                f"hardware.processes = {hardware.processes}, but torchrun started {size} processes; set it to {size}, or start "
+                f"{hardware.processes}"
             )
         world = World(
             hardware,
