@@ -2,13 +2,9 @@
 
 import os
 import shutil
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +17,7 @@ from posttrain.cluster.learner import INTERRUPTED, Crew, Ended, Job, LearnerWork
 from posttrain.cluster.nodes import living
 from posttrain.cluster.watch import KILLED, Watch, gone_machine, hangs
 from posttrain.cluster.workers import ENGINE, ENVIRONMENTS, LEARNER, REWARD, PlacedRecipe, Worker, place, placed_recipe
+from posttrain.distribution.launch import stop_signals_to
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import Recipe, RlRecipe
 from posttrain.runs.directory import RunDirectory
@@ -102,7 +99,7 @@ class Launch:
     def run(self) -> None:
         """Start everybody, and the learners again whenever one dies, until the stage has ended."""
         self._take_room()
-        with self._handing_on_signals():
+        with stop_signals_to(self._hand_on):
             self._start_learners()
             self._start_others()
             while True:
@@ -355,23 +352,10 @@ class Launch:
             self.ray.get(self.watch.forget.remote(hang.name))
             self.ray.kill(self.actors[hang.name], no_restart=hang.name.startswith(LEARNER))
 
-    @contextmanager
-    def _handing_on_signals(self) -> Iterator[None]:
+    def _hand_on(self, number: int) -> None:
         """Let the learners stop at a good moment; a second signal stops this process at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def hand_on(number: int, frame: FrameType | None) -> None:
-            self._stop += 1
-            if self._stop > 1:
-                raise KeyboardInterrupt
-            names = [f"{LEARNER} {i}" for i in range(len(self.learners))]
-            threading.Thread(target=lambda: self.watch.order.remote(names, "stop"), daemon=True).start()
-
-        before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self._stop += 1
+        if self._stop > 1:
+            raise KeyboardInterrupt
+        names = [f"{LEARNER} {i}" for i in range(len(self.learners))]
+        threading.Thread(target=lambda: self.watch.order.remote(names, "stop"), daemon=True).start()

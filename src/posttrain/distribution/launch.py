@@ -8,10 +8,9 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import InputError, RunError
@@ -107,7 +106,7 @@ def _quiet() -> Iterator[None]:
 def _handing_on_signals(folder: Path) -> Iterator[None]:
     """Hand Ctrl-C and SIGTERM to the processes, and to those that have not begun yet."""
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def hand_on(number: int) -> None:
         (folder / "stop").write_text(str(number))
         for file in folder.glob("pid-*"):
             try:
@@ -115,10 +114,18 @@ def _handing_on_signals(folder: Path) -> Iterator[None]:
             except (ProcessLookupError, ValueError):
                 continue
 
+    with stop_signals_to(hand_on):
+        yield
+
+
+@contextmanager
+def stop_signals_to(hand_on: Callable[[int], None]) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM call `hand_on` with their number; in a thread, which gets none, nothing is changed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    stops = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, frame: hand_on(number)) for number in stops}
     try:
         yield
     finally:
