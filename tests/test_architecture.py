@@ -19,7 +19,7 @@ ALLOWED = {
     "losses": {"recipe", "credit.types"},
     "data": {"recipe"},
     "models": {"recipe", "distribution"},
-    "engines": {"recipe", "models", "distribution", "rollout.streams"},
+    "engines": {"recipe", "models", "distribution", "rollout.streams", "runs.notices"},
     "rollout": {
         "recipe",
         "runs",

@@ -2,8 +2,13 @@
 that is."""
 
 import asyncio
+import json
+import os
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,27 +21,35 @@ from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.http import ask
 from posttrain.engines.vllm.opening import open_vllm
 from posttrain.engines.vllm.replica import Died, Refused
-from posttrain.engines.vllm.server import Server
+from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.vllm import VllmEngineRecipe
+from posttrain.runs import notices
 
 
 class Made:
-    """A replica that answers with its weights and dies as often as it is told to."""
+    """A replica that answers with its weights after `pause` seconds, and dies as often as it is told to."""
+
+    pause = 0.0
 
     def __init__(self, name, deaths=0):
-        self.name, self.deaths = name, deaths
+        self.name, self.deaths, self.hangs = name, deaths, False
         self.starts, self.got, self.held, self.asked, self.asleep = 0, {}, {}, [], False
 
     async def start(self):
         self.starts += 1
-        self.got, self.held = {}, {}
+        self.got, self.held, self.hangs = {}, {}, False
+
+    async def respond(self):
+        while self.hangs:
+            await asyncio.sleep(0.01)
 
     async def generate(self, job):
+        await self.respond()
         self.asked.append(job["seed"])
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.pause)
         if self.deaths:
             self.deaths -= 1
             raise Died("killed")
@@ -49,6 +62,7 @@ class Made:
         }
 
     async def begin_weights(self, version):
+        await self.respond()
         self.got, self.version = {}, version
 
     async def receive_weights(self, path):
@@ -60,6 +74,9 @@ class Made:
 
     async def sleep(self):
         self.asleep = True
+
+    def let_go(self):
+        self.let = True
 
     def close(self):
         self.closed = True
@@ -129,6 +146,7 @@ def test_an_episode_stays_with_its_engine():
 def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
     replica = Made("a", deaths=1)
     engine = opened([replica])
+    notices.take()
     engine.load_weights(3)
     engine.policy.number = 99.0
     found = ask_all(engine, range(4))
@@ -136,8 +154,33 @@ def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
     assert replica.starts == 2
     assert engine.restarts == 1
     assert engine.retried == 1
-    assert "version 3" in engine.take_messages()[0]
-    assert engine.take_messages() == []
+    (message,) = notices.take()
+    assert "version 3" in message
+
+
+def test_an_engine_that_hangs_is_started_again():
+    replica, other = Made("a"), Made("b")
+    engine = opened([replica, other], hang_seconds=0.4)
+    engine.load_weights(0)
+    replica.hangs = True
+    found = ask_all(engine, range(4))
+    assert sorted(one.ids for one in found) == [(5, seed) for seed in range(4)]
+    assert (replica.starts, other.starts, engine.restarts, engine.retried) == (2, 1, 1, 2)
+    assert "a died (it gave no sign of life for 0.4 s)" in notices.take()[-1]
+    replica.hangs = True
+    engine.policy.number = 6.0
+    engine.load_weights(1)
+    assert [one.ids[0] for one in ask_all(engine, range(4))] == [6] * 4
+    assert (replica.starts, other.starts) == (3, 1)
+
+
+def test_an_answer_may_take_longer_than_a_sign_of_life():
+    replica = Made("a")
+    engine = opened([replica], hang_seconds=0.1)
+    engine.load_weights(0)
+    replica.pause = 0.6
+    assert ask_all(engine, [7])[0].ids == (5, 7)
+    assert replica.starts == 1
 
 
 def test_deaths_are_bounded():
@@ -162,11 +205,31 @@ def test_files_of_weights_go_when_the_engine_does():
     engine = opened([Made("a")])
     engine.load_weights(0)
     folder = engine._depot.folder
-    assert len(list(folder.iterdir())) == 3, "one bucket of 1 MiB for each weight"
+    assert len(list(folder.glob("*.safetensors"))) == 3, "one bucket of 1 MiB for each weight"
     engine.load_weights(1)
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(folder.glob("*.safetensors"))) == 3
     engine.close()
     assert not folder.exists()
+
+
+def test_files_of_a_killed_process_go_with_the_next_one():
+    code = """
+import os, torch
+from posttrain.engines.vllm.buckets import Depot
+depot = Depot(keep=True, wanted=1)
+depot.put({"w": torch.ones(2)}, "w.safetensors")
+print(depot.folder, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    mine = Depot(keep=True, wanted=1)
+    killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    left = Path(killed.stdout.strip())
+    assert (left / "w.safetensors").exists()
+    Depot(keep=True, wanted=1).close()
+    assert not left.exists()
+    assert mine.folder.exists()
+    mine.close()
 
 
 def test_buckets_are_bounded_and_keep_everything():
@@ -232,6 +295,9 @@ class MadeHost:
     async def receive_weights(self, path):
         self.loaded |= load_file(path)
 
+    def close(self):
+        pass
+
 
 @pytest.fixture(scope="module")
 def served():
@@ -292,6 +358,42 @@ def test_an_answer_that_nobody_waits_for_is_given_up(served):
 
     asyncio.run(give_up())
     assert host.cancelled.wait(10)
+
+
+OWNED = """
+import asyncio, sys
+from posttrain.engines.vllm import server
+from tests.engines.test_vllm_engine import MadeHost
+
+async def opened(settings, alone):
+    return MadeHost()
+
+server.Host.open = opened
+server.main()
+"""
+
+
+def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path):
+    own, depot = tmp_path / "own", Depot(keep=True, wanted=1)
+    own.mkdir()
+    path = depot.put({"w": torch.ones(3)}, "w.safetensors")
+    announced = own / "port"
+    command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--owned", "--announce", str(announced)]
+    environment = os.environ | {TOKEN: "secret", "PYTHONPATH": os.pathsep.join(sys.path)}
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    try:
+        while not announced.exists():
+            assert server.poll() is None
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{announced.read_text()}"
+        asked(url, "POST", "/weights/bucket", json.dumps({"path": str(path)}).encode())
+        server.stdin.close()
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+        server.wait()
+    assert not own.exists()
+    assert not depot.folder.exists()
 
 
 def test_the_lone_server_needs_nothing_but_vllm():

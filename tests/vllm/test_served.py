@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +12,14 @@ from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.opening import open_vllm
 from posttrain.engines.vllm.replica import Refused
 from posttrain.engines.vllm.served import ServedReplica
+from posttrain.engines.vllm.watch import Watch
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.vllm import VllmEngineRecipe
 from posttrain.rollout.streams import StopReason
+from posttrain.runs import notices
 from tests.vllm.asking import GREEDY, WARM, answers, distance, local_answers, move, prompt, request
 from tests.vllm.interpreter import SMALL, needs_vllm, vllm_python
 from tests.vllm.models import save_model
@@ -173,11 +176,27 @@ def test_a_server_elsewhere_gets_weights_as_bytes(engine, policy, monkeypatch):
         asyncio.run(stranger.about())
 
 
+@pytest.mark.parametrize("stopped", ["server", "scheduler"])
+def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypatch):
+    (life,) = engine._lives
+    monkeypatch.setattr(life, "watch", Watch(life.replica.respond, 20))
+    asked = [request(number, WARM, tokens=100, seed=number) for number in range(3)]
+    undisturbed, restarts, hung = answers(engine, asked), engine.restarts, life.replica.pid
+    children = [int(child) for child in Path(f"/proc/{hung}/task/{hung}/children").read_text().split()]
+    names = {Path(f"/proc/{child}/cmdline").read_bytes().partition(b"\0")[0]: child for child in children}
+    os.kill(hung if stopped == "server" else names[b"VLLM::EngineCore"], signal.SIGSTOP)
+    assert [one.ids for one in answers(engine, asked)] == [one.ids for one in undisturbed]
+    assert engine.restarts == restarts + 1
+    assert "no sign of life" in notices.take()[-1]
+    assert not os.path.exists(f"/proc/{hung}")
+
+
 def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     asked = [request(number, WARM, tokens=100, seed=number) for number in range(6)]
     undisturbed = answers(engine, asked)
     (life,) = engine._lives
-    killed = life.replica.pid
+    killed, restarts = life.replica.pid, engine.restarts
+    notices.take()
 
     async def ask():
         waiting = [asyncio.ensure_future(engine.generate(one)) for one in asked]
@@ -188,9 +207,9 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     found = asyncio.run(ask())
     assert [one.ids for one in found] == [one.ids for one in undisturbed]
     assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
-    assert engine.restarts == 1
+    assert engine.restarts == restarts + 1
     assert engine.retried >= 1
-    (message,) = engine.take_messages()
+    (message,) = notices.take()
     assert "started again" in message
     assert life.replica.pid != killed
     for _ in range(100):

@@ -192,10 +192,6 @@ class RayEngine:
             except Gone as gone:
                 link.member.await_return(life, gone)
 
-    def take_messages(self) -> list[str]:
-        """None of its own: what befalls workers is told at the end of the step."""
-        return []
-
 
 def _side_by_side(works: Sequence[Any]) -> None:
     """Do all of them, each in a thread; the first error goes through."""

@@ -128,10 +128,6 @@ class LocalEngine:
             self._decoder = None
             self.policy.sharded.release()
 
-    def take_messages(self) -> list[str]:
-        """Nothing happens to an engine in this process that would not end it."""
-        return []
-
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:

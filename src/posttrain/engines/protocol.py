@@ -99,7 +99,3 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Nothing is asked of the engine until the next `load_weights`: give back the memory that the learner needs."""
         ...
-
-    def take_messages(self) -> list[str]:
-        """What the user should know of the engine's own fate since the last call."""
-        ...

@@ -52,6 +52,8 @@ class VllmEngineRecipe(Part):
     """For model.lora: `merged` sends whole weights with the adapters folded in; `adapter_only` sends the adapters to an engine that keeps the frozen weights."""
     start_seconds: float = Field(600, gt=0)
     """Time that an engine has to become ready, in seconds."""
+    hang_seconds: float = Field(600, gt=0)
+    """Time in seconds without a sign of life, while something is asked of it, after which an engine is treated as dead; longer than any forward pass takes."""
     retries: int = Field(2, ge=0)
     """Further attempts at an answer, with the same seed, after the engine that was to give it died."""
     restarts: int = Field(3, ge=0)

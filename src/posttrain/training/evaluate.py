@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from posttrain.recipe.stages import EvaluateRecipe
+from posttrain.runs import notices
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
@@ -25,10 +26,11 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
             log.write(0, "baseline", {"player": name, **values})
         log.write(0, "final", {"player": EVALUATED, **final})
     tables = write_tables(directory, [playing])
-    write_report(directory, tables, warnings=playing.remarks)
+    remarks = [*playing.remarks, *notices.take()]
+    write_report(directory, tables, warnings=remarks)
     for table in tables:
         console.print(table.rich())
-    for message in playing.remarks:
+    for message in remarks:
         console.print(message, highlight=False, markup=False, soft_wrap=True)
     console.print(f"report: {directory.report}", highlight=False)
 

@@ -12,6 +12,7 @@ from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.generate import GenerateRecipe
 from posttrain.rollout.driver import Place, play_each
 from posttrain.rollout.streams import CUT_OFF, Episode, Outcome
+from posttrain.runs import notices
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import MetricsLog
@@ -85,6 +86,8 @@ class _Generation:
             try:
                 for window in self.answerer.windows(wanted, self.log):
                     play_each(self.answerer.player(), _places(self.recipe, window), self._keeping(window, progress))
+                    for message in notices.take():
+                        progress.message(message)
             finally:
                 self.seconds = time.monotonic() - self._begun
                 self._tell(progress, last=True)

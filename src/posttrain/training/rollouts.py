@@ -55,7 +55,6 @@ class InStep:
         done = self.world.gather([own])
         collected.counters = EngineCounters(**{name: sum(each[name] for each in done) for name in own})
         collected.seconds = time.perf_counter() - begun
-        collected.messages += self.playing.engine.take_messages()
         return collected
 
     def learned(self, step: int) -> None:

@@ -140,7 +140,6 @@ class Sampler:
                 conductor.begin(journal.step)
                 playing = replace(player, version=conductor.version)
                 collected = collect(playing, self._recipe, tasks, journal.step, journal.play)
-            collected.messages += player.engine.take_messages()
         if journal.end is None:
             collected.seconds = time.perf_counter() - begun - waited
             collected.counters = player.engine.counters.since(counters)

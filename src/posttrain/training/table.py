@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from posttrain.runs import notices
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
@@ -41,6 +42,7 @@ def finish(trainer: "Trainer", console: Console) -> None:
     for measure in trainer.measures:
         trainer.progress.message(f"{measure.cost()} with the {which} checkpoint, step {step}")
         values |= measure.final(trainer.step)
+    trainer.warn(notices.take())
     if values:
         chosen = "best on the curve's data" if trainer.choice is not None else "the last one"
         line = {"player": TRAINED, "best_step": step, "chosen": chosen, **values}

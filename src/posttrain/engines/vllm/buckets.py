@@ -1,14 +1,19 @@
 """Weights on their way: cut into buckets of bounded size, each a safetensors file that engines of this machine read."""
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 Bucket = dict[str, torch.Tensor]
+_PREFIX = "posttrain-weights-"
+_LOCK = "lock"
 
 
 def buckets(weights: Iterable[tuple[str, torch.Tensor]], most: int) -> Iterator[Bucket]:
@@ -42,7 +47,10 @@ class Depot:
         self.keep = keep
         memory = Path("/dev/shm")
         roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * wanted
-        self.folder = Path(tempfile.mkdtemp(prefix="posttrain-weights-", dir=memory if roomy else None))
+        parent = memory if roomy else Path(tempfile.gettempdir())
+        _sweep(parent)
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._lock = _held(self.folder)
         self.files: list[Path] = []
 
     def put(self, bucket: Bucket, name: str) -> Path:
@@ -67,3 +75,21 @@ class Depot:
     def close(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _held(folder: Path) -> BinaryIO:
+    """A lock in the folder that lasts as long as this process does."""
+    part = folder / "lock.part"
+    file = part.open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    part.rename(folder / _LOCK)
+    return file
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what processes that were killed left there."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

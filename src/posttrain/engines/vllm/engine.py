@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +18,12 @@ from typing import Any, TypeVar
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.vllm.buckets import Depot, buckets
 from posttrain.engines.vllm.replica import Died, Refused, Replica
+from posttrain.engines.vllm.watch import Watch
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.vllm import VllmEngineRecipe
 from posttrain.rollout.streams import StopReason
+from posttrain.runs.notices import tell
 
 T = TypeVar("T")
 MIB = 2**20
@@ -31,6 +35,7 @@ class _Life:
 
     replica: Replica
     lock: asyncio.Lock
+    watch: Watch
     lives: int = 1
     load: int = 0
     """Episodes that are at home there, and requests of no episode."""
@@ -51,9 +56,10 @@ class VllmEngine:
         """Engines that died and were started again."""
         self.retried = 0
         """Requests that were asked again because the engine that had them died."""
-        self._messages: list[str] = []
         self._home: ContextVar[list[_Life] | None] = ContextVar("home", default=None)
-        self._lives = [_Life(replica, asyncio.Lock()) for replica in replicas]
+        self._lives = [
+            _Life(replica, asyncio.Lock(), Watch(replica.respond, recipe.hang_seconds)) for replica in replicas
+        ]
         self._depot = Depot(recipe.restarts > 0 or bool(recipe.urls), self._size())
         self._adapter: Path | None = None
         self._sent = 0
@@ -63,10 +69,20 @@ class VllmEngine:
         # Also when the engine is forgotten, and when the process ends.
         self._closing = weakref.finalize(self, _close, list(replicas), self._depot, self._loop, thread)
         try:
-            self._wait(self._all(lambda life: life.replica.start()))
+            self._start()
         except BaseException:
             self.close()
             raise
+
+    def _start(self) -> None:
+        """Start all, and say on standard error what the user waits for."""
+        if not self._lives:
+            return
+        begun = time.monotonic()
+        names = ", ".join(life.replica.name for life in self._lives)
+        print(f"waiting for {names}; starting vLLM takes about a minute", file=sys.stderr, flush=True)
+        self._wait(self._all(lambda life: life.replica.start()))
+        print(f"vLLM is ready after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
@@ -124,11 +140,6 @@ class VllmEngine:
         """Let every engine give back what it can."""
         self._wait(self._all(lambda life: self._unless_dead(life, life.replica.sleep())))
 
-    def take_messages(self) -> list[str]:
-        """What happened to engines since the last call, for the log of the run."""
-        taken, self._messages = self._messages, []
-        return taken
-
     def close(self) -> None:
         """End the engines that were started here."""
         self._closing()
@@ -154,7 +165,7 @@ class VllmEngine:
         for attempt in range(self.recipe.retries + 1):
             lives = life.lives
             try:
-                return await life.replica.generate(job)
+                return await life.watch.over(life.replica.generate(job))
             except Refused as error:
                 raise RunError(f"{life.replica.name} refused a request: {error}") from error
             except Died as error:
@@ -186,11 +197,11 @@ class VllmEngine:
                 await life.replica.start()
                 try:
                     if self.version >= 0:
-                        await self._send_again(life)
+                        await life.watch.over(self._send_again(life))
                     life.alive = True
                 except Died as error:
                     reason = str(error)
-            self._messages.append(
+            tell(
                 f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and "
                 "what it was asked is asked again"
             )
@@ -209,7 +220,7 @@ class VllmEngine:
             work.close()
             return
         try:
-            await work
+            await life.watch.over(work)
         except Died:
             life.alive = False
 
@@ -306,6 +317,9 @@ def _close(
     loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join(timeout=5)
+    for replica in replicas:
+        with contextlib.suppress(Exception):
+            replica.let_go()
     for replica in replicas:
         with contextlib.suppress(Exception):
             replica.close()

@@ -57,6 +57,10 @@ class Host:
 
         return {"vllm": vllm.__version__, "version": self.version, "asleep": self._asleep, **asdict(self.settings)}
 
+    async def respond(self) -> None:
+        """Return once the scheduler and every worker did, which they do between two forward passes."""
+        await self.engine.collective_rpc("respond")
+
     @property
     def dead(self) -> bool:
         """Whether the engine can answer no more."""

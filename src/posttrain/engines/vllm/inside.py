@@ -37,6 +37,9 @@ class InsideReplica:
     async def about(self) -> dict[str, Any]:
         return self._host.about()
 
+    async def respond(self) -> None:
+        await self._ask("respond")
+
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
         return await self._ask("generate", job)
 
@@ -54,6 +57,9 @@ class InsideReplica:
 
     async def sleep(self) -> None:
         await self._ask("sleep")
+
+    def let_go(self) -> None:
+        """It ends in `close`."""
 
     def close(self) -> None:
         if self._host is not None:

@@ -26,6 +26,10 @@ class Replica(Protocol):
         """As `Host.about`."""
         ...
 
+    async def respond(self) -> None:
+        """As `Host.respond`."""
+        ...
+
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
         """As `Host.generate`; Died where the engine did."""
         ...
@@ -48,6 +52,10 @@ class Replica(Protocol):
 
     async def sleep(self) -> None:
         """As `Host.sleep`."""
+        ...
+
+    def let_go(self) -> None:
+        """Tell it that `close` follows, so that several end side by side."""
         ...
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ from posttrain.engines.vllm.settings import Settings, preloaded_libraries, proce
 from posttrain.errors import InputError, RunError
 
 _LOOK_EVERY = 0.1
+_END_SECONDS = 10
+"""What a server has to end by itself before it is killed."""
 _TOKEN = "POSTTRAIN_VLLM_TOKEN"
 _BINARY = {"content-type": "application/octet-stream"}
 _SHOWN = 6
@@ -52,13 +54,14 @@ class ServedReplica:
         ends = time.monotonic() + self.start_seconds
         while True:
             try:
-                self._agree(await self.about())
+                async with asyncio.timeout(max(1.0, ends - time.monotonic())):
+                    self._agree(await self.about())
                 return
-            except Died as error:
+            except (Died, TimeoutError) as error:
                 if time.monotonic() > ends:
                     raise RunError(
-                        f"{self.name} does not answer ({error}); start it with `python -m posttrain.engines.vllm.server`, or "
-                        "correct engine.urls"
+                        f"{self.name} does not answer ({str(error) or 'it takes connections and says nothing'}); start it with "
+                        "`python -m posttrain.engines.vllm.server`, or correct engine.urls"
                     ) from error
             except Refused as error:
                 raise RunError(f"{self.name} refuses: {error}; look at engine.token_variable") from error
@@ -79,6 +82,9 @@ class ServedReplica:
 
     async def about(self) -> dict[str, Any]:
         return await self._ask("/about")
+
+    async def respond(self) -> None:
+        await self._ask("/respond")
 
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
         return await self._ask("/generate", job)
@@ -105,6 +111,9 @@ class ServedReplica:
 
     async def sleep(self) -> None:
         await self._ask("/sleep", {})
+
+    def let_go(self) -> None:
+        """Leave it running: someone else started it."""
 
     def close(self) -> None:
         """Leave it running: someone else started it."""
@@ -137,7 +146,8 @@ class OwnReplica(ServedReplica):
         super().__init__(f"vLLM server {number}", "", self._token, start_seconds, same_machine=True)
 
     async def start(self) -> None:
-        self.close()
+        self._kill()
+        self.url = ""
         announced = Path(self._folder.name) / "port"
         announced.unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -154,18 +164,33 @@ class OwnReplica(ServedReplica):
         while not announced.exists():
             code = self._process.poll()
             if code is not None or time.monotonic() > ends:
-                self.close()
+                self._kill()
                 how = f"it ended with status {code}" if code is not None else f"{self.start_seconds:g} s are over"
                 raise RunError(f"{self.name} did not start: {how}; {self._last_words()}")
             await asyncio.sleep(_LOOK_EVERY)
         self.url = f"http://127.0.0.1:{announced.read_text()}"
 
+    def let_go(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
     def close(self) -> None:
-        """End its processes, if there are any."""
+        """End its processes, if there are any; they tidy up where they can."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.let_go()
+        if self.url:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
+        if self._process is None:
+            return
+        if self._process.poll() != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -212,7 +237,10 @@ class OwnReplica(ServedReplica):
             variables.pop(name, None)
         # The learner's own number of threads is not that of an engine.
         variables.pop("OMP_NUM_THREADS", None)
-        variables |= {"PYTHONPATH": str(package), _TOKEN: self._token}
+        temporary = Path(self._folder.name) / "tmp"
+        temporary.mkdir(exist_ok=True)
+        # What vLLM leaves lying goes with the folder.
+        variables |= {"PYTHONPATH": str(package), _TOKEN: self._token, "TMPDIR": str(temporary)}
         variables |= process_environment(self.settings) | preloaded_libraries(self.python)
         seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         chosen = [seen[device] if device < len(seen) else str(device) for device in self.devices]

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ TOKEN = "POSTTRAIN_VLLM_TOKEN"
 """Environment variable with the token of the server."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _LOOK_EVERY = 0.5
+_END_SECONDS = 8
+"""What vLLM has to end by itself before it is killed."""
 
 
 class Server:
@@ -37,6 +40,8 @@ class Server:
         self.token = token
         self.trusts_paths = trusts_paths
         self.folder = Path(tempfile.mkdtemp(prefix="posttrain-received-"))
+        self.named: set[Path] = set()
+        """Folders of the trainer's in which weights lay."""
         self._adapters = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -77,6 +82,9 @@ class Server:
             await _keep(receive, folder / "adapter_model.safetensors")
             await self.host.load_adapter(str(folder), int(headers["x-version"]))
             return {}
+        if (method, path) == ("GET", "/respond"):
+            await self.host.respond()
+            return {}
         job = json.loads(await _body(receive) or b"{}")
         if (method, path) == ("POST", "/generate"):
             return await _unless_gone(self.host.generate(job), receive)
@@ -85,8 +93,10 @@ class Server:
         elif (method, path) == ("POST", "/weights/finish"):
             return {"missing": await self.host.finish_weights()}
         elif (method, path) == ("POST", "/weights/bucket") and self.trusts_paths:
+            self.named.add(Path(job["path"]).parent)
             await self.host.receive_weights(job["path"])
         elif (method, path) == ("POST", "/adapter") and self.trusts_paths:
+            self.named.add(Path(job["folder"]).parent)
             await self.host.load_adapter(job["folder"], job["version"])
         elif (method, path) == ("POST", "/sleep"):
             await self.host.sleep()
@@ -159,12 +169,19 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
     import uvicorn
 
     host = await Host.open(settings, alone=True)
-    if arguments.owned:
-        _end_with_stdin()
     listening = socket.create_server((arguments.host, arguments.port))
     port = listening.getsockname()[1]
     application = Server(host, token, arguments.owned)
-    config = uvicorn.Config(application, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=3600)
+    config = uvicorn.Config(
+        application,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=3600,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    orphan = _end_with_stdin(server, application, Path(arguments.announce).parent) if arguments.owned else None
     if arguments.announce:
         # Whole or not at all: the trainer looks at it again and again.
         part = Path(f"{arguments.announce}.part")
@@ -172,20 +189,37 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
         part.rename(arguments.announce)
     print(f"vLLM serves {settings.model} at http://{arguments.host}:{port}", flush=True)
     try:
-        await uvicorn.Server(config).serve(sockets=[listening])
+        await server.serve(sockets=[listening])
     finally:
         host.close()
+        shutil.rmtree(application.folder, ignore_errors=True)
+        if orphan is not None and orphan.is_set():
+            _tidy(application, Path(arguments.announce).parent)
 
 
-def _end_with_stdin() -> None:
-    """End, with all processes of this group, once the other end of standard input is closed: the trainer is gone."""
+def _end_with_stdin(server: Any, application: Server, folder: Path) -> threading.Event:
+    """End, with all processes of this group, once the other end of standard input is closed: the trainer is gone.
+
+    The event is set then. What the trainer left on this machine goes too, `folder` first: it may have been killed.
+    """
+    orphan = threading.Event()
 
     def look() -> None:
         while os.read(0, 4096):
             time.sleep(_LOOK_EVERY)
+        orphan.set()
+        server.should_exit = True
+        time.sleep(_END_SECONDS)
+        _tidy(application, folder)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=look, daemon=True, name="end with the trainer").start()
+    return orphan
+
+
+def _tidy(application: Server, folder: Path) -> None:
+    for left in (*application.named, folder):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,6 +32,9 @@ class WeightReceiver:
 
         threading.Thread(target=look, daemon=True, name="end with parent").start()
 
+    def respond(self) -> None:
+        """A sign of life."""
+
     def begin_weights(self) -> None:
         """Forget the weights and wait for all of them."""
         from vllm.config import set_current_vllm_config
