@@ -198,6 +198,9 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     killed, restarts = life.replica.pid, engine.restarts
     notices.take()
 
+    # It stands still first, for a fast one would have answered before it dies.
+    os.kill(killed, signal.SIGSTOP)
+
     async def ask():
         waiting = [asyncio.ensure_future(engine.generate(one)) for one in asked]
         await asyncio.sleep(0.2)

@@ -181,14 +181,14 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
         )
     else:
         world = World(hardware)
+    if not world.sharded:
+        yield world
+        return
     on_gpu = _on_gpu(device)
     if hardware.offload and not on_gpu:
         raise InputError(
             "hardware.offload moves state from a GPU to the processors, and the device here is a CPU; leave it out"
         )
-    if not world.sharded:
-        yield world
-        return
     store = _connect(world, on_gpu)
     _divide_threads(world)
     _state["world"] = world
