@@ -4,6 +4,7 @@ that is."""
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -296,7 +297,7 @@ class MadeHost:
         self.loaded |= load_file(path)
 
     def close(self):
-        pass
+        print("closed", flush=True)
 
 
 @pytest.fixture(scope="module")
@@ -394,6 +395,27 @@ def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path)
         server.wait()
     assert not own.exists()
     assert not depot.folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_end_closes_vllm(number, tmp_path):
+    announced = tmp_path / "port"
+    command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--announce", str(announced)]
+    environment = os.environ | {TOKEN: "secret", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True, text=True)
+    try:
+        while not announced.exists():
+            assert server.poll() is None
+            time.sleep(0.05)
+        asked(f"http://127.0.0.1:{announced.read_text()}", "GET", "/about")
+        server.send_signal(number)
+        said, _ = server.communicate(timeout=20)
+    finally:
+        server.kill()
+        server.wait()
+    assert server.returncode == 0
+    assert said.endswith("closed\n")
+    assert not list(tmp_path.glob("posttrain-received-*"))
 
 
 def test_the_lone_server_needs_nothing_but_vllm():

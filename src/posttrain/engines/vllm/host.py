@@ -48,7 +48,7 @@ class Host:
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         host = cls(settings, engine, has_gpu)
-        await engine.collective_rpc("end_with_parent")
+        await engine.collective_rpc("end_with_parent", args=(os.getpid(),))
         return host
 
     def about(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ this machine alone unless a token is set, which every request then has to carry.
 
 import argparse
 import asyncio
+import contextlib
 import hmac
 import json
 import os
@@ -181,6 +182,10 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
+    # Its own handlers would end this process, and leave vLLM's, before it could be closed.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     orphan = _end_with_stdin(server, application, Path(arguments.announce).parent) if arguments.owned else None
     if arguments.announce:
         # Whole or not at all: the trainer looks at it again and again.

@@ -4,13 +4,23 @@ vLLM mixes `WeightReceiver` into its worker class; its methods are called by nam
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _LOOK_EVERY = 1.0
 """Seconds between two looks at whether the parent lives."""
+
+
+def _parent_of(process: int) -> int | None:
+    """Null where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 class WeightReceiver:
@@ -21,13 +31,17 @@ class WeightReceiver:
     model_config: Any
     _expected: dict[str, int]
 
-    def end_with_parent(self) -> None:
-        """End this process once its parent is gone, however that went."""
+    def end_with_parent(self, first: int) -> None:
+        """End this process once its parent is gone, however that went; and the scheduler between the process `first`, which
+        started vLLM, and this one, once `first` is gone."""
         parent = os.getppid()
+        between = parent != first and _parent_of(parent) == first
 
         def look() -> None:
-            while os.getppid() == parent:
+            while os.getppid() == parent and not (between and _parent_of(parent) != first):
                 time.sleep(_LOOK_EVERY)
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)
             os._exit(1)
 
         threading.Thread(target=look, daemon=True, name="end with parent").start()
