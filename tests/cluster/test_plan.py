@@ -1,6 +1,7 @@
 """Plans: who runs where on described clusters, what waits, and the published placements on 8 GPUs."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,25 @@ def test_the_advice_is_a_recipe_that_is_as_fast_as_it_says():
     place(changed, nodes)
     seconds = sum(phase.seconds for phase in placed_phases(changed, QWEN3_4B, H100, True, job))
     assert seconds == pytest.approx(best.seconds)
+
+
+def test_gpus_that_nobody_uses_count_as_waiting_and_the_advice_is_to_use_them():
+    told = " ".join(shown(recipe_of("memory/gspo"), 400).split())
+    assert "7 of 8 GPUs have nothing to do; raise hardware.processes = 1" in told
+    assert "88% of the GPUs' time in a step is waiting: 1 of 8 are at work" in told
+    assert "7 of 8 GPUs wait during: sampling" in told
+    advice = told.partition("what answers it ")[2]
+    assert advice.startswith("hardware.ray=auto hardware.processes=8 ")
+    words = advice.partition(" a step")[0].split()
+    place(recipe_of("memory/gspo", overrides=[word for word in words if "=" in word]), described(1, 8, H100))
+
+
+def test_engines_that_sample_ahead_wait_only_for_what_takes_longer():
+    keys = ["ray=auto", "processes=4", "engines.count=4", "engines.colocated=false"]
+    overrides = ["rollout.ahead=1", *(f"hardware.{key}" for key in keys)]
+    told = " ".join(shown(recipe_of("memory/gspo", overrides=overrides), 400).split())
+    assert "during:" not in told
+    assert re.search(r"4 of 8 GPUs \((learner|engine)\) wait \S+ s, \d+% of the step: \w+ takes longer", told)
 
 
 @pytest.mark.parametrize("width", [80, 120])

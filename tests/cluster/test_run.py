@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,40 @@ def tensors(run):
 
     (file,) = (run / "model").glob("*.safetensors")
     return load_file(file)
+
+
+@pytest.mark.slow
+def test_a_hang_stops_the_run_where_it_is_to_and_a_resume_goes_on_to_the_same_bits(
+    cluster, tiny_model, paid, undisturbed, tmp_path
+):
+    hardware = {"ray": "auto", "rewards": {"count": 1}, "hang_seconds": 12, "on_hang": "stop"}
+    made, stopped = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid), []
+
+    def disturb(disturber):
+        disturber.until(1)
+        stopped.append(disturber.signal("engine 0", signal.SIGSTOP))
+
+    says = r"learner 0 waits for engine 0 .*not been heard of for .*hardware\.on_hang: stop .*`posttrain rl --resume \S+/small`"
+    with pytest.raises(RunError, match=says):
+        run_disturbed(made, disturb)
+    assert ended(stopped[0]), "a process that hangs does not outlive its run"
+    run = tmp_path / "runs" / "small"
+    assert 1 <= Disturber(None, run).finished() < 4
+    again = launched(made, resume=True)
+    try:
+        again.run()
+    finally:
+        again.close()
+    assert_same(undisturbed, run)
+
+
+def ended(pid):
+    """Whether the process ends within ten seconds."""
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from posttrain.cluster.cost import DOERS, memory_of, placed_phases, placement_of, unit_texts
 from posttrain.cluster.nodes import Node
-from posttrain.cluster.workers import ENVIRONMENTS, PlacedRecipe, Worker, place
+from posttrain.cluster.workers import ENGINE, LEARNER, PlacedRecipe, Worker, place
 from posttrain.errors import InputError
 from posttrain.recipe.cost import Phase, total_seconds
 from posttrain.recipe.cost_devices import Device
@@ -48,7 +48,8 @@ def step_seconds(recipe: PlacedRecipe, phases: Sequence[Phase]) -> float:
 
 
 def idle_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int) -> list[str]:
-    """A sentence for each phase in which some of the GPUs wait, the longest wait first."""
+    """A sentence for each phase in which some of the GPUs wait, the longest wait first, with those who have GPUs that the
+    phase leaves alone."""
     step = sum(phase.seconds for phase in phases)
     told = []
     for phase in phases:
@@ -56,14 +57,29 @@ def idle_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int)
         if waiting < 0.5 or phase.seconds < 0.01 * step:
             continue
         doer = DOERS.get(phase.what)
-        others = [role for role in dict.fromkeys(w.role for w in workers) if role not in (doer, ENVIRONMENTS)]
         # Where nobody has devices of the phase's own, the learners do it.
-        busy = doer if doer in {w.role for w in workers} else "learner"
-        names = ", ".join(role for role in others if role != busy)
+        busy = doer if doer in {w.role for w in workers} else LEARNER
+        at_work = {(w.node, device) for w in workers if w.role == busy for device in w.devices}
+        left = [w.role for w in workers if not at_work.issuperset((w.node, device) for device in w.devices)]
+        names = ", ".join(dict.fromkeys(left))
         who = f" ({names})" if names and phase.devices else ""
         sentence = f"{_count(waiting)} of {devices} GPUs wait{who} during: {phase.what}, {phase.seconds:.3g} s"
         told.append((waiting * phase.seconds, f"{sentence}, {phase.seconds / step:.0%} of the step"))
     return [sentence for _, sentence in sorted(told, reverse=True)]
+
+
+def ahead_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int) -> list[str]:
+    """Of a step whose sampling runs beside everything else: the sentence that says which side waits for the other."""
+    sampled = sum(phase.seconds for phase in phases if phase.sampling)
+    learned = sum(phase.seconds for phase in phases if not phase.sampling)
+    waiting, slower = (LEARNER, "sampling") if learned < sampled else (ENGINE, "learning")
+    count = len({(w.node, device) for w in workers if w.role == waiting for device in w.devices})
+    seconds, step = abs(sampled - learned), max(sampled, learned)
+    if seconds < 0.01 * step:
+        return []
+    return [
+        f"{count} of {devices} GPUs ({waiting}) wait {seconds:.3g} s, {seconds / step:.0%} of the step: {slower} takes longer"
+    ]
 
 
 def _count(number: float) -> str:
@@ -105,7 +121,8 @@ def _candidates(
         if hardware.processes < devices:
             yield {"hardware.processes": devices}, ""
         return
-    everything: dict[str, Any] = {"hardware.processes": devices, "hardware.engines.colocated": True}
+    everything: dict[str, Any] = {} if hardware.ray is not None else {"hardware.ray": "auto"}
+    everything |= {"hardware.processes": devices, "hardware.engines.colocated": True}
     if hardware.rewards.count:
         everything["hardware.rewards.count"] = 0
     for name in ("critic", "reference"):

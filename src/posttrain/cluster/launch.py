@@ -16,7 +16,17 @@ from posttrain.cluster.crew import Gone, Seat, translated
 from posttrain.cluster.learner import INTERRUPTED, Crew, Ended, Job, LearnerWorker
 from posttrain.cluster.nodes import living
 from posttrain.cluster.watch import KILLED, Watch, gone_machine, hangs
-from posttrain.cluster.workers import ENGINE, ENVIRONMENTS, LEARNER, REWARD, PlacedRecipe, Worker, place, placed_recipe
+from posttrain.cluster.workers import (
+    ENGINE,
+    ENVIRONMENTS,
+    LEARNER,
+    REWARD,
+    PlacedRecipe,
+    Worker,
+    counted,
+    place,
+    placed_recipe,
+)
 from posttrain.distribution.launch import stop_signals_to
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import Recipe, RlRecipe
@@ -91,6 +101,8 @@ class Launch:
         self.told: list[str] = []
         self._before = self._run_id()
         self._stop = 0
+        self._learning = False
+        """Whether the learners have a stage that they can stop."""
         self._named: set[str] = set()
         self._group: Any = None
 
@@ -145,8 +157,8 @@ class Launch:
         self._group = self.ray.util.placement_group(self.bundles, strategy="PACK")
         if not self._group.wait(_PLACE_SECONDS):
             raise RunError(
-                f"hardware: the cluster has no room for {self.bundles} after {_PLACE_SECONDS:.0f} s; other jobs hold it, so "
-                "wait for them, or ask for less"
+                f"hardware: the cluster had no room for {counted(self.workers)} within {_PLACE_SECONDS:.0f} s; other jobs hold "
+                "it, so wait for them, or ask for less"
             )
 
     def _made(self, kind: type, worker: Worker, first: tuple[Any, ...], restarts: int, **options: Any) -> Any:
@@ -243,8 +255,13 @@ class Launch:
                 tuple(self.told) if rank == 0 else (),
             )
             found.append(learner.run.remote(job))
-        self.told = []
+        self.told, self._learning = [], True
         return found
+
+    @property
+    def _resumed(self) -> str:
+        """The command that goes on with the run."""
+        return f"posttrain {self.recipe.stage} --resume {self.recipe.runs}/{self.recipe.name}"
 
     def _run_id(self) -> str | None:
         """The id of the run in the recipe's directory; None where there is none."""
@@ -287,8 +304,7 @@ class Launch:
         if too_many:
             raise RunError(
                 f"{sentence}; that is once more than hardware.max_restarts = {self.recipe.hardware.max_restarts} allows; "
-                f"find out why, then go on with `posttrain {self.recipe.stage} --resume {self.recipe.runs}/"
-                f"{self.recipe.name}`"
+                f"find out why, then go on with `{self._resumed}`"
             )
         # What an earlier learner told after its last checkpoint went with it.
         earlier = self.ray.get(self.watch.all_deaths.remote())[:-1]
@@ -298,6 +314,7 @@ class Launch:
 
     def _restart_learners(self) -> None:
         """End the learners that are left, and start all of them anew; engines on their GPUs too."""
+        self._learning = False
         for learner in self.learners:
             self.ray.kill(learner)
         self._await_silence()
@@ -345,7 +362,7 @@ class Launch:
                 continue
             if hardware.on_hang == "stop":
                 raise RunError(
-                    f"{hang.sentence}; hardware.on_hang: stop ends the run here, and --resume goes on with it"
+                    f"{hang.sentence}; hardware.on_hang: stop ends the run here; go on with `{self._resumed}`"
                 )
             self.console.print(f"{hang.sentence}; it is started again", markup=False, soft_wrap=True)
             self.ray.get(self.watch.because.remote(hang.name, f"hung ({hang.sentence})"))
@@ -353,9 +370,9 @@ class Launch:
             self.ray.kill(self.actors[hang.name], no_restart=hang.name.startswith(LEARNER))
 
     def _hand_on(self, number: int) -> None:
-        """Let the learners stop at a good moment; a second signal stops this process at once."""
+        """Let the learners stop at a good moment; a second signal, or one before they learn, ends the run at once."""
         self._stop += 1
-        if self._stop > 1:
+        if self._stop > 1 or not self._learning:
             raise KeyboardInterrupt
         names = [f"{LEARNER} {i}" for i in range(len(self.learners))]
         threading.Thread(target=lambda: self.watch.order.remote(names, "stop"), daemon=True).start()

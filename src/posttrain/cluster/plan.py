@@ -8,11 +8,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.cluster.advice import KEPT_FREE, advised, idle_words, step_seconds
+from posttrain.cluster.advice import KEPT_FREE, advised, ahead_words, idle_words, step_seconds
 from posttrain.cluster.cost import memory_of, placed_phases, placement_of
 from posttrain.cluster.nodes import Node
 from posttrain.cluster.workers import ENGINE, PlacedRecipe, Worker, place
-from posttrain.recipe.cost import Phase, idle_share, plain
+from posttrain.recipe.cost import Phase, plain
 from posttrain.recipe.cost_devices import Device
 from posttrain.recipe.cost_table import duration
 from posttrain.recipe.cost_work import Episodes, Tokens
@@ -48,9 +48,10 @@ def show_placement(
     if not gpus:
         _say(console, "learners and engines share the same cores and take turns on them: none waits by the schedule")
         return
-    idle = idle_share(phases, placement_of(recipe, True)) if _alone(recipe) else _idle(recipe, phases, gpus)
+    idle = _idle(recipe, phases, gpus)
     _say(console, f"{idle:.0%} of the GPUs' time in a step is waiting: {gpus * (1 - idle):.3g} of {gpus} are at work")
-    for line in idle_words(phases, workers, gpus):
+    ahead = placement_of(recipe, True).ahead
+    for line in (ahead_words if ahead else idle_words)(phases, workers, gpus):
         _say(console, line)
     _advise(recipe, sizes, device, nodes, phases, console, episodes, rows)
 
@@ -75,13 +76,8 @@ def _advise(
         _say(console, "nothing that was tried makes a step 5% faster")
 
 
-def _alone(recipe: PlacedRecipe) -> bool:
-    """Whether learners and engines are all there is, which the cost model knows."""
-    hardware = recipe.hardware
-    return not (hardware.apart.critic or hardware.apart.reference or hardware.rewards.count)
-
-
 def _idle(recipe: PlacedRecipe, phases: Sequence[Phase], devices: int) -> float:
+    """Share of the time of the cluster's GPUs in a step in which they have nothing to do."""
     busy = sum(phase.seconds * phase.devices for phase in phases)
     return max(0.0, 1 - busy / (devices * step_seconds(recipe, phases)))
 
@@ -120,12 +116,13 @@ def _remarks(recipe: PlacedRecipe, nodes: list[Node], share: float, gpus: int) -
     if share < 1:
         there = sum(node.cpus for node in nodes)
         lines.append(f"the cluster has {there:g} cores, so everybody gets {share:.0%} of what hardware asks for")
-    used = recipe.hardware.processes + recipe.hardware.apart.critic + recipe.hardware.apart.reference
     if gpus:
         workers, _ = place(recipe, nodes)
         free = gpus - len({(w.node, device) for w in workers for device in w.devices})
         if free:
-            lines.append(f"{free} of {gpus} GPUs have nothing to do; raise hardware.processes = {used}")
+            lines.append(
+                f"{free} of {gpus} GPUs have nothing to do; raise hardware.processes = {recipe.hardware.processes}"
+            )
     if recipe.hardware.apart.critic or recipe.hardware.apart.reference:
         lines.append("hardware.apart is planned here and refused by a run: the learners' processes hold these models")
     if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:

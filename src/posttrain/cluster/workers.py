@@ -104,7 +104,7 @@ def place(recipe: PlacedRecipe, nodes: list[Node]) -> tuple[list[Worker], float]
         share *= 0.9
         if share < 0.01:
             raise InputError(
-                f"the devices of the cluster lie so that {_asked(workers)} cannot be placed: those of one engine are on one "
+                f"the devices of the cluster lie so that {counted(workers)} cannot be placed: those of one engine are on one "
                 "machine; change hardware.engines.devices or hardware.processes"
             )
 
@@ -114,8 +114,8 @@ def _floor(cpus: float) -> float:
     return max(0.01, math.floor(cpus * 100) / 100)
 
 
-def _asked(workers: list[Worker]) -> str:
-    """Such as `2 learners and 1 engine`."""
+def counted(workers: list[Worker]) -> str:
+    """Such as `2 x learner, 1 x engine`."""
     counts = {role: sum(worker.role == role for worker in workers) for role in dict.fromkeys(w.role for w in workers)}
     return ", ".join(f"{count} x {role}" for role, count in counts.items())
 
@@ -124,7 +124,7 @@ def _enough_devices(recipe: PlacedRecipe, workers: list[Worker], nodes: list[Nod
     needed, there = sum(worker.gpus for worker in workers), sum(node.devices for node in nodes)
     if needed > there:
         raise InputError(
-            f"hardware: {_asked(workers)} take {needed} GPUs and the cluster has {there}; lower hardware.processes or "
+            f"hardware: {counted(workers)} take {needed} GPUs and the cluster has {there}; lower hardware.processes or "
             "hardware.engines.count, or set hardware.engines.colocated: true"
         )
     engines = recipe.hardware.engines
