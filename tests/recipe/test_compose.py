@@ -301,3 +301,8 @@ def test_a_study_is_no_recipe_and_its_verb_is_named(capsys):
     assert "run it with `posttrain tune`" in capsys.readouterr().err
     assert main(["recipe", study]) == 0
     assert "is a study" in capsys.readouterr().out
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(InputError, match="empty stop string"):
+        load_recipe([], ['rollout.stop_strings=[""]'], "rl")

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from posttrain.recipe.base import Part
 from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.remote import OpenAIEngineRecipe, refuse_unknown_sampling
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe, StopString
 from posttrain.recipe.stage import StageRecipe
 from posttrain.recipe.vllm import VllmEngineRecipe, refuse_lone_adapters
 
@@ -55,7 +55,7 @@ class LimitsRecipe(Part):
     """Most tokens of an answer."""
     tokens_per_episode: int = Field(4096, ge=16)
     """Most tokens of a prompt and its answer, lowered to what the model can read. A prompt that leaves less than `tokens_per_turn` of them is not answered, but named."""
-    stop_strings: list[str] = []
+    stop_strings: list[StopString] = []
     """Texts that end an answer besides the model's end token; the text itself is kept."""
 
     @model_validator(mode="after")

@@ -1,14 +1,24 @@
 """How episodes are sampled, in training and in evaluation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.recipe.base import Part
 from posttrain.recipe.credit import FilterRecipe, OverlongRecipe
 
 SCORES = "score/"
 """What the names of scores that an environment reports begin with in an evaluation's line of the metrics log."""
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("an empty stop string would end every answer at its first token; remove it")
+    return text
+
+
+StopString = Annotated[str, AfterValidator(_not_empty)]
+"""A text that ends an answer."""
 
 
 class SamplingRecipe(Part):
@@ -32,7 +42,7 @@ class EngineRecipe(Part):
     slots: int = Field(64, ge=1)
     """Sequences held in the key/value cache."""
     tokens_per_forward: int = Field(2048, ge=16)
-    """Most tokens (new prompts and decoding together) in one forward pass."""
+    """Tokens of one forward pass, new prompts and decoding together, beyond which no more of a prompt is read in it."""
 
 
 class FailureRecipe(Part):
@@ -60,7 +70,7 @@ class RolloutRecipe(Part):
     """Most tokens sampled in one turn."""
     tokens_per_episode: int = Field(2048, ge=16)
     """Most tokens of an episode's context, prompt included."""
-    stop_strings: list[str] = []
+    stop_strings: list[StopString] = []
     """Texts that end a turn besides the model's end token; the text itself is kept."""
     environment_seconds: float | None = Field(None, gt=0)
     """Time-out of one environment call, which then runs in a thread; null calls it directly."""
