@@ -1,6 +1,7 @@
 """Episodes in flight that can be begun again, or given up from another thread."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +26,15 @@ class Flights:
         self._given_up: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        """What `watch` raised: nobody else would hear of it."""
+        self._stopped = False
 
     async def play(self, place: Place, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
         """The episode that `attempt` plays, begun anew as often as `begin_again` asks for it."""
         self._loop = asyncio.get_running_loop()
+        if self._stopped:  # looked at after the loop is known, so that a `stop` meanwhile misses neither
+            raise asyncio.CancelledError
         if self.watch is not None and (self._watching is None or self._watching.done()):
             self._watching = asyncio.create_task(self._look(self.watch))
         task = asyncio.current_task()
@@ -40,7 +46,9 @@ class Flights:
                 try:
                     return await attempt()
                 except asyncio.CancelledError:
-                    if task not in self._given_up:
+                    if self._failure is not None:
+                        raise self._failure from None
+                    if self._stopped or task not in self._given_up:
                         raise
                     self._given_up.remove(task)
                     task.uncancel()
@@ -62,17 +70,24 @@ class Flights:
         return places
 
     def stop(self) -> None:
-        """From another thread: end the event loop that plays."""
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(_cancel_all)
+        """From another thread: end the event loop that plays, and let no other begin."""
+        self._stopped = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(_cancel_all)
 
     async def _look(self, watch: Callable[[], None]) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not self._open:
                 return
-            watch()
+            try:
+                watch()
+            except Exception as error:
+                self._failure = error
+                for task in self._open:
+                    task.cancel()
+                return
 
 
 def _cancel_all() -> None:
