@@ -55,10 +55,13 @@ class EventLog:
 
     def keep_until(self, batch: int) -> None:
         """Forget the batches after `batch`: they are sampled again."""
-        known = self.read() if self.path.exists() else {}
-        kept = [json.dumps(asdict(known[number])) + "\n" for number in sorted(known) if number <= batch]
-        if len(kept) < len(known):
-            write_atomically(self.path, "".join(kept))
+        if not self.path.exists():
+            return
+        known = self.read()
+        kept = "".join(json.dumps(asdict(known[number])) + "\n" for number in sorted(known) if number <= batch)
+        # Also where only a last line is cut off: the next one would be written onto it.
+        if kept != self.path.read_text(encoding="utf-8"):
+            write_atomically(self.path, kept)
 
     def read(self) -> dict[int, Recorded]:
         """Batch -> its events; a last line that is cut off is left out."""

@@ -1,0 +1,21 @@
+"""The record of events: what a line that was cut off leaves."""
+
+import pytest
+
+from posttrain.rollout.ahead.events import EventLog, NewWeights, Recorded
+
+
+def recorded(batch):
+    return Recorded(batch, [NewWeights(0, batch, 2 * batch)], 3, "0" * 16)
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_what_is_recorded_after_a_line_that_was_cut_off_can_be_read(cut, tmp_path):
+    log = EventLog(tmp_path)
+    for batch in (1, 2, 3):
+        log.append(recorded(batch))
+    log.path.write_bytes(log.path.read_bytes()[:-cut])
+    log.keep_until(2)
+    for batch in (3, 4):
+        log.append(recorded(batch))
+    assert log.read() == {batch: recorded(batch) for batch in (1, 2, 3, 4)}
