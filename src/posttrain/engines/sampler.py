@@ -24,7 +24,7 @@ def sample(
     greedy = [s.temperature == 0 for s in sampling]
     temperatures = [1.0 if cold else s.temperature for cold, s in zip(greedy, sampling, strict=True)]
     if any(temperature != 1 for temperature in temperatures):
-        logits /= torch.tensor(temperatures, device=logits.device)[:, None]
+        logits /= torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
     largest = logits.amax(-1)
     if not bool(torch.isfinite(largest).all()):
         raise FloatingPointError("the model's logits are not finite")
@@ -78,12 +78,12 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     vocabulary = probabilities.shape[1]
     total = probabilities.sum(-1, keepdim=True)
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(list(values), device=probabilities.device)[:, None]
+    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=probabilities.device)[:, None]
 
-    ranks = column([s.top_k or vocabulary for s in sampling])
-    nuclei = column([s.top_p for s in sampling]).to(probabilities.dtype)
-    floors = column([s.min_p for s in sampling]).to(probabilities.dtype)
+    ranks = column([s.top_k or vocabulary for s in sampling], torch.int64)
+    nuclei = column([s.top_p for s in sampling], torch.float32).to(probabilities.dtype)
+    floors = column([s.min_p for s in sampling], torch.float32).to(probabilities.dtype)
     width = min(vocabulary, max(CANDIDATES, *(s.top_k or 0 for s in sampling)))
     only_floor = all(not s.top_k and s.top_p == 1 for s in sampling)
     if only_floor:
