@@ -5,6 +5,7 @@ import pytest
 from posttrain.errors import InputError
 from posttrain.recipe.ahead import updates_behind
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.cost_placement import Placement
 from posttrain.recipe.memory import ModelSizes, memory_estimate
 from posttrain.recipe.notes import notes
 from posttrain.recipe.plan import batch_arithmetic
@@ -22,6 +23,7 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
             "every episode is 4 updates old .* would drop them all",
         ),
         (["rollout.on_new_weights=continue", "hardware.ray=auto"], "engines of a Ray cluster take new weights between"),
+        (["rollout.replay=x", "engine.type=vllm"], "follows the forward passes of an engine in this process"),
         (["reward.path=x", "hardware.processes=2"], "the first process samples and scores by itself"),
     ],
 )
@@ -69,3 +71,15 @@ def test_the_plan_says_how_far_ahead_and_what_that_takes():
     assert memory_estimate(recipe, TINY)[key][0] == 4 * 4 * 1000
     newest = load_recipe([], [*given, "rollout.on_new_weights=continue"], "rl")
     assert memory_estimate(newest, TINY)[key][0] == 2 * 4 * 1000
+
+
+def test_the_plan_counts_the_cache_of_the_thread_s_own_engine_and_what_it_cannot_share():
+    own, evaluations = "key/value cache of rollouts ahead, at most", "key/value cache, at most"
+    local = memory_estimate(load_recipe([], ["rollout.ahead=1"], "rl"), TINY)
+    assert local[own][0] == local[evaluations][0] > 0
+    assert own not in memory_estimate(load_recipe([], [], "rl"), TINY)
+    outside = memory_estimate(load_recipe([], ["rollout.ahead=1", "engine.type=vllm"], "rl"), TINY)
+    assert own not in outside
+    lora = load_recipe([], ["rollout.ahead=1", "model.lora.rank=1"], "rl")
+    here, there = (memory_estimate(lora, TINY, Placement(n, n))["weights of rollouts ahead"][0] for n in (1, 2))
+    assert there - here == 4 * TINY.parameters

@@ -9,8 +9,16 @@ def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
     return rollout.ahead * learner.updates_per_step * learner.passes
 
 
-def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool, ray: bool) -> None:
-    """Refuse rules on stale episodes that contradict each other or that no episode could pass."""
+def refuse_ahead(
+    rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool, ray: bool, engine: str
+) -> None:
+    """Refuse rules on stale episodes that contradict each other or that no episode could pass, and what cannot be kept
+    with `engine`."""
+    if rollout.replay is not None and (ray or engine != "local"):
+        raise ValueError(
+            "`rollout.replay` follows the forward passes of an engine in this process, and those of engines outside are not "
+            "counted; replay with `engine.type: local` and without `hardware.ray`"
+        )
     if (rollout.stale == "drop") != (rollout.stale_after is not None):
         raise ValueError(
             "`rollout.stale: drop` and `rollout.stale_after` belong together: the latter says how old an episode may be; "

@@ -90,7 +90,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
     if isinstance(recipe, RlRecipe) and recipe.rollout.ahead:
-        rows["weights of rollouts ahead"] = _ahead(recipe, sizes, width)
+        rows |= _ahead(recipe, sizes, width, placement)
     if placement.colocated:
         rows |= engine_memory(recipe, sizes, placement)
     return rows
@@ -217,13 +217,21 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     return rows
 
 
-def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int) -> tuple[int, str]:
-    """Bytes of the trained weights of other steps, and how they are counted: those that are sampled with, and those that
-    wait until they are."""
+def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:
+    """What the first process keeps for the thread that samples: trained weights of other steps, those that are sampled
+    with and those that wait until they are, and the cache of an engine of its own."""
     rollout = recipe.rollout
     copies = 2 + (rollout.ahead if rollout.on_new_weights == "finish" or rollout.replay is not None else 0)
     trained = trained_parameters(recipe.model, sizes)
-    return copies * width * trained, f"{copies} copies of the trained weights: those in use, and those that wait for it"
+    how = f"{copies} copies of the trained weights: those in use, and those that wait for it"
+    count = copies * width * trained
+    if placement.shard > 1 and recipe.model.lora is not None:
+        count, how = count + width * sizes.parameters, f"{how}; the frozen ones whole"
+    rows = {"weights of rollouts ahead": (count, how)}
+    if isinstance(recipe.engine, EngineRecipe) and placement.colocated and not placement.engines:
+        cache = engine_memory(recipe, sizes, placement)["key/value cache, at most"][0]
+        rows["key/value cache of rollouts ahead, at most"] = (cache, "as that of evaluation, beside it")
+    return rows
 
 
 def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:

@@ -145,7 +145,12 @@ class RlRecipe(PlayedRecipe):
                 f"{updates} updates; lower it or raise `steps`"
             )
         refuse_ahead(
-            self.rollout, self.learner, self.hardware.processes, self.reward is not None, self.hardware.ray is not None
+            self.rollout,
+            self.learner,
+            self.hardware.processes,
+            self.reward is not None,
+            self.hardware.ray is not None,
+            self.engine.type,
         )
         if self.ptx is not None and self.ptx.data.max_tokens > self.learner.tokens_per_batch:
             raise ValueError(
