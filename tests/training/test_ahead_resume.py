@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -52,6 +53,17 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, u
         small.run(values, resume=(tmp_path / "small").exists(), die_at=(what, draw.randint(1, most)))
     assert small.run(values, resume=(tmp_path / "small").exists()) == 0, (tmp_path / "log.txt").read_text()
     _same(tmp_path / "small", uninterrupted)
+
+
+def test_it_resumes_from_an_older_checkpoint_whose_buffer_is_gone(tiny_model, tmp_path, uninterrupted):
+    values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
+    # Its fifth step is learned from, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
+    assert small.run(values, die_at=("posttrain.training.optimizer:Optimizer.step", 10)) == -9
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    assert [path.name for path in (run / "ahead").iterdir()] == ["batch_000005.jsonl"]
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    assert small.run(values, resume=True) == 0, (tmp_path / "log.txt").read_text()
+    _same(run, uninterrupted)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

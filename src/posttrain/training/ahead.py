@@ -16,7 +16,7 @@ from posttrain.rollout.ahead.stale import ages, without_stale
 from posttrain.rollout.ahead.weights import Published, Weights
 from posttrain.training.collect import Collected, TaskOrder
 from posttrain.training.playing import Playing
-from posttrain.training.sampler import Sampler, journals_of
+from posttrain.training.sampler import STOP_SECONDS, Sampler, journals_of
 from posttrain.training.trainer import Trainer
 
 
@@ -42,6 +42,10 @@ class Ahead:
     # -- the learner's side -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Ahead":
+        if self.recipe.kl.coefficient > 0:
+            # While transformers loads a model, torch's default precision is that of the model, in all threads.
+            with self.playing.policy.as_reference():
+                pass
         with by_itself() as world:
             twin = self.playing.policy.twin() if world.first else None
         if twin is not None:
@@ -49,7 +53,10 @@ class Ahead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._sampler.stop()
+        if not self._sampler.stop():
+            self.trainer.warn(
+                [f"a call of the environment keeps the thread that samples after {STOP_SECONDS:g} s; it is left behind"]
+            )
         self._remove_covered()
 
     def take(self, step: int) -> Collected:

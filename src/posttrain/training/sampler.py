@@ -66,12 +66,14 @@ class Sampler:
         self._thread = threading.Thread(target=self._work, args=work, name="rollout", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Give up what is being sampled, and end."""
+    def stop(self) -> bool:
+        """Give up what is being sampled, and end; False where an environment's call still keeps the thread."""
         self._published.stop()
         self._flights.stop()
-        if self._thread is not None:
-            self._thread.join(STOP_SECONDS)
+        if self._thread is None:
+            return True
+        self._thread.join(STOP_SECONDS)
+        return not self._thread.is_alive()
 
     def next(self) -> Batch:
         """The next batch, once it is there. Whatever stopped the thread is raised here."""
@@ -129,33 +131,31 @@ class Sampler:
 
     def _batch(self, journal: BatchJournal, conductor: Conductor, player: AheadPlayer, tasks: TaskOrder) -> Batch:
         """The episodes of a step, from the journal or sampled."""
-        begun, waited, restarts = time.perf_counter(), 0.0, self._flights.restarts
-        counters = replace(player.engine.counters)
-        if journal.complete:
+        if journal.end is not None:
             collected = collect(player, self._recipe, tasks, journal.step, journal.play)
-        else:
-            conductor.wait(journal.step)
-            waited = time.perf_counter() - begun
-            with self._engine_in_use(player.engine):
-                conductor.begin(journal.step)
-                playing = replace(player, version=conductor.version)
-                collected = collect(playing, self._recipe, tasks, journal.step, journal.play)
-        if journal.end is None:
-            collected.seconds = time.perf_counter() - begun - waited
-            collected.counters = player.engine.counters.since(counters)
-            collected.metrics = self._thrown_away(collected, self._flights.restarts - restarts)
-            self._record(journal.step, conductor, collected)
-            journal.finish(
-                {
-                    "seconds": collected.seconds,
-                    "counters": asdict(collected.counters),
-                    "metrics": collected.metrics,
-                    "tasks": tasks.state_dict(),
-                }
-            )
-        else:
             collected.seconds, collected.metrics = journal.end["seconds"], dict(journal.end["metrics"])
             collected.counters = EngineCounters(**journal.end["counters"])
+            return Batch(journal.step, collected, tasks.state_dict(), 0.0)
+        engine, restarts, waits = player.engine, self._flights.restarts, time.perf_counter()
+        conductor.wait(journal.step)
+        waited = time.perf_counter() - waits
+        with self._engine_in_use(engine):
+            # Counted inside: an evaluation that uses the same engine is no part of the batch.
+            begun, counters = time.perf_counter(), replace(engine.counters)
+            conductor.begin(journal.step)
+            playing = replace(player, version=conductor.version)
+            collected = collect(playing, self._recipe, tasks, journal.step, journal.play)
+            collected.seconds = time.perf_counter() - begun
+            collected.counters = engine.counters.since(counters)
+            self._thrown_away(collected, journal.tokens_before, self._flights.restarts - restarts)
+            self._record(journal.step, conductor, collected)
+        journal.finish(
+            {
+                "seconds": collected.seconds,
+                "counters": asdict(collected.counters),
+                "metrics": collected.metrics,
+            }
+        )
         return Batch(journal.step, collected, tasks.state_dict(), waited)
 
     @contextmanager
@@ -171,12 +171,16 @@ class Sampler:
             finally:
                 engine.policy = self._playing.policy
 
-    def _thrown_away(self, collected: Collected, restarts: int) -> dict[str, float]:
+    def _thrown_away(self, collected: Collected, before: int, restarts: int) -> None:
+        """Count what `restart` gave up; `before`: sampled tokens of the batch that an earlier process left."""
         if self._recipe.rollout.on_new_weights != "restart":
-            return {}
+            return
         episodes = [*collected.sampled, *collected.greedy.values()]
-        discarded = collected.counters.sampled - sum(episode.sampled_tokens for episode in episodes)
-        return {"rollout/restarted": float(restarts), "tokens/discarded": float(max(0, discarded))}
+        used = sum(episode.sampled_tokens for episode in episodes) - before
+        collected.metrics |= {
+            "rollout/restarted": float(restarts),
+            "tokens/discarded": float(collected.counters.sampled - used),
+        }
 
     def _record(self, step: int, conductor: Conductor, collected: Collected) -> None:
         """Write the events of the batch, before the journal says that it is complete."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from posttrain.errors import RunError
 from posttrain.rollout.driver import EpisodePlayer, Place, play_each
 from posttrain.rollout.store import dump_line, episode_of, episode_values
 from posttrain.rollout.streams import Episode
@@ -36,6 +37,8 @@ class BatchJournal:
         self._file: IO[bytes] | None = None
         self._synced = time.monotonic()
         self._read(keep_partial)
+        self.tokens_before = sum(episode.sampled_tokens for episode in self._episodes.values())
+        """Sampled tokens of the episodes that the file held."""
 
     @property
     def complete(self) -> bool:
@@ -51,6 +54,11 @@ class BatchJournal:
     def play(self, player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
         """As `play_all`, but episodes that the file has are not played again, and those played are written to it."""
         missing = [place for place in places if place.stream not in self._episodes]
+        if missing and self.complete:
+            raise RunError(
+                f"{self.path} says that all its episodes are there, and lacks that of group {missing[0].group}, index "
+                f"{missing[0].index}; delete the file to sample the step again"
+            )
         play_each(player, missing, lambda number, episode: self._write(missing[number], episode))
         # Taken out: scores are added to them, and a second asking would add those twice.
         played = [self._episodes.pop(place.stream) for place in places]
