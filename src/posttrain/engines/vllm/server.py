@@ -183,7 +183,7 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
     )
     server = uvicorn.Server(config)
     # Its own handlers would end this process, and leave vLLM's, before it could be closed.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     orphan = _end_with_stdin(server, application, Path(arguments.announce).parent) if arguments.owned else None
