@@ -1,6 +1,7 @@
 """One Ray cluster on this machine for all tests of this folder, and what a test needs to kill its workers."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ def cluster(tmp_path_factory):
     import ray
     from ray.cluster_utils import Cluster
 
+    folder = f"/tmp/pt-ray-{os.getpid()}"
     # Ray notes the address of the newest cluster there, and does not make the folder itself.
     Path("/tmp/ray").mkdir(exist_ok=True)
     made = Cluster(
@@ -29,13 +31,14 @@ def cluster(tmp_path_factory):
             "num_cpus": CORES,
             "include_dashboard": False,
             "object_store_memory": 100 * 2**20,
-            "temp_dir": f"/tmp/pt-ray-{os.getpid()}",
+            "temp_dir": folder,
         },
     )
     ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
     yield made
     ray.shutdown()
     made.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Disturber:
