@@ -74,6 +74,8 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in ranks if rank >= settings.adapter_rank),
             "max_loras": 2,
+            # An answer in flight keeps its adapters to its end; those whose files are gone must still be in memory.
+            "max_cpu_loras": 16,
         }
     else:
         # The weights come before the first answer is asked for.
