@@ -7,8 +7,9 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
-# A process for each core, whole files in each, and one thread each: tiny models gain nothing from more.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+# A process for each core, whole files in each, in the order of tests/conftest.py, and one thread each: tiny models gain
+# nothing from more.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all lint format clean vllm
 

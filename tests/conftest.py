@@ -77,3 +77,15 @@ def tiny_policy(tiny_model):
     from posttrain.recipe.model import ModelRecipe
 
     return Policy(ModelRecipe(path=str(tiny_model)))
+
+
+LONG = ("cluster", "vllm", "distribution", "benchmarks", "tune", "training")
+"""Folders whose files take longest: they come first, so that no process ends long after the others."""
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)

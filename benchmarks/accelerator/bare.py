@@ -45,7 +45,7 @@ def use_stand_in() -> bool:
     except ImportError:
         module: Any = ModuleType("pydantic")
         module.BaseModel, module.ConfigDict, module.Field = BaseModel, dict, _field
-        module.ValidationError = ValidationError
+        module.ValidationError, module.AfterValidator = ValidationError, _field
         module.model_validator = module.field_validator = _decorator
         sys.modules["pydantic"] = module
         return True

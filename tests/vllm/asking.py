@@ -1,4 +1,4 @@
-"""Requests to engines, and what they should answer."""
+"""Requests to engines, and what they should answer. Also for interpreters without pytest."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,6 +14,16 @@ from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 
 GREEDY = SamplingRecipe(temperature=0.0)
 WARM = SamplingRecipe(temperature=1.0)
+SMALL = {
+    "type": "vllm",
+    "sequences": 8,
+    "threads": 1,
+    "tokens_per_forward": 512,
+    "cache_gigabytes": 0.1,
+    "start_seconds": 600,
+    "bucket_megabytes": 1,
+}
+"""Keys of an engine that starts on little memory."""
 
 
 def prompt(number: int, length: int = 70) -> tuple[int, ...]:

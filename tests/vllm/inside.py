@@ -9,8 +9,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.vllm import VllmEngineRecipe
-from tests.vllm.asking import GREEDY, answers, distance, local_answers, move, request
-from tests.vllm.interpreter import SMALL
+from tests.vllm.asking import GREEDY, SMALL, answers, distance, local_answers, move, request
 
 
 def main(model: str, out: str) -> None:

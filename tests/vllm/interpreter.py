@@ -24,13 +24,3 @@ needs_vllm = pytest.mark.skipif(
     vllm_python() is None,
     reason="no interpreter with vLLM: `make .venv-vllm/.ready` makes one, or POSTTRAIN_VLLM_PYTHON names it",
 )
-SMALL = {
-    "type": "vllm",
-    "sequences": 8,
-    "threads": 1,
-    "tokens_per_forward": 512,
-    "cache_gigabytes": 0.1,
-    "start_seconds": 600,
-    "bucket_megabytes": 1,
-}
-"""Keys of an engine that starts on little memory."""

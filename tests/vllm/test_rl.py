@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.training import letters
-from tests.vllm.interpreter import SMALL, needs_vllm, vllm_python
+from tests.vllm.asking import SMALL
+from tests.vllm.interpreter import needs_vllm, vllm_python
 from tests.vllm.models import save_model
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]

@@ -20,8 +20,8 @@ from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.vllm import VllmEngineRecipe
 from posttrain.rollout.streams import StopReason
 from posttrain.runs import notices
-from tests.vllm.asking import GREEDY, WARM, answers, distance, local_answers, move, prompt, request
-from tests.vllm.interpreter import SMALL, needs_vllm, vllm_python
+from tests.vllm.asking import GREEDY, SMALL, WARM, answers, distance, local_answers, move, prompt, request
+from tests.vllm.interpreter import needs_vllm, vllm_python
 from tests.vllm.models import save_model
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
@@ -67,6 +67,13 @@ def test_logprobs_are_the_learners(engine, policy, sampling):
     asked = [request(number, sampling, tokens=40, seed=number) for number in range(6)]
     found = answers(engine, asked)
     assert all(one.ids and len(one.ids) == len(one.logprobs) == len(one.versions) for one in found)
+    assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
+
+
+def test_prompts_of_more_than_one_pass_are_read(engine, policy):
+    asked = [Request(prompt(number, 110), WARM, number, 8) for number in range(8)]
+    assert sum(len(one.prompt_ids) for one in asked) > SMALL["tokens_per_forward"]
+    found = answers(engine, asked)
     assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
 
 

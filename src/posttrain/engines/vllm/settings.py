@@ -66,6 +66,13 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
     else:
         # Prompts of a hundred tokens are shared only where pages are small.
         arguments["block_size"] = 32
+        # vLLM 0.32 turns back the random numbers of a prompt that is read in pieces, which those of a processor cannot: it
+        # dies. So a prompt is read whole, and a pass has room for the longest.
+        arguments["enable_chunked_prefill"] = False
+        if settings.context:
+            arguments["max_num_batched_tokens"] = max(settings.tokens_per_forward, settings.context)
+        else:
+            del arguments["max_num_batched_tokens"]
     if settings.cache_gigabytes or not has_gpu:
         arguments["kv_cache_memory_bytes"] = int((settings.cache_gigabytes or 2.0) * GIB)
     if settings.adapter_rank:
