@@ -1,9 +1,14 @@
 """Who hangs, from what workers report, and how deaths are counted."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from posttrain.cluster import watch
+from posttrain.cluster.launch import Launch
 from posttrain.cluster.watch import Known, Report, Wait, Watch, hangs
+from posttrain.recipe.stages import RlRecipe
 
 
 def known(name, silent=0.0, stuck=0.0, waits=(), doing="models/forward.py:12 hidden"):
@@ -112,3 +117,22 @@ def test_orders_are_given_once(keeper):
 def test_a_hung_worker_dies_of_what_the_watch_was_told(keeper):
     keeper.because("engine 0", "hung (learner 0 waits for it)")
     assert keeper.died("engine 0", watch.KILLED, 10)[0] == "engine 0 hung (learner 0 waits for it)"
+
+
+def test_a_watch_that_does_not_answer_is_told_once():
+    class Absent:
+        def __getattr__(self, name):
+            return self
+
+        def remote(self, *arguments):
+            return self
+
+        def get(self, answer, timeout):
+            raise TimeoutError
+
+    launched = Launch.__new__(Launch)
+    launched.recipe, launched.watch, launched.ray = RlRecipe(), Absent(), Absent()
+    launched.console, launched._blind = Console(file=io.StringIO(), width=200), False
+    for _ in range(3):
+        launched._look_for_hangs()
+    assert launched.console.file.getvalue().count("does not answer (TimeoutError)") == 1

@@ -104,6 +104,8 @@ class Launch:
         self._learning = False
         """Whether the learners have a stage that they can stop."""
         self._named: set[str] = set()
+        self._blind = False
+        """The watch did not answer when it was last asked."""
         self._group: Any = None
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -352,8 +354,13 @@ class Launch:
         hardware = self.recipe.hardware
         try:
             known = self.ray.get(self.watch.known.remote(), timeout=30)
-        except Exception:
+        except Exception as error:
+            if not self._blind:
+                said = f"the watch of the run does not answer ({type(error).__name__}), so a worker that hangs is not noticed"
+                self.console.print(said, markup=False, soft_wrap=True)
+            self._blind = True
             return
+        self._blind = False
         for hang in hangs(known, hardware.hang_seconds):
             if not hang.started:
                 if hang.name not in self._named:
