@@ -22,7 +22,7 @@ from sides import vllm_side
 from sides.process import Worker
 from sides.workload import PROMPTS, Job, first_token_job, make_job
 
-from posttrain.models.sizes import model_sizes
+from posttrain.planning.model_sizes import model_sizes
 
 OURS, GENERATE, CONTINUOUS, VLLM = "posttrain", "generate", "continuous batching", "vLLM"
 SIDES = (

@@ -13,9 +13,9 @@ from harness.models import MODELS, model_directory
 from harness.table import show
 from harness.timing import available_threads, middle, seconds_of
 
-from posttrain.models.sizes import model_sizes
-from posttrain.recipe.cost_work import Tokens, forward_flops, read_weights, rows_of
-from posttrain.recipe.memory import ModelSizes
+from posttrain.planning.memory import ModelSizes
+from posttrain.planning.model_sizes import model_sizes
+from posttrain.planning.work import Tokens, forward_flops, read_weights, rows_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the cost model says: beside recorded speeds, on 8, 64 and 1,024 GPUs, and of published placements. Measures nothing.
 
-The model is `posttrain.recipe.cost`, which `--dry-run --on DEVICE` uses too; docs/scaling.md explains it.
+The model is `posttrain.planning.phases`, which `--dry-run --on DEVICE` uses too; docs/scaling.md explains it.
 """
 
 import argparse

@@ -11,7 +11,7 @@ import torch
 from accelerator.measuring import Limits, finish
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, Request
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 from posttrain.seeds import derive_seed, random_stream

@@ -12,15 +12,15 @@ from accelerator.rows import Row
 from accelerator.shapes import Shape
 from accelerator.training import Training
 from posttrain.engines.protocol import Completion
+from posttrain.episode import Stream
 from posttrain.losses.policy import policy_loss
 from posttrain.models.forward import TokenScores
 from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.rollout.streams import Stream
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
-from posttrain.training.forward import logprobs, token_batch
 from posttrain.training.learner import Totals
+from posttrain.training.objectives import logprobs, token_batch
 
 
 class ClippedLoss:

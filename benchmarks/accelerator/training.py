@@ -11,14 +11,14 @@ import torch
 from accelerator.measuring import Limits, data_sheet, peak_memory, seconds
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape
-from posttrain.losses.supervised import nll
+from posttrain.episode import Stream
+from posttrain.losses.policy import nll
 from posttrain.models.forward import TokenScores, logits_of, token_scores
-from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
-from posttrain.rollout.streams import Stream
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
-from posttrain.training.forward import token_batch, token_forward
 from posttrain.training.learner import Learner, Totals
+from posttrain.training.objectives import token_batch, token_forward
 from posttrain.training.optimizer import Optimizer
 
 MICRO_BATCHES = 4

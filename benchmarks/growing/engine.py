@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from growing.series import Series
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe

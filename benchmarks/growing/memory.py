@@ -7,7 +7,7 @@ import torch
 
 from growing.engine import answer_all, made_up_prompt
 from growing.series import Series
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from posttrain.models.packaged import cache_directory
+from posttrain.models.load import cache_directory
 from posttrain.seeds import derive_seed, random_stream
 
 MODELS = ("smollm2", "qwen3")

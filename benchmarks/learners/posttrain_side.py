@@ -23,7 +23,7 @@ def main(recorder_type: type[Recorder] = Recorder) -> None:
     values = json.loads(Path(sys.argv[1]).read_text())
     job = read_job(values)
     recorder = recorder_type(job.warmup, job.steps, Path(sys.argv[2]))
-    from posttrain.training.stage import run_stage
+    from posttrain.stages import run_stage
 
     recipe = _recipe(job, values["place"], values["threads"])
     _watch(recorder, pairs=job.stage in ("reward", "dpo"))
@@ -91,8 +91,8 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
 
 def _watch(recorder: Recorder, pairs: bool) -> None:
     """Count rows at the learner and stamp the ends of steps; reference log-probabilities count for their rows."""
+    from posttrain.training.dpo import References
     from posttrain.training.learner import Learner
-    from posttrain.training.references import References
     from posttrain.training.trainer import Trainer
 
     update, finish_step, prepare = Learner.update, Trainer.finish_step, References.prepare
@@ -116,7 +116,7 @@ def _watch(recorder: Recorder, pairs: bool) -> None:
 
 def _end_answers(job: Job) -> None:
     """Let the answers of each step end at the lengths of `answer_lengths`, and at no end token before."""
-    from posttrain.engines.local import LocalEngine
+    from posttrain.engines.local.engine import LocalEngine
     from posttrain.training import rl
 
     generate, collect = LocalEngine.generate, rl.collect

@@ -47,7 +47,7 @@ def _name_kernel() -> None:
 
     from torch.profiler import record_function
 
-    from posttrain.engines.kernel import DecodingKernel
+    from posttrain.engines.local.cpu.kernel import DecodingKernel
 
     for name in ("attend", "normalise", "place"):
         function = getattr(DecodingKernel, name)

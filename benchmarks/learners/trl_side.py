@@ -79,7 +79,7 @@ def _trainer(job: Job, place: str) -> Any:
 
 def _in_our_order(rows: list[dict[str, Any]], job: Job) -> list[dict[str, Any]]:
     """The rows in the random order in which posttrain takes them, so that a step is the same rows on both sides."""
-    from posttrain.training.collect import TaskOrder
+    from posttrain.training.rollouts import TaskOrder
     from posttrain.training.rows import EpochRows
 
     if job.stage in KL:

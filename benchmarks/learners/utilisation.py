@@ -7,9 +7,9 @@ from harness.data import PROMPT_SHARE
 from limits import measure_limits
 
 from learners.job import Side, Stage
-from posttrain.models.sizes import model_sizes
-from posttrain.recipe.cost_work import forward_flops, rows_of, training_flops
-from posttrain.recipe.memory import ModelSizes
+from posttrain.planning.memory import ModelSizes
+from posttrain.planning.model_sizes import model_sizes
+from posttrain.planning.work import forward_flops, rows_of, training_flops
 
 STREAMS = {"sft": 1, "reward": 2, "dpo": 2}
 """Answers of a row, each with the prompt before it."""

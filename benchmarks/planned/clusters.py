@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from posttrain.planning.devices import DEVICES, Device
+from posttrain.planning.memory import ModelSizes, peak_memory
+from posttrain.planning.model_sizes import PUBLISHED, QWEN3_30B, QWEN3_235B
+from posttrain.planning.phases import Phase, idle_share, step_phases, total_seconds
+from posttrain.planning.placement import Placement
+from posttrain.planning.times import step_seconds
+from posttrain.planning.work import Episodes, decoding_steps
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.cost import Phase, idle_share, step_phases, total_seconds
-from posttrain.recipe.cost_devices import DEVICES, Device
-from posttrain.recipe.cost_placement import Placement
-from posttrain.recipe.cost_time import step_seconds
-from posttrain.recipe.cost_work import Episodes, decoding_steps
-from posttrain.recipe.memory import ModelSizes, peak_memory
-from posttrain.recipe.published_models import PUBLISHED, QWEN3_30B, QWEN3_235B
 from posttrain.recipe.stages import RlRecipe
 
 DEVICE = DEVICES["h200"]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from posttrain.recipe.cost_devices import DEVICES
-from posttrain.recipe.cost_placement import ALONE
-from posttrain.recipe.cost_time import (
+from posttrain.planning.devices import DEVICES
+from posttrain.planning.memory import ModelSizes
+from posttrain.planning.placement import ALONE
+from posttrain.planning.times import (
     decoding_seconds,
     forward_seconds,
     optimizer_seconds,
@@ -15,8 +16,7 @@ from posttrain.recipe.cost_time import (
     step_seconds,
     training_seconds,
 )
-from posttrain.recipe.cost_work import Episodes, Tokens
-from posttrain.recipe.memory import ModelSizes
+from posttrain.planning.work import Episodes, Tokens
 
 SMOLLM2 = ModelSizes(134_515_008, 30, 576, 1536, 9, 3, 64, 49_152)
 """SmolLM2-135M."""

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain.recipe.cost import Phase, idle_share, total_seconds
-from posttrain.recipe.cost_devices import DEVICES, GPU_LAUNCH_EAGER, Device
-from posttrain.recipe.cost_placement import ALONE, Placement
-from posttrain.recipe.cost_time import (
+from posttrain.planning.devices import DEVICES, GPU_LAUNCH_EAGER, Device
+from posttrain.planning.memory import ModelSizes
+from posttrain.planning.model_sizes import QWEN3_4B, QWEN25_3B
+from posttrain.planning.phases import Phase, idle_share, total_seconds
+from posttrain.planning.placement import ALONE, Placement
+from posttrain.planning.times import (
     decoding_seconds,
     forward_seconds,
     optimizer_seconds,
@@ -19,9 +21,7 @@ from posttrain.recipe.cost_time import (
     sync_seconds,
     training_seconds,
 )
-from posttrain.recipe.cost_work import Episodes, Tokens, rows_of
-from posttrain.recipe.memory import ModelSizes
-from posttrain.recipe.published_models import QWEN3_4B, QWEN25_3B
+from posttrain.planning.work import Episodes, Tokens, rows_of
 
 H100 = DEVICES["h100"]
 EAGER = replace(H100, launch=GPU_LAUNCH_EAGER)

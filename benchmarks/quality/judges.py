@@ -8,21 +8,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.credit.units.estimators import coalitions, prefix, shares
-from posttrain.credit.units.normaliser import Normaliser
-from posttrain.credit.units.params import read_normaliser
+from posttrain.credit.units import estimators
+from posttrain.credit.units.normalizer import Normaliser, read_normaliser
 from posttrain.credit.units.rendering import Rendering
 from posttrain.credit.units.spans import Spans
+from posttrain.episode import Stream
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import EntropyUnits, TextUnits, UnitsRecipe
-from posttrain.rollout.streams import Stream
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample, pack
-from posttrain.training.unit_reader import UnitReader
-from posttrain.training.unit_rewards import unit_rewards
-from posttrain.training.unit_values import JudgedAnswer, UnitValuer
+from posttrain.training.unit_credit import JudgedAnswer, UnitValuer
+from posttrain.training.unit_rewards import UnitReader, unit_rewards
 from quality.arithmetic import wrong_calculations
 from quality.solutions import Reader
 
@@ -93,8 +91,8 @@ class OutcomeJudge:
         if wanted("prefix") or wanted("trunc"):
             valuer = self._valuer()
             values = valuer.prefixes(answers, one_pass=True)
-            found["prefix"] = _paid([prefix.prefix(own) for own in values], valuer)
-            found["trunc"] = _paid([prefix.trunc(own) for own in values], valuer)
+            found["prefix"] = _paid([estimators.prefix(own) for own in values], valuer)
+            found["trunc"] = _paid([estimators.trunc(own) for own in values], valuer)
         for how in RENDERINGS:
             if wanted(f"loo, {how}"):
                 found[f"loo, {how}"] = self._loo(answers, how)
@@ -103,18 +101,18 @@ class OutcomeJudge:
         if wanted("attention") and not isinstance(self.model, Calculator):
             valuer = self._valuer()
             weights = valuer.attention(answers)
-            shared = [shares.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
+            shared = [estimators.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
             found["attention"] = _paid(shared, valuer)
-        found["even"] = Credits([shares.even(a.outcome, len(a.units)) for a in answers], 0, 0)
-        found["outcome"] = Credits([shares.last(a.outcome, len(a.units)) for a in answers], 0, 0)
+        found["even"] = Credits([estimators.even(a.outcome, len(a.units)) for a in answers], 0, 0)
+        found["outcome"] = Credits([estimators.last(a.outcome, len(a.units)) for a in answers], 0, 0)
         return {name: own for name, own in found.items() if wanted(name)}
 
     def _loo(self, answers: Sequence[JudgedAnswer], how: Rendering) -> Credits:
         valuer = self._valuer()
-        members = [coalitions.all_but_one(len(a.units)) for a in answers]
+        members = [estimators.all_but_one(len(a.units)) for a in answers]
         without = valuer.coalitions(answers, members, how)
         credits = [
-            coalitions.loo(a.outcome, np.array([own[m] for m in asked]))
+            estimators.loo(a.outcome, np.array([own[m] for m in asked]))
             for a, asked, own in zip(answers, members, without, strict=True)
         ]
         return _paid(credits, valuer)
@@ -122,14 +120,14 @@ class OutcomeJudge:
     def _shapley(self, answers: Sequence[JudgedAnswer], permutations: int, seed: int) -> Credits:
         valuer = self._valuer()
         chosen = [
-            coalitions.orders(len(a.units), permutations, random_stream("credit quality orders", seed, number))
+            estimators.orders(len(a.units), permutations, random_stream("credit quality orders", seed, number))
             for number, a in enumerate(answers)
         ]
-        members = [[0, *coalitions.coalitions(len(a.units), own)] for a, own in zip(answers, chosen, strict=True)]
+        members = [[0, *estimators.coalitions(len(a.units), own)] for a, own in zip(answers, chosen, strict=True)]
         values = valuer.coalitions(answers, members, "delete")
         return _paid(
             [
-                coalitions.shapley(len(a.units), order, own)
+                estimators.shapley(len(a.units), order, own)
                 for a, order, own in zip(answers, chosen, values, strict=True)
             ],
             valuer,

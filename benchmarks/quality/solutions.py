@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from posttrain.credit.units.offsets import align
-from posttrain.credit.units.segment import segment
+from posttrain.credit.units.segment import answers_in, segment
 from posttrain.credit.units.spans import Spans
-from posttrain.credit.units.streams import answers_in
 from posttrain.data.rendering import Renderer
+from posttrain.episode import Stream
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.units import UnitsRecipe
-from posttrain.rollout.streams import Stream
 from posttrain.seeds import random_stream
 from posttrain.training.rows import stream_of
 from quality.injection import Injected, NotExactError, inject

@@ -41,7 +41,7 @@ def main() -> None:
 
     from posttrain.recipe.stages import Recipe
     from posttrain.runs.metrics import read_metrics
-    from posttrain.training.stage import run_stage
+    from posttrain.stages import run_stage
 
     job = json.loads(Path(sys.argv[1]).read_text())
     place = Path(job["place"])

@@ -12,7 +12,7 @@ from sides.pipe import Answer, serve
 def start(settings: dict[str, Any]) -> tuple[str, Answer]:
     """The local engine over `settings["model"]` with weights of `settings["dtype"]`, on `settings["threads"]`."""
     import posttrain
-    from posttrain.engines.local import LocalEngine
+    from posttrain.engines.local.engine import LocalEngine
     from posttrain.models.policy import Policy
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import EngineRecipe

@@ -95,8 +95,8 @@ def play_theirs(model: Any, tokenizer: Any, job: dict[str, Any], round_number: i
     import torch
 
     from posttrain.data.rendering import Renderer
+    from posttrain.episode import StopReason
     from posttrain.rollout.conversation import Conversation
-    from posttrain.rollout.streams import StopReason
 
     torch.manual_seed(round_number + 1)
     recipe = _environment(job)
@@ -140,7 +140,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     numbers = [-1, job["round"]]
     if job["way"] == "posttrain":
-        from posttrain.engines.local import LocalEngine
+        from posttrain.engines.local.engine import LocalEngine
         from posttrain.models.policy import Policy
         from posttrain.recipe.model import ModelRecipe
         from posttrain.recipe.rollout import EngineRecipe

@@ -7,15 +7,22 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import assign
-from posttrain.credit.types import RewardStreams
-from posttrain.credit.units.credited import UnitAdvantages, UnitRewards
-from posttrain.credit.units.estimators.coalitions import coalitions, loo, orders, shapley, whole
-from posttrain.credit.units.estimators.prefix import prefix, trunc
-from posttrain.credit.units.estimators.shares import attention, even, last
-from posttrain.credit.units.mixing import with_unit_advantages, with_unit_rewards
+from posttrain.credit.units.estimators import (
+    attention,
+    coalitions,
+    even,
+    last,
+    loo,
+    orders,
+    prefix,
+    shapley,
+    trunc,
+    whole,
+)
+from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.spans import spans
+from posttrain.episode import Episode, Outcome, RewardStreams, Stream
 from posttrain.recipe.credit import CreditRecipe
-from posttrain.rollout.streams import Episode, Outcome, Stream
 from posttrain.seeds import random_stream
 from toy.tasks import UNITS, Task
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from posttrain.rollout.streams import StopReason
 
 from posttrain.agents.session import GaveUp, MemoryAgent, Refused, Said
 from posttrain.agents.speakers import STOPS, ContextFull, LocalSpeaker, RemoteSpeaker
@@ -18,7 +19,6 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import Place, Player, play_all
-from posttrain.rollout.streams import StopReason
 from tests.agents.scripts import code, reply, vault
 from tests.agents.servers import serving, turns
 

@@ -17,7 +17,7 @@ from quality.arithmetic import NUMBER, calculations, literals, value_of, worth, 
 from quality.injection import Injected, NotExactError, inject
 from quality.solutions import read_jsonl, solve
 
-from posttrain.credit.units.text import sentence_starts
+from posttrain.credit.units.segment import sentence_starts
 from posttrain.seeds import random_stream
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -182,8 +182,7 @@ def judges(tiny_model, tmp_path_factory):
     """Two reward models with heads of chance, of whole answers and of units."""
     from posttrain.models.reward import RewardModel
     from posttrain.recipe.model import ModelRecipe
-    from posttrain.recipe.unit_rewards import StoredUnits
-    from posttrain.recipe.units import TextUnits
+    from posttrain.recipe.units import StoredUnits, TextUnits
 
     folder = tmp_path_factory.mktemp("judges")
     for name, units in (("outcome", None), ("units", StoredUnits(segmenter=TextUnits(type="sentence")))):

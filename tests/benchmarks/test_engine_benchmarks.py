@@ -43,7 +43,7 @@ def run(cache, script, *arguments, **environment):
 
 
 def sizes(**changes):
-    from posttrain.recipe.memory import ModelSizes
+    from posttrain.planning.memory import ModelSizes
 
     given = {
         "parameters": 0,
@@ -78,7 +78,7 @@ def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
 def test_a_shared_prompt_enters_the_bound_once(importable):
     from limits import Limits, job_bound
 
-    from posttrain.recipe.cost_work import Tokens, forward_flops
+    from posttrain.planning.work import Tokens, forward_flops
 
     model, limits = sizes(), Limits(products=1.0, reading=1e30)
     shared = job_bound(model, 2, [[1, 2, 3]] * 4, [1] * 4, 4, limits)

@@ -20,9 +20,9 @@ from accelerator.rows import Row, table
 from accelerator.shapes import SHAPES, TINY, RandomPolicy, random_model
 from accelerator.training import samples_of
 
-from posttrain.losses.supervised import nll
-from posttrain.recipe.optimizer import LearnerRecipe
-from posttrain.training.forward import token_batch, token_forward
+from posttrain.losses.policy import nll
+from posttrain.recipe.model import LearnerRecipe
+from posttrain.training.objectives import token_batch, token_forward
 
 LIMITS = {"products": 1e11, "copying": 1e10}
 QUICK = argparse.Namespace(device="cpu", tiny=True)

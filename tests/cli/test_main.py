@@ -18,7 +18,7 @@ VERBS = ["rl", "sft", "evaluate", "generate", "pipeline", "plot", "episodes", "r
 @pytest.fixture
 def stage(monkeypatch):
     """Replaces the running of a stage: calls are recorded, and `stage.error` is raised if set."""
-    import posttrain.training.stage as module
+    import posttrain.stages as module
 
     class Recorder:
         calls: list = []

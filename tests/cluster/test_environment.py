@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cluster.actors import EnvironmentWorker
-from posttrain.cluster.crew import Gone
-from posttrain.cluster.environment import RayEnvironment, ReplayDiffers
+from posttrain.distributed.ray.actors import EnvironmentWorker, RayEnvironment, ReplayDiffers
+from posttrain.distributed.ray.worker_group import Gone
 from posttrain.environments.opening import open_environment
 from posttrain.environments.protocol import Environment, Step
 from posttrain.errors import InputError

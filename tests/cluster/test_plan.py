@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from posttrain.cluster.advice import advised, idle_words
-from posttrain.cluster.cost import memory_of, placed_phases
-from posttrain.cluster.nodes import Node, described, living
-from posttrain.cluster.plan import show_placement
-from posttrain.cluster.workers import place, workers_of
 from posttrain.errors import InputError
+from posttrain.planning.cluster import advised, idle_words, show_placement
+from posttrain.planning.devices import DEVICES
+from posttrain.planning.model_sizes import QWEN3_4B
+from posttrain.planning.placed_phases import memory_of, placed_phases
+from posttrain.planning.work import Episodes, rows_of
+from posttrain.planning.workers import Node, described, living, place, workers_of
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.cost_devices import DEVICES
-from posttrain.recipe.cost_work import Episodes, rows_of
-from posttrain.recipe.published_models import QWEN3_4B
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 H100 = DEVICES["h100"]

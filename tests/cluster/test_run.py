@@ -26,7 +26,7 @@ def launched(made, resume=False):
     import ray
     from pydantic import TypeAdapter
 
-    from posttrain.cluster.launch import Launch
+    from posttrain.distributed.ray.launch import Launch
     from posttrain.recipe.stages import Recipe
 
     Path(made["runs"]).mkdir(exist_ok=True)

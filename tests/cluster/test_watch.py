@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from posttrain.cluster import watch
-from posttrain.cluster.launch import Launch
-from posttrain.cluster.watch import Known, Report, Wait, Watch, hangs
+from posttrain.distributed.ray import watch
+from posttrain.distributed.ray.launch import Launch
+from posttrain.distributed.ray.watch import Known, Report, Wait, Watch, hangs
 from posttrain.recipe.stages import RlRecipe
 
 

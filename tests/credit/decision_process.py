@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.rollout.streams import Episode, Outcome, Stream
+from posttrain.episode import Episode, Outcome, Stream
 
 GO, STOP, ENVIRONMENT = 0, 1, 2
 ANSWERS = ((STOP,), (GO, STOP), (GO, GO))

@@ -5,10 +5,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import assign, reward_streams
-from posttrain.credit.types import Advantages, RewardStreams
+from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, Stream
 from posttrain.errors import RunError
 from posttrain.recipe.credit import CreditRecipe
-from posttrain.rollout.streams import Episode, Outcome, Stream
 
 _RECIPE: TypeAdapter = TypeAdapter(CreditRecipe)
 

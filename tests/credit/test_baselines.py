@@ -6,12 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.credit.assign import OUTCOME_BASELINES
-from posttrain.credit.baselines.batch import arpo, brpo
-from posttrain.credit.baselines.greedy import remax
-from posttrain.credit.baselines.group_mean import dr_grpo, grpo
-from posttrain.credit.baselines.leave_one_out import rloo
-from posttrain.credit.baselines.length_weighted import opo
-from posttrain.credit.baselines.token_returns import reinforce, reinforce_pp, reinforce_pp_baseline
+from posttrain.credit.baselines import arpo, brpo, dr_grpo, grpo, opo, remax, rloo
+from posttrain.credit.returns import reinforce, reinforce_pp, reinforce_pp_baseline
 from posttrain.errors import RunError
 
 # Group 7 holds 1, 2, 6 (mean 3, sample variance (4 + 1 + 9) / 2 = 7); group 3 holds 0, 4.

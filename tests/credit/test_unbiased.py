@@ -12,9 +12,8 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import assign, reward_streams
-from posttrain.losses.batch import TokenBatch
+from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.kl import kl_loss
-from posttrain.losses.normalisation import token_weights
 from posttrain.losses.policy import policy_loss
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.recipe.loss import LossRecipe

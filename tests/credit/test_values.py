@@ -7,8 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import assign, reward_streams
-from posttrain.credit.baselines.token_returns import reinforce
-from posttrain.credit.values import explained_variance, gae
+from posttrain.credit.returns import explained_variance, gae, reinforce
 from posttrain.recipe.credit import CreditRecipe
 
 from .decision_process import PARAMETERS, STATES, episode, exact_gradient, log_softmax, trajectories

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.chat import render_conversation
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, render_conversation
 from posttrain.errors import InputError
 from posttrain.recipe.components import environment_recipe
 from posttrain.recipe.stages import SftRecipe
-from posttrain.training.expert_rows import expert_rows
-from posttrain.training.experts import expert_episodes
+from posttrain.training.experts import expert_episodes, expert_rows
 from tests.conftest import CHATML, make_tokenizer
 
 DROPS_THINKING = (

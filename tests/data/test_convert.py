@@ -7,7 +7,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from posttrain.cli.data_convert import convert
+from posttrain.cli.data import convert
 from posttrain.data import convert as converting
 from posttrain.data.convert import CONVERTERS, SAMPLE, check_sign, convert_rows, gsm8k, helpsteer3
 from posttrain.data.convert import ultrafeedback_binarized as ultrafeedback

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain.data.examples import ROW_FUNCTIONS, read_examples
+from posttrain.data.messages import Conversation, Pair, Prompt, Verdict
 from posttrain.data.problems import Problems
-from posttrain.data.rows import Conversation, Pair, Prompt, Verdict
 from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from tests.data.malformed import BAD, BLANK, CALL, GOOD, SYSTEM, TOOL, TOOLS, USER, VALID, deep

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from posttrain.data.examples import ROW_FUNCTIONS, read_examples
+from posttrain.data.messages import Conversation, Pair, Prompt, Verdict
 from posttrain.data.problems import Problems
-from posttrain.data.rows import Conversation, Pair, Prompt, Verdict
 from posttrain.recipe.data import ColumnsRecipe, DataRecipe, SourceRecipe
 from posttrain.seeds import random_stream
 from tests.data.malformed import BAD, BLANK, GOOD, TOOL, USER, malformed

@@ -2,9 +2,9 @@
 
 import pytest
 
+from posttrain.data.convert import reference_answer
 from posttrain.data.examples import prompt
-from posttrain.data.references import reference_answer
-from posttrain.data.rows import Prompt
+from posttrain.data.messages import Prompt
 from posttrain.recipe.data import ColumnsRecipe
 
 QUESTION = {"role": "user", "content": "2 + 2?"}

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.rendering import Renderer
+from posttrain.episode import StopReason
 from posttrain.errors import InputError
 from posttrain.rollout.conversation import Conversation
-from posttrain.rollout.streams import StopReason
 
 from ..conftest import CHATML, make_tokenizer
 

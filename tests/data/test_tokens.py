@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data import tokens
+from posttrain.data.messages import Conversation, Pair, Verdict
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.data.rows import Conversation, Pair, Verdict
 from posttrain.data.tokens import load_rows, tokenise
 from posttrain.recipe.data import DataRecipe
 from posttrain.training.rows import EpochRows, samples_of_row

@@ -7,11 +7,11 @@ import re
 from dataclasses import asdict
 
 from posttrain.data.examples import Example
-from posttrain.data.rows import Conversation, Pair, Prompt, Verdict
+from posttrain.data.messages import Conversation, Pair, Prompt, Verdict
 
 
 def check(example: Example) -> None:
-    """That an example keeps every promise of `posttrain.data.rows`."""
+    """That an example keeps every promise of `posttrain.data.messages`."""
     letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 
     def spoken(messages, answer_at_end):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from posttrain.distribution import launch, world
+from posttrain.distributed import launch, world
 from posttrain.errors import InputError
 from posttrain.recipe.hardware import HardwareRecipe
 from tests.training import small

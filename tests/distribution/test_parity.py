@@ -79,13 +79,11 @@ def values_of(case, tiny, folder):
 def given_updates(tiny, out):
     """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
     from posttrain.models.policy import Policy
-    from posttrain.recipe.model import ModelRecipe
-    from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+    from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
     from posttrain.recipe.rl import RlRecipe
     from posttrain.training.batches import Sample
-    from posttrain.training.forward import token_forward
     from posttrain.training.learner import Learner
-    from posttrain.training.objectives import PolicyObjective
+    from posttrain.training.objectives import PolicyObjective, token_forward
     from posttrain.training.optimizer import Optimizer
     from posttrain.training.rows import stream_of
 

@@ -1,7 +1,6 @@
 """What `--dry-run` says that each process keeps."""
 
-from posttrain.recipe.memory import ModelSizes, memory_estimate
-from posttrain.recipe.memory_processes import process_memory
+from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
 from posttrain.recipe.supervised import SftRecipe
 
 SIZES = ModelSizes(

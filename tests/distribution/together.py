@@ -22,7 +22,7 @@ def run(processes: int, jobs: list[Job], folder: Path) -> list[list[int]]:
     """
     ports = [_free_port() for _ in jobs]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*small.PRELOAD, "torch.distributed.checkpoint", "posttrain.distribution.sharding"])
+    context.set_forkserver_preload([*small.PRELOAD, "torch.distributed.checkpoint", "posttrain.distributed.sharding"])
     codes: Any = context.Queue()
     group = [
         context.Process(target=_work, args=(rank, processes, ports, jobs, folder, codes)) for rank in range(processes)
@@ -41,17 +41,18 @@ def run(processes: int, jobs: list[Job], folder: Path) -> list[list[int]]:
 def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path, codes: Any) -> None:
     from pydantic import TypeAdapter
 
-    from posttrain.distribution.world import Told
+    from posttrain.distributed.world import Told
     from posttrain.recipe.stages import Recipe
-    from posttrain.training.stage import run_stage
+    from posttrain.stages import run_stage
 
     log = open(folder / f"log-{rank}.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    from posttrain.engines import decoder
+    from posttrain.engines.local.engine import decoder
     from posttrain.rollout.driver import Sharing
-    from posttrain.training import playing, table
+    from posttrain.training import results as table
+    from posttrain.training import rollout_manager as playing
 
     of_engine, streamlined = playing.sharing_of, decoder.STREAMLINED
 
@@ -68,7 +69,7 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
             if job.get("die") and job["die"][0] == rank:
                 small._arm(*job["die"][1:])
             if "call" in job:
-                from posttrain.distribution.world import joined
+                from posttrain.distributed.world import joined
                 from posttrain.recipe.hardware import HardwareRecipe
 
                 with joined(HardwareRecipe.model_validate(job.get("hardware", {})), "cpu"):

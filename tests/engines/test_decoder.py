@@ -16,11 +16,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain.engines.cache import CachedLayout, KeyValuePages
-from posttrain.engines.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
-from posttrain.engines.kernel import decoding_kernel
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.plan import Segment
+from posttrain.engines.local.cache import CachedLayout, KeyValuePages
+from posttrain.engines.local.cpu.kernel import decoding_kernel
+from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.local.plan import Segment
 from posttrain.engines.protocol import Request
 from posttrain.models.attention import use_packed_attention
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
+from posttrain.episode import StopReason
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
-from posttrain.rollout.streams import StopReason
 
 GREEDY = SamplingRecipe(temperature=0.0)
 

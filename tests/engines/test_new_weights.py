@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe

@@ -5,12 +5,12 @@ import stat
 
 import pytest
 import torch
+from posttrain.engines.local.engine.cpu import kernel
 
-from posttrain.engines import kernel
-from posttrain.engines.cache import KeyValuePages
-from posttrain.engines.kernel import decoding_kernel
-from posttrain.engines.plan import PAGE, Prefix, Segment, plan_decoding, shared_pages
-from posttrain.engines.reading import CompiledReader, TorchReader
+from posttrain.engines.local.cache import KeyValuePages
+from posttrain.engines.local.cpu.kernel import decoding_kernel
+from posttrain.engines.local.plan import PAGE, Prefix, Segment, plan_decoding, shared_pages
+from posttrain.engines.local.reading import CompiledReader, TorchReader
 
 SLOTS, HEADS, GROUPS, SIZE = 12, 2, 3, 64
 

@@ -1,7 +1,7 @@
 """The engine and the driver together: many more episodes than slots, and nothing is computed twice."""
 
 from posttrain.data.rendering import Renderer
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
 from posttrain.rollout.driver import Place, Player, play_all

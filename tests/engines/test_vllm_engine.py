@@ -17,17 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.engines.protocol import Request
-from posttrain.engines.vllm.buckets import Depot, buckets
-from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.http import ask
-from posttrain.engines.vllm.opening import open_vllm
-from posttrain.engines.vllm.replica import Died, Refused
+from posttrain.engines.vllm.engine import VllmEngine, open_vllm
+from posttrain.engines.vllm.replicas import Died, Refused, ask
 from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments
+from posttrain.engines.vllm.weights import Depot, buckets
 from posttrain.errors import InputError, RunError
+from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.recipe.vllm import VllmEngineRecipe
-from posttrain.runs import notices
+from posttrain.runs import events
 
 
 class Made:
@@ -147,7 +145,7 @@ def test_an_episode_stays_with_its_engine():
 def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
     replica = Made("a", deaths=1)
     engine = opened([replica])
-    notices.take()
+    events.take()
     engine.load_weights(3)
     engine.policy.number = 99.0
     found = ask_all(engine, range(4))
@@ -155,7 +153,7 @@ def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
     assert replica.starts == 2
     assert engine.restarts == 1
     assert engine.retried == 1
-    (message,) = notices.take()
+    (message,) = events.take()
     assert "version 3" in message
 
 
@@ -167,7 +165,7 @@ def test_an_engine_that_hangs_is_started_again():
     found = ask_all(engine, range(4))
     assert sorted(one.ids for one in found) == [(5, seed) for seed in range(4)]
     assert (replica.starts, other.starts, engine.restarts, engine.retried) == (2, 1, 1, 2)
-    assert "a died (it gave no sign of life for 0.4 s)" in notices.take()[-1]
+    assert "a died (it gave no sign of life for 0.4 s)" in events.take()[-1]
     replica.hangs = True
     engine.policy.number = 6.0
     engine.load_weights(1)
@@ -216,7 +214,7 @@ def test_files_of_weights_go_when_the_engine_does():
 def test_files_of_a_killed_process_go_with_the_next_one():
     code = """
 import os, torch
-from posttrain.engines.vllm.buckets import Depot
+from posttrain.engines.vllm.weights import Depot
 depot = Depot(keep=True, wanted=1)
 depot.put({"w": torch.ones(2)}, "w.safetensors")
 print(depot.folder, flush=True)

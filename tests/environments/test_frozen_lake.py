@@ -8,8 +8,14 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from pydantic import ValidationError
 
 from posttrain.environments.frozen_lake import FrozenLake, FrozenLakeRecipe
-from posttrain.environments.frozen_lake_maps import DIRECTIONS, lake_of
-from posttrain.environments.frozen_lake_values import best_answer, best_success, best_values, random_success
+from posttrain.environments.frozen_lake_dynamics import (
+    DIRECTIONS,
+    best_answer,
+    best_success,
+    best_values,
+    lake_of,
+    random_success,
+)
 from posttrain.environments.game import play
 
 SEEDS = range(110_000, 111_000)

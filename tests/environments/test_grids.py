@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.environments.grids import offset, sides
+from posttrain.environments.game import offset, sides
 from posttrain.environments.sokoban import Sokoban, SokobanRecipe
 
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.environments.judge_cache import JudgeCache, judge_cache, question_key
+from posttrain.environments.judge import JudgeCache, judge_cache, question_key
 from posttrain.errors import InputError
 
 _WRITER = """
 import sys
 from pathlib import Path
-from posttrain.environments.judge_cache import JudgeCache
+from posttrain.environments.judge import JudgeCache
 cache, name, count = JudgeCache(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 for number in range(count):
     print(number, cache.reply(f"key {number}", lambda: f"{name} {number} " + "é" * 500), flush=True)

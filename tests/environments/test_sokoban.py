@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from posttrain.environments import sokoban
 from posttrain.environments.game import play
 from posttrain.environments.sokoban import ACTIONS, Sokoban, SokobanRecipe
-from posttrain.environments.sokoban_rooms import Room, room_of, solutions_backwards
-from posttrain.environments.sokoban_solver import random_player, shortest_solution
+from posttrain.environments.sokoban_rooms import Room, random_player, room_of, shortest_solution, solutions_backwards
 
 UP, DOWN, LEFT, RIGHT = -6, 6, -1, 1
 

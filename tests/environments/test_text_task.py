@@ -16,10 +16,10 @@ from posttrain.environments import text_task
 from posttrain.environments.game import play
 from posttrain.environments.judge import JudgeFailure
 from posttrain.environments.text_task import RuleFailure, TextTask, TextTaskRecipe, prompt_table
+from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import Place, Player, play_all
-from posttrain.rollout.streams import Outcome, StopReason
 
 from ..conftest import make_tokenizer
 

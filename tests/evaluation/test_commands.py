@@ -12,7 +12,7 @@ from tests.evaluation.made import predictions, write
 @pytest.fixture
 def stage(monkeypatch):
     """Recipes that `posttrain evaluate` would run."""
-    import posttrain.training.stage as module
+    import posttrain.stages as module
 
     called = []
     monkeypatch.setattr(module, "run_stage", lambda recipe, **_: called.append(recipe))

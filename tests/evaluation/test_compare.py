@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.episode import Outcome
 from posttrain.errors import InputError
 from posttrain.evaluation.compare import compare as compare_sides
-from posttrain.evaluation.comparisons import holm
 from posttrain.evaluation.predictions import read_predictions
 from posttrain.evaluation.scores import item_sums
 from posttrain.evaluation.sides import Run, Side, read_sides
+from posttrain.evaluation.statistics import holm
 from posttrain.evaluation.text import TextOptions, evaluate_text
 from posttrain.evaluation.text_metrics import Measured
 from posttrain.rollout.store import write_episodes
-from posttrain.rollout.streams import Outcome
 from posttrain.runs.directory import RunDirectory
 from tests.evaluation.made import predictions, write
 from tests.rollout.episodes import played

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from posttrain.evaluation.comparisons import calibration, pair_accuracy, ranking_accuracy
-from posttrain.evaluation.statistics import success_rate
+from posttrain.evaluation.statistics import calibration, pair_accuracy, ranking_accuracy, success_rate
 
 
 def test_pairs_are_a_rate_where_none_is_tied():

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.data.problems import Problems
 from posttrain.environments.memory.neutral import neutral
-from posttrain.evaluation.judged import Options, judge_predictions
-from posttrain.evaluation.judged_pairs import judge_pairs
+from posttrain.evaluation.judged import Options, judge_pairs, judge_predictions
 from posttrain.evaluation.predictions import Prediction, Predictions
 from posttrain.evaluation.rubrics import judging, load_rubric, packaged_rubrics
 from posttrain.recipe.judge import JudgeServerRecipe

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from posttrain.data.problems import Problems
-from posttrain.environments import remote
-from posttrain.environments.request_rate import RequestRate
+from posttrain.engines import openai as remote
+from posttrain.engines.openai import RequestRate
 from posttrain.errors import InputError
-from posttrain.evaluation.asking import NOT_ASKED, SILENT, UNREADABLE
-from posttrain.evaluation.judged import Options, judge_predictions
-from posttrain.evaluation.judged_pairs import judge_pairs
+from posttrain.evaluation.judged import NOT_ASKED, SILENT, UNREADABLE, Options, judge_pairs, judge_predictions
 from posttrain.evaluation.predictions import Prediction, Predictions
 from posttrain.evaluation.rubrics import load_rubric
 from posttrain.recipe.judge import JudgeServerRecipe

@@ -8,10 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from posttrain.evaluation.comparisons import holm, mcnemar, odds_ratio, paired_rates, standardised_difference
-from posttrain.evaluation.paired import paired, t_test
+from posttrain.evaluation.compare import paired, t_test
 from posttrain.evaluation.scores import item_means, item_sums
-from posttrain.evaluation.statistics import success_rate
+from posttrain.evaluation.statistics import (
+    holm,
+    mcnemar,
+    odds_ratio,
+    paired_rates,
+    standardised_difference,
+    success_rate,
+)
 
 COUNTS = st.tuples(*[st.integers(0, 30)] * 4).filter(lambda counts: sum(counts) > 1)
 

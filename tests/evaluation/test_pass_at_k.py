@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.evaluation.pass_at_k import mean_at_k, pass_at_k, passes, powers_up_to
 from posttrain.evaluation.statistics import success_rate
-from posttrain.evaluation.summary import summarise
+from posttrain.evaluation.summary import mean_at_k, pass_at_k, passes, powers_up_to, summarise
 from tests.rollout.episodes import played
 
 COUNTS = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))

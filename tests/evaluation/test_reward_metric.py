@@ -11,7 +11,7 @@ from posttrain.evaluation.reward_metric import _names, evaluate_rewards
 from posttrain.evaluation.scores import estimate
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
-from posttrain.training.answer_rewards import AnswerRewards
+from posttrain.training.reward_scorer import AnswerRewards
 from tests.evaluation.made import write
 
 ROWS = [

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
+from posttrain.episode import Outcome
 from posttrain.evaluation.statistics import mean, success_rate
 from posttrain.evaluation.summary import summarise
-from posttrain.rollout.streams import Outcome
 from tests.rollout.episodes import played
 
 

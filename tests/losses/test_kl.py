@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.credit.types import RewardStreams
+from posttrain.episode import RewardStreams
 from posttrain.losses.kl import KlController, estimate_kl, penalise
 from posttrain.recipe.loss import KlRecipe
 

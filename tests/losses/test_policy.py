@@ -7,8 +7,7 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.losses.batch import TokenBatch
-from posttrain.losses.policy import policy_loss
-from posttrain.losses.supervised import nll
+from posttrain.losses.policy import nll, policy_loss
 from posttrain.recipe.loss import LossRecipe
 
 

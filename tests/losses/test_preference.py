@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from posttrain.losses.preference import PairSums, kto_kl, kto_losses, preference_losses
-from posttrain.recipe.preference import KtoLoss, PreferenceLossRecipe
+from posttrain.recipe.loss import KtoLoss, PreferenceLossRecipe
 
 PAIRWISE = ["dpo", "cdpo", "ipo", "simpo", "orpo"]
 WITH_REFERENCE = ["dpo", "cdpo", "ipo"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.losses.reward import bradley_terry
-from posttrain.recipe.preference import RewardLossRecipe
+from posttrain.recipe.loss import RewardLossRecipe
 
 
 def numbers(values, dtype=torch.float64):

@@ -5,11 +5,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from posttrain.losses.batch import TokenBatch
+from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.kl import kl_loss
-from posttrain.losses.normalisation import token_weights
-from posttrain.losses.policy import policy_loss
-from posttrain.losses.supervised import nll
+from posttrain.losses.policy import nll, policy_loss
 from posttrain.recipe.loss import LossRecipe
 
 LENGTHS = [3, 1, 5, 2, 4]

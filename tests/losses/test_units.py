@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.losses.units import unevenness, unit_entropies, unit_means, unit_spreads
+from posttrain.losses.reward import unevenness, unit_entropies, unit_means, unit_spreads
 
 
 def packed(answers, dtype=torch.float64):

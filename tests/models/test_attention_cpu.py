@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models import attention_cpu
 from posttrain.models.attention import PackedLayout, causal_attention
+from posttrain.models.cpu import attention as attention_cpu
 
 WIDTH = 8
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.attention import PackedLayout
-from posttrain.models.attention_cuda import _Gathered, attend_spans, flash, spans_of, supports
+from posttrain.models.cuda.attention import _Gathered, attend_spans, flash, spans_of, supports
 
 CPU = torch.device("cpu")
 BUNDLES = st.lists(

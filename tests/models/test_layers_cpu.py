@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from posttrain.models import layers_cpu
 from posttrain.models.attention import PackedLayout, use_packed_attention
+from posttrain.models.cpu import layers as layers_cpu
+from posttrain.models.cpu.layers import use_fused_layers
 from posttrain.models.forward import hidden_states
-from posttrain.models.layers_cpu import use_fused_layers
 from tests.conftest import tiny_config
 
 

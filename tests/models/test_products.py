@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from posttrain.models import products
-from posttrain.models.products import OneDnnLinear, product
+from posttrain.models.cpu import products
+from posttrain.models.cpu.products import OneDnnLinear, product
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),

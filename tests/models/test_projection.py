@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain.models import projection
+from posttrain.models import forward as projection
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.forward import token_scores
-from posttrain.models.projection import projected_scores
+from posttrain.models.forward import projected_scores, token_scores
 from tests.conftest import tiny_config
 
 N, WIDTH, VOCABULARY = 13, 8, 600

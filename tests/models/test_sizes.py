@@ -2,7 +2,7 @@
 
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from posttrain.models.sizes import model_sizes
+from posttrain.planning.model_sizes import model_sizes
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 

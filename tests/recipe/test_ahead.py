@@ -3,12 +3,12 @@
 import pytest
 
 from posttrain.errors import InputError
-from posttrain.recipe.ahead import updates_behind
+from posttrain.planning.dry_run import batch_arithmetic
+from posttrain.planning.memory import ModelSizes, memory_estimate
+from posttrain.planning.placement import Placement
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.cost_placement import Placement
-from posttrain.recipe.memory import ModelSizes, memory_estimate
-from posttrain.recipe.notes import notes
-from posttrain.recipe.plan import batch_arithmetic
+from posttrain.recipe.rollout import updates_behind
+from posttrain.recipe.warnings import notes
 
 TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
 

@@ -8,8 +8,10 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.cost import (
+from posttrain.planning.devices import DEVICES, Device, device_of
+from posttrain.planning.dry_run import duration, show_plan
+from posttrain.planning.memory import ModelSizes
+from posttrain.planning.phases import (
     Phase,
     episodes_at_most,
     evaluated_at_most,
@@ -19,12 +21,9 @@ from posttrain.recipe.cost import (
     step_phases,
     total_seconds,
 )
-from posttrain.recipe.cost_devices import DEVICES, Device, device_of
-from posttrain.recipe.cost_placement import Placement
-from posttrain.recipe.cost_table import duration
-from posttrain.recipe.cost_work import Episodes, rows_of
-from posttrain.recipe.memory import ModelSizes
-from posttrain.recipe.plan import show_plan
+from posttrain.planning.placement import Placement
+from posttrain.planning.work import Episodes, rows_of
+from posttrain.recipe.compose import load_recipe
 
 SIZES = ModelSizes(4_022_000_000, 36, 2560, 9728, 32, 8, 128, 151_936)
 H200 = DEVICES["h200"]
@@ -149,7 +148,7 @@ def test_no_time_is_claimed_for_sizes_that_do_not_add_up():
 
 
 def test_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr("posttrain.models.sizes.model_sizes", lambda path: SIZES)
+    monkeypatch.setattr("posttrain.planning.model_sizes.model_sizes", lambda path: SIZES)
     words = ["rl", "environment.type=bandit"]
     assert main([*words, "--dry-run", "--on", "epyc-zen5-2"]) == 0
     assert "an estimate for one epyc-zen5-2" in capsys.readouterr().out

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, trained_parameters
+from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.cost_placement import ALONE, Placement
-from posttrain.recipe.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, trained_parameters
 
 SIZES = ModelSizes(1000, 2, 8, 16, 4, 2, 2, 100)
 MIXTURE = ModelSizes(5000, 2, 8, 16, 4, 2, 2, 100, experts=4, experts_per_token=2)

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import InputError
-from posttrain.recipe.cost_devices import DEVICES, HOP, SYNC, Device
-from posttrain.recipe.cost_placement import ALONE, Placement
-from posttrain.recipe.cost_time import (
+from posttrain.planning.devices import DEVICES, HOP, SYNC, Device
+from posttrain.planning.memory import ModelSizes, layer_activations
+from posttrain.planning.placement import ALONE, Placement
+from posttrain.planning.times import (
     decoding_seconds,
     forward_seconds,
     gathering_seconds,
@@ -20,7 +21,7 @@ from posttrain.recipe.cost_time import (
     sync_seconds,
     training_seconds,
 )
-from posttrain.recipe.cost_work import (
+from posttrain.planning.work import (
     Episodes,
     Tokens,
     forward_flops,
@@ -30,7 +31,6 @@ from posttrain.recipe.cost_work import (
     rows_of,
     training_flops,
 )
-from posttrain.recipe.memory import ModelSizes, layer_activations
 
 SIZES = ModelSizes(2000, 2, 3, 5, 2, 1, 2, 7)
 # Products alone: nothing else takes time.

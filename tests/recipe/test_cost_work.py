@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.recipe.cost_work import (
+from posttrain.planning.memory import ModelSizes
+from posttrain.planning.work import (
     Episodes,
     Tokens,
     decoding_steps,
@@ -19,7 +20,6 @@ from posttrain.recipe.cost_work import (
     touched_experts,
     training_flops,
 )
-from posttrain.recipe.memory import ModelSizes
 
 # One layer: queries 3x4, keys and values 3x2 each, output 4x3, and three matrices 3x5.
 DENSE = ModelSizes(0, 2, 3, 5, 2, 1, 2, 7)

@@ -10,8 +10,8 @@ import yaml
 
 from posttrain.cli.main import main
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.notes import notes
 from posttrain.recipe.pipeline import load_pipeline
+from posttrain.recipe.warnings import notes
 from posttrain.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.notes import notes
 from posttrain.recipe.pipeline import load_pipeline
+from posttrain.recipe.warnings import notes
 
 ROOT = Path(__file__).parents[2] / "recipes" / "memory"
 

@@ -5,11 +5,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from posttrain.models.sizes import model_sizes
+from posttrain.planning.dry_run import batch_arithmetic, show_plan
+from posttrain.planning.memory import ModelSizes, memory_estimate, trained_parameters
+from posttrain.planning.model_sizes import model_sizes
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.memory import ModelSizes, memory_estimate, trained_parameters
-from posttrain.recipe.notes import notes
-from posttrain.recipe.plan import batch_arithmetic, show_plan
+from posttrain.recipe.warnings import notes
 from tests.conftest import save_tiny_model
 
 SIZES = ModelSizes(

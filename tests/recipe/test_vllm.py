@@ -4,8 +4,8 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.notes import notes
-from posttrain.recipe.vllm import VllmEngineRecipe
+from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.warnings import notes
 
 
 def test_the_engine_of_each_stage_may_be_vllm():

@@ -8,16 +8,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from posttrain.credit.types import Advantages
-from posttrain.credit.units.credited import UnitRewards
+from posttrain.credit.units.mixing import UnitRewards
 from posttrain.credit.units.spans import Spans
+from posttrain.episode import Advantages, Outcome
 from posttrain.errors import InputError
 from posttrain.recipe.stages import RlRecipe
-from posttrain.reports.html_report import write_html
 from posttrain.rollout.store import write_episodes
-from posttrain.rollout.streams import Outcome
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
+from posttrain.view.report import write_html
 from tests.reports.pages import Page
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run

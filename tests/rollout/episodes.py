@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
+from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 
 
 def played(

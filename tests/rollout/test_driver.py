@@ -10,12 +10,12 @@ import pytest
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
 from posttrain.rollout.driver import Place, Player, play_all
-from posttrain.rollout.streams import Outcome, StopReason
 
 from ..conftest import make_tokenizer
 

@@ -6,20 +6,20 @@ from typing import ClassVar
 
 import pytest
 
+from posttrain.engines.openai import chat_client
 from posttrain.environments.memory.environment import Memory
 from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.protocol import Environment, Observation, Step
-from posttrain.environments.remote import chat_client
+from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.summary import summarise
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.recipe.remote import OpenAIEngineRecipe
+from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
 from posttrain.rollout.driver import Place, play_all
-from posttrain.rollout.remote_player import THOUGHTS, Faults, RemotePlayer
+from posttrain.rollout.remote_worker import THOUGHTS, Faults, RemotePlayer
 from posttrain.rollout.store import read_episodes, write_episodes
-from posttrain.rollout.streams import Outcome, StopReason
 
 from .chat_server import Reply, scripted, serving
 

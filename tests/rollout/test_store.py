@@ -9,12 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from posttrain.credit.types import Advantages
-from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
+from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans, spans
+from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
-from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
 from tests.rollout.episodes import played
 
 FLOAT32 = st.floats(width=32, allow_nan=True, allow_infinity=True)

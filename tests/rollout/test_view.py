@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from posttrain.cli.episodes import SplitName, episodes
-from posttrain.credit.types import Advantages
+from posttrain.cli.runs import SplitName, episodes
+from posttrain.episode import Advantages, Outcome
 from posttrain.errors import InputError
 from posttrain.rollout.store import write_episodes
-from posttrain.rollout.streams import Outcome
-from posttrain.rollout.view import view_episode
-from posttrain.rollout.view_tokens import visible
+from posttrain.rollout.view import view_episode, visible
 from posttrain.runs.directory import RunDirectory
 from tests.rollout.episodes import played
 

@@ -7,15 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from posttrain.cli.episodes import episodes
-from posttrain.credit.types import Advantages
-from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
+from posttrain.cli.runs import episodes
+from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans, spans
-from posttrain.recipe.unit_credit import ShapleyCredit
+from posttrain.episode import Advantages, Episode, StopReason, Stream, Turn
+from posttrain.recipe.units import ShapleyCredit
 from posttrain.rollout.store import write_episodes
-from posttrain.rollout.streams import Episode, StopReason, Stream, Turn
-from posttrain.rollout.view import view_episode
-from posttrain.rollout.view_units import HALF_BAR, _bar
+from posttrain.rollout.view import HALF_BAR, _bar, view_episode
 from tests.rollout.episodes import played
 
 END = 256

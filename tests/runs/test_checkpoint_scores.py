@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from posttrain.runs.checkpoint_scores import checkpoint_scores, score_table
-from posttrain.runs.score_plot import draw_scores
+from posttrain.runs.scores import checkpoint_scores, draw_scores, score_table
 
 
 def line(step, success, **scores):

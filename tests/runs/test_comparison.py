@@ -10,13 +10,20 @@ import pytest
 from scipy import stats
 
 from posttrain.errors import InputError
-from posttrain.runs.averages import bundles_of, mean_over_seeds, t_interval
-from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks, shared_metrics
-from posttrain.runs.figure_files import encode
+from posttrain.runs.comparison import (
+    MOST_CURVES,
+    bundles_of,
+    draw_metric,
+    looks,
+    mean_over_seeds,
+    shared_metrics,
+    t_interval,
+)
+from posttrain.runs.figures import encode
 from posttrain.runs.final_results import draw_results, result_table
-from posttrain.runs.metric_names import known_metrics, metric_of
+from posttrain.runs.metrics import known_metrics, metric_of
 from posttrain.runs.panels import DOMAINS, Series
-from posttrain.runs.plot_files import compare, plot_files
+from posttrain.runs.plots import compare, plot_files
 from posttrain.runs.sources import Source, open_sources
 from tests.runs.comparing import make_run
 

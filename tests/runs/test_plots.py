@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from posttrain.runs import plots
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.drawing import SMOOTHED_STEPS
+from posttrain.runs.figures import SMOOTHED_STEPS
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.panels import PANELS, TITLES, limits_of
 

@@ -9,12 +9,12 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from posttrain.data.rendering import Renderer
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.stages import Recipe
-from posttrain.rollout.ahead.weights import Weights
 from posttrain.rollout.driver import Player
-from posttrain.training.collect import collect
-from posttrain.training.stage import run_stage
+from posttrain.rollout.weight_sync import Weights
+from posttrain.stages import run_stage
+from posttrain.training.rollouts import collect
 
 from . import small
 
@@ -30,7 +30,7 @@ def values(tiny, runs, name: str, rollout: dict[str, Any], **changes: Any) -> di
 def train(recipe: dict[str, Any], resume: bool = False):
     """Run in this process; returns the run."""
     console = Console(file=io.StringIO(), width=200)
-    with patch("posttrain.training.table.draw_plots"):  # most of the time of runs this small
+    with patch("posttrain.training.results.draw_plots"):  # most of the time of runs this small
         return run_stage(TypeAdapter(Recipe).validate_python(recipe), resume=resume, console=console)
 
 

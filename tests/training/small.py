@@ -69,7 +69,7 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None)
 
     from posttrain.recipe.components import environment_class
     from posttrain.recipe.stages import Recipe
-    from posttrain.training.stage import run_stage
+    from posttrain.stages import run_stage
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
@@ -102,7 +102,7 @@ def _arm(what: str, count: int) -> None:
 
 def weights(run: Path) -> dict[str, bytes]:
     """The exported model and the last checkpoint's state, as bytes."""
-    from posttrain.distribution.state import read_all
+    from posttrain.distributed.tensors import read_all
 
     last = sorted((run / "checkpoints").glob("step_*"))[-1]
     files = [*sorted((run / "model").glob("*.safetensors")), last / "state.json"]

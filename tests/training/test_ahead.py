@@ -7,11 +7,11 @@ import time
 import pytest
 
 from posttrain.errors import InputError, RunError
-from posttrain.rollout.ahead.events import EventLog
+from posttrain.rollout.journal import EventLog
 from posttrain.rollout.store import read_episodes
 from posttrain.runs.metrics import read_metrics
 from posttrain.training import rl
-from posttrain.training.rollouts import InStep
+from posttrain.training.async_rollouts import InStep
 
 from . import ahead, small
 
@@ -137,7 +137,7 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
 @pytest.mark.parametrize("credit", ["rloo", "gae"])
 def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credit, tiny_model, tmp_path, monkeypatch):
     # Weights come too late for every second batch.
-    monkeypatch.setattr("posttrain.rollout.ahead.conductor.Conductor.look", lambda self: None)
+    monkeypatch.setattr("posttrain.rollout.weight_sync.Conductor.look", lambda self: None)
     rollout = {"ahead": 1, "on_new_weights": "continue", "stale": "drop", "stale_after": 0, "filter": {"type": "none"}}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
     assert [line["rollout/stale"] for line in train_lines(run)] == [0, 6, 0, 6, 0]

@@ -12,13 +12,13 @@ import pytest
 from . import ahead, small
 
 PLACES = {
-    "engine": ("posttrain.engines.local:LocalEngine._step", 100),
-    "journal": ("posttrain.rollout.ahead.journal:BatchJournal._write", 30),
-    "journal end": ("posttrain.rollout.ahead.journal:BatchJournal.finish", 5),
-    "events": ("posttrain.rollout.ahead.events:EventLog.append", 5),
+    "engine": ("posttrain.engines.local.engine:LocalEngine._step", 100),
+    "journal": ("posttrain.rollout.journal:BatchJournal._write", 30),
+    "journal end": ("posttrain.rollout.journal:BatchJournal.finish", 5),
+    "events": ("posttrain.rollout.journal:EventLog.append", 5),
     "environment": ("posttrain_user_letters:Letters.step", 60),
     "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),
-    "publish": ("posttrain.rollout.ahead.weights:Published.publish", 5),
+    "publish": ("posttrain.rollout.weight_sync:Published.publish", 5),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 10),
     "sync": ("os:fsync", 60),
     "tensors": ("torch:save", 5),
@@ -93,7 +93,7 @@ def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_
     complete = [name for name, content in left.items() if b'{"end"' in content]
     assert len(complete) >= 3
     # Once more, and dead before anything can be sampled anew: what was complete is as it was.
-    small.run(values, resume=True, die_at=("posttrain.engines.local:LocalEngine._step", 1))
+    small.run(values, resume=True, die_at=("posttrain.engines.local.engine:LocalEngine._step", 1))
     assert {name: (tmp_path / "small" / "ahead" / name).read_bytes() for name in complete} == {
         name: left[name] for name in complete
     }

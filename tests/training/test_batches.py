@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.episode import Stream
 from posttrain.errors import RunError
 from posttrain.models.packing import pack_row, prompt_length
-from posttrain.rollout.streams import Stream
 from posttrain.training.batches import Sample, pack
 
 

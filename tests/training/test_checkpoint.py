@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from posttrain.distribution.state import read_all
+from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError, RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe

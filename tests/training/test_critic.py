@@ -7,12 +7,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.distribution.state import read_all
+from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.optimizer import LearnerRecipe
+from posttrain.recipe.model import LearnerRecipe, ModelRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
 from posttrain.training.critic import CriticLearner
@@ -168,7 +167,7 @@ PLACES = {
     "judge": "posttrain.training.critic:CriticLearner.judge",
     "optimizer": "posttrain.training.optimizer:Optimizer.step",
     "tensors": "torch:save",
-    "rollout": "posttrain.engines.local:LocalEngine._step",
+    "rollout": "posttrain.engines.local.engine:LocalEngine._step",
 }
 
 

@@ -259,9 +259,9 @@ def test_thinking_is_removed_by_its_tokens(tiny_policy):
 
     import numpy as np
 
+    from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
     from posttrain.recipe.generate import GenerateRecipe
-    from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
-    from posttrain.training.predictions import Question, prediction
+    from posttrain.training.questions import Question, prediction
 
     renderer = Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)
     question = Question(0, 0, [{"role": "user", "content": "Left?"}], None, {}, "rows.jsonl row 1")

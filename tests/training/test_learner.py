@@ -6,13 +6,11 @@ import torch
 
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
-from posttrain.recipe.model import LoraRecipe, ModelRecipe
-from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
-from posttrain.training.forward import logprobs, token_forward
 from posttrain.training.learner import Learner
-from posttrain.training.objectives import PolicyObjective, SupervisedObjective
+from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
 
 from .test_batches import sample

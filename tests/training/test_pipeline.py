@@ -11,8 +11,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.runs.directory import RunDirectory
-from posttrain.training.pipeline import run_pipeline
-from posttrain.training.pipeline_plan import planned
+from posttrain.training.pipeline import planned, run_pipeline
 
 TEXT = """
 name: p

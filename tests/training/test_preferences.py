@@ -10,23 +10,21 @@ import torch
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from posttrain.data.chat import TokenStream
+from posttrain.data.rendering import TokenStream
 from posttrain.data.tokens import TokenRow
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.model import LoraRecipe, ModelRecipe
-from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.preference import PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import DpoRecipe, Recipe
-from posttrain.training import references as references_module
+from posttrain.stages import run_stage
+from posttrain.training import dpo as references_module
 from posttrain.training.batches import pack
-from posttrain.training.comparisons import PairObjective, RewardObjective
-from posttrain.training.forward import logprobs, reward_forward, token_forward
+from posttrain.training.dpo import References
 from posttrain.training.learner import Learner
+from posttrain.training.objectives import PairObjective, RewardObjective, logprobs, reward_forward, token_forward
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.references import References
 from posttrain.training.rows import samples_of_row
-from posttrain.training.stage import run_stage
 from tests.training.preferences import pair_rows, recipe_values, verdict_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)

@@ -6,12 +6,10 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.models.policy import Policy
-from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.forward import token_forward
 from posttrain.training.learner import Learner, means
-from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective
+from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 
 from . import small
@@ -102,7 +100,7 @@ def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
     changes = {"ptx": ptx(tmp_path), "credit": {"type": "gae"}}
     assert small.run(small.recipe_values(tiny_model, tmp_path / "whole", **changes)) == 0
     killed = small.recipe_values(tiny_model, tmp_path / "killed", **changes)
-    assert small.run(killed, die_at=("posttrain.training.updates:TaughtRows.batch", 6)) == -9
+    assert small.run(killed, die_at=("posttrain.training.rl:TaughtRows.batch", 6)) == -9
     assert small.run(killed, resume=True) == 0
     assert small.weights(tmp_path / "whole" / "small") == small.weights(tmp_path / "killed" / "small")
     assert small.metrics(tmp_path / "whole" / "small") == small.metrics(tmp_path / "killed" / "small")

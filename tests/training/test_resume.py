@@ -10,7 +10,7 @@ import pytest
 from . import small
 
 PLACES = {
-    "rollout": ("posttrain.engines.local:LocalEngine._step", 160),
+    "rollout": ("posttrain.engines.local.engine:LocalEngine._step", 160),
     "environment": ("posttrain_user_letters:Letters.step", 60),
     "update": ("posttrain.training.optimizer:Optimizer.collect", 16),
     "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),

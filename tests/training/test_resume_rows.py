@@ -20,7 +20,7 @@ PLACES = {
     "rename": ("pathlib:Path.rename", 7),
     "replace": ("pathlib:Path.replace", 3),
     "caches": ("numpy:savez", 3),
-    "report": ("posttrain.training.table:write_report", 1),
+    "report": ("posttrain.training.results:write_report", 1),
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
 

@@ -11,7 +11,7 @@ from .test_text_task_rl import values
 
 PLACES = {
     "credit": ("posttrain.training.unit_credit:UnitCreditor.credit", 2),
-    "coalitions": ("posttrain.training.unit_values:UnitValuer.coalitions", 2),
+    "coalitions": ("posttrain.training.unit_credit:UnitValuer.coalitions", 2),
     "segments": ("posttrain.training.unit_credit:UnitCreditor._spans", 1),
     "store": ("posttrain.training.rl:write_episodes", 2),
     "update": ("posttrain.training.learner:Learner.update", 3),
@@ -66,7 +66,7 @@ def test_ahead_of_the_learner_too(tiny_model, reward_model, tmp_path):
 
     assert small.run(own(tmp_path / "whole")) == 0, (tmp_path / "whole" / "log.txt").read_text()
     killed = own(tmp_path / "killed")
-    assert small.run(killed, die_at=("posttrain.training.unit_values:UnitValuer.coalitions", 2)) == -9
+    assert small.run(killed, die_at=("posttrain.training.unit_credit:UnitValuer.coalitions", 2)) == -9
     assert small.run(killed, resume=True) == 0, (tmp_path / "killed" / "log.txt").read_text()
     runs = [tmp_path / name / "text" for name in ("killed", "whole")]
     for what in (small.weights, small.metrics, small.episodes):

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from posttrain.credit.assign import assign
-from posttrain.data.chat import render_conversation
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, render_conversation
+from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.reward import RewardSource
+from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.conversation import Conversation
-from posttrain.rollout.streams import Episode, Outcome, StopReason
-from posttrain.training.collect import Collected, _apply_failure_policy
 from posttrain.training.reward_scorer import RAW, RewardScorer, RunningStatistics, open_scorer, scaled
-from posttrain.training.scoring import samples_of, score
+from posttrain.training.rl import samples_of, score
+from posttrain.training.rollouts import Collected, _apply_failure_policy
 from tests.conftest import CHATML, make_tokenizer
 
 MEAN, STD = 0.05, 0.4

@@ -12,7 +12,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import Recipe
 from posttrain.rollout.store import read_episodes
 from posttrain.runs.metrics import read_metrics
-from posttrain.training.stage import run_stage
+from posttrain.stages import run_stage
 
 from . import letters, small
 

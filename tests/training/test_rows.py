@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.chat import TokenStream
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, TokenStream
 from posttrain.data.tokens import TokenRow
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe

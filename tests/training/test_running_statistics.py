@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from posttrain.recipe.reward import RewardSource
-from posttrain.rollout.streams import Episode
+from posttrain.episode import Episode
+from posttrain.recipe.model import RewardSource
 from posttrain.training.reward_scorer import RAW, RunningStatistics
 from tests.rollout.episodes import played
 

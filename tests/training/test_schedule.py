@@ -2,8 +2,8 @@
 
 import pytest
 
-from posttrain.recipe.optimizer import OptimizerRecipe
-from posttrain.training.schedule import learning_rate_factor
+from posttrain.recipe.model import OptimizerRecipe
+from posttrain.training.optimizer import learning_rate_factor
 
 
 def factors(total, updates, **keys):

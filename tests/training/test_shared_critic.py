@@ -8,17 +8,22 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM
 
-from posttrain.distribution.state import read_all
+from posttrain.distributed.tensors import read_all
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
-from posttrain.recipe.model import LoraRecipe
-from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
 from posttrain.training.critic import CriticLearner
-from posttrain.training.forward import scores, token_forward
 from posttrain.training.learner import Learner, means
-from posttrain.training.objectives import MixedObjective, PolicyObjective, SharedObjective, SupervisedObjective
+from posttrain.training.objectives import (
+    MixedObjective,
+    PolicyObjective,
+    SharedObjective,
+    SupervisedObjective,
+    scores,
+    token_forward,
+)
 from posttrain.training.optimizer import Optimizer
 
 from . import small

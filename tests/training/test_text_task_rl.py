@@ -13,7 +13,7 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.rollout.store import episodes_file, read_episodes
-from posttrain.training.stage import run_stage
+from posttrain.stages import run_stage
 from tests.training import small
 from tests.training.preferences import write_jsonl
 

@@ -8,11 +8,11 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from posttrain.credit.turns.turns import state_keys
+from posttrain.credit.turns import state_keys
 from posttrain.recipe.stages import Recipe
 from posttrain.rollout.store import read_episodes
 from posttrain.runs.metrics import read_metrics
-from posttrain.training.stage import run_stage
+from posttrain.stages import run_stage
 
 from . import small
 

@@ -13,11 +13,10 @@ from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import Recipe
-from posttrain.recipe.unit_rewards import StoredUnits
-from posttrain.recipe.units import WholeUnits
+from posttrain.recipe.units import StoredUnits, WholeUnits
 from posttrain.rollout.store import episodes_file, read_episodes
 from posttrain.training.rows import stream_of
-from posttrain.training.unit_values import JudgedAnswer, UnitValuer
+from posttrain.training.unit_credit import JudgedAnswer, UnitValuer
 from tests.training.small import weights
 from tests.training.test_text_task_rl import run, values
 

@@ -8,9 +8,9 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from posttrain.cli.main import main
-from posttrain.credit.units.params import read_normalisers
+from posttrain.credit.units.normalizer import read_normalisers
 from posttrain.recipe.stages import Recipe
-from posttrain.training.stage import run_stage
+from posttrain.stages import run_stage
 from tests.training.preferences import pair_rows, recipe_values, write_jsonl
 
 

@@ -10,23 +10,21 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from posttrain.data.chat import TokenStream
+from posttrain.data.rendering import TokenStream
 from posttrain.data.tokens import TokenRow
 from posttrain.errors import InputError
-from posttrain.losses.units import unevenness
+from posttrain.losses.reward import unevenness
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
-from posttrain.recipe.preference import RewardLossRecipe
 from posttrain.recipe.stages import Recipe
-from posttrain.recipe.unit_rewards import StoredUnits, UnitRewardsRecipe, stored_units
+from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe, stored_units
+from posttrain.stages import run_stage
 from posttrain.training.batches import pack
-from posttrain.training.comparisons import RewardObjective
-from posttrain.training.forward import reward_forward
+from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.rows import samples_of_row
-from posttrain.training.stage import run_stage
-from posttrain.training.unit_reader import UnitReader
-from posttrain.training.unit_rewards import UnitRewardObjective, unit_reward_forward, unit_rewards
+from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward, unit_rewards
 from tests.training.preferences import recipe_values
 from tests.training.test_preferences import gradients, pair_samples
 from tests.training.test_reward_scorer import episode, other_tokenizer, scorer

@@ -6,14 +6,13 @@ TRL computes its loss by padded batches of its own trainers; here, log-probabili
 import pytest
 import torch
 
-from posttrain.losses.batch import TokenBatch
-from posttrain.losses.normalisation import token_weights
+from posttrain.losses.batch import TokenBatch, token_weights
+from posttrain.losses.policy import nll
 from posttrain.losses.preference import PairSums, kto_kl, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
-from posttrain.losses.supervised import nll
 from posttrain.models.policy import Policy
+from posttrain.recipe.loss import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.preference import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 
 from ..conftest import make_tokenizer, tiny_config
 

@@ -15,7 +15,7 @@ from sqlalchemy.engine import Engine
 from posttrain.cli.main import main
 from posttrain.recipe.sources import dump_values
 from posttrain.runs.directory import RunDirectory
-from posttrain.tune.attempt import Attempt
+from posttrain.tune.trial import Attempt
 
 LETTERS = Path(__file__).parents[1] / "training" / "letters.py"
 SEARCH = {

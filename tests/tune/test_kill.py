@@ -30,7 +30,7 @@ PLACES = {
     "storage": (COMMIT, 30, 60),
     "late": (COMMIT, 60, 90),
     "run": ("posttrain.runs.directory:RunDirectory.create", 1, 8),
-    "file": ("posttrain.tune.keep:write_atomically", 1, 1),
+    "file": ("posttrain.tune.study:write_atomically", 1, 1),
     "retest": ("posttrain.tune.run:retest", 1, 1),
     "report": ("posttrain.tune.run:write_report", 1, 1),
     "best": ("posttrain.tune.run:write_best", 1, 1),

@@ -8,8 +8,8 @@ import yaml
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain.recipe.study import TRAINING
 from posttrain.recipe.study_file import load_study
-from posttrain.recipe.study_metrics import TRAINING
 from posttrain.tune.space import check_space, distributions, restored, stored
 
 from .studies import study_values

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, Request
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe

@@ -4,11 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-from posttrain.engines.opening import open_engine
+from posttrain.engines.make import open_engine
 from posttrain.models.policy import Policy
+from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.recipe.vllm import VllmEngineRecipe
 from tests.vllm.asking import GREEDY, SMALL, answers, distance, local_answers, move, request
 
 

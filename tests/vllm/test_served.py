@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 
 from posttrain.engines.protocol import Request
-from posttrain.engines.vllm.opening import open_vllm
-from posttrain.engines.vllm.replica import Refused
-from posttrain.engines.vllm.served import ServedReplica
-from posttrain.engines.vllm.watch import Watch
+from posttrain.engines.vllm.engine import Watch, open_vllm
+from posttrain.engines.vllm.replicas import Refused, ServedReplica
+from posttrain.episode import StopReason
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
+from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.recipe.vllm import VllmEngineRecipe
-from posttrain.rollout.streams import StopReason
-from posttrain.runs import notices
+from posttrain.runs import events
 from tests.vllm.asking import GREEDY, SMALL, WARM, answers, distance, local_answers, move, prompt, request
 from tests.vllm.interpreter import needs_vllm, vllm_python
 from tests.vllm.models import save_model
@@ -194,7 +192,7 @@ def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypa
     os.kill(hung if stopped == "server" else names[b"VLLM::EngineCore"], signal.SIGSTOP)
     assert [one.ids for one in answers(engine, asked)] == [one.ids for one in undisturbed]
     assert engine.restarts == restarts + 1
-    assert "no sign of life" in notices.take()[-1]
+    assert "no sign of life" in events.take()[-1]
     assert not os.path.exists(f"/proc/{hung}")
 
 
@@ -203,7 +201,7 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     undisturbed = answers(engine, asked)
     (life,) = engine._lives
     killed, restarts = life.replica.pid, engine.restarts
-    notices.take()
+    events.take()
 
     # It stands still first, for a fast one would have answered before it dies.
     os.kill(killed, signal.SIGSTOP)
@@ -219,7 +217,7 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
     assert engine.restarts == restarts + 1
     assert engine.retried >= 1
-    (message,) = notices.take()
+    (message,) = events.take()
     assert "started again" in message
     assert life.replica.pid != killed
     for _ in range(100):

@@ -7,8 +7,8 @@ import typer
 from posttrain.cli.stages import OPEN, WORDS, WORDS_HELP, split_words
 
 if TYPE_CHECKING:
-    from posttrain.recipe.cost_work import Episodes, Tokens
-    from posttrain.recipe.memory import ModelSizes
+    from posttrain.planning.memory import ModelSizes
+    from posttrain.planning.work import Episodes, Tokens
     from posttrain.recipe.stages import Recipe
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Plans of runs on a cluster.")
@@ -44,16 +44,15 @@ def plan(
     """
     from rich.console import Console
 
-    from posttrain.cluster.nodes import described, living
-    from posttrain.cluster.plan import show_placement
-    from posttrain.cluster.workers import placed_recipe
-    from posttrain.recipe.cost_devices import device_of
+    from posttrain.planning.cluster import show_placement
+    from posttrain.planning.devices import device_of
+    from posttrain.planning.workers import described, living, placed_recipe
 
     recipe = placed_recipe(_recipe(*split_words(words or [])))
     device = None if on is None else device_of(on)
     address = recipe.hardware.ray
     if address is not None and (on, nodes, devices) == (None, None, None):
-        from posttrain.cluster.connection import connected
+        from posttrain.distributed.ray.connection import connected
 
         with connected(address, recipe.hardware) as ray:
             machines, device = living(ray.nodes())
@@ -77,14 +76,13 @@ def _recipe(sources: list[str], overrides: list[str]) -> "Recipe":
 def _here() -> list:
     import os
 
-    from posttrain.cluster.nodes import Node
+    from posttrain.planning.workers import Node
 
     return [Node("this machine", float(len(os.sched_getaffinity(0))), 0)]
 
 
 def _sizes(name: str) -> "ModelSizes | None":
-    from posttrain.models.sizes import model_sizes
-    from posttrain.recipe.published_models import PUBLISHED
+    from posttrain.planning.model_sizes import PUBLISHED, model_sizes
 
     return PUBLISHED.get(name.rpartition("/")[2]) or model_sizes(name)
 
@@ -105,7 +103,7 @@ def _numbers(lengths: str) -> list[float]:
 
 
 def _episodes(recipe: "Recipe", lengths: str | None) -> "Episodes | None":
-    from posttrain.recipe.cost_work import Episodes
+    from posttrain.planning.work import Episodes
     from posttrain.recipe.stages import RlRecipe
 
     if lengths is None or not isinstance(recipe, RlRecipe):
@@ -117,7 +115,7 @@ def _episodes(recipe: "Recipe", lengths: str | None) -> "Episodes | None":
 
 
 def _rows(recipe: "Recipe", lengths: str | None) -> "Tokens | None":
-    from posttrain.recipe.cost_work import rows_of
+    from posttrain.planning.work import rows_of
     from posttrain.recipe.stages import DpoRecipe, RewardRecipe, SftRecipe
 
     if lengths is None or not isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):

@@ -7,9 +7,97 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.cli.data_convert import convert
-from posttrain.cli.data_rationales import rationales
 from posttrain.cli.data_worlds import worlds
+
+
+def convert(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="helpsteer3, helpsteer3_prompts, gsm8k or ultrafeedback_binarized.", show_default=False
+        ),
+    ],
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SOURCE]", help="A file, a directory, or a hub id; without it, the published data set on the hub."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The .jsonl or .parquet file to write; NAME.jsonl if not given.")
+    ] = None,
+    language: Annotated[
+        str | None, typer.Option(help="helpsteer3: the language to keep, english if not given; `any` keeps all.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a hub data set; its training split if not given.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Rows to write.", min=1)] = None,
+    shuffle: Annotated[
+        bool,
+        typer.Option("--shuffle", help="Write the rows in a random order, always the same; --limit draws from all."),
+    ] = False,
+) -> None:
+    """Convert a published data set to rows that the stages read; what is left out is counted by reason.
+
+    HelpSteer3 becomes preference pairs: a negative preference chooses response 1, a neutral one is skipped, and a
+    sample of rows is compared with what their annotators wrote.
+
+    Examples:
+
+    posttrain data convert helpsteer3 --out helpsteer3_train.jsonl
+
+    posttrain data convert helpsteer3 --split validation --language any --out helpsteer3_val.parquet
+
+    posttrain data convert helpsteer3_prompts --split validation --shuffle --limit 400 --out prompts_val.jsonl
+
+    posttrain data convert gsm8k train.jsonl --out gsm8k_train.jsonl --limit 1000
+    """
+    from posttrain.data.convert import convert_rows
+
+    target = out or Path(f"{name}.jsonl")
+    done = convert_rows(name, target, source, language, split, limit, shuffle)
+    for line in done.lines():
+        typer.echo(line)
+    typer.echo(f"wrote {target}")
+
+
+def rationales(
+    out: Annotated[
+        Path, typer.Option(help="Directory for the parquet files in sft/, preferences/ and prompts/.")
+    ] = Path("rationales"),
+    seed: Annotated[int, typer.Option(help="Another seed, other policies.", min=0)] = 0,
+    train: Annotated[int, typer.Option(help="Policies to train on; each gives two pairs.", min=1)] = 5000,
+    val: Annotated[int, typer.Option(help="Policies for validation.", min=1)] = 500,
+    test: Annotated[int, typer.Option(help="Policies for the test.", min=1)] = 500,
+) -> None:
+    """Write made-up policies with their procedures: conversations for `sft`, pairs for `dpo` and `reward`, and prompts.
+
+    Every procedure is then done on all cases of its policy, and the means are shown. See docs/rationales.md.
+
+    Example:
+
+    posttrain data rationales --out rationales --seed 0 --train 5000 --val 500 --test 500
+    """
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from posttrain.data.rationales.dataset import write_dataset
+
+    written = write_dataset(out, seed, {"train": train, "val": val, "test": test})
+    for path, count in written.files.items():
+        typer.echo(f"{path}: {count} rows")
+    groups = {"sound": written.measured.sound, **written.measured.corrupted}
+    table = Table(Column("procedures", no_wrap=True), "n", "accuracy", "soundness", "efficiency", "reward", "max")
+    for name, verdicts in groups.items():
+        columns = [
+            [verdict.factual_accuracy for verdict in verdicts],
+            [verdict.logical_soundness for verdict in verdicts],
+            [verdict.efficiency for verdict in verdicts],
+            [verdict.reward for verdict in verdicts],
+        ]
+        cells = [f"{sum(column) / len(column):.3f}" if column else "-" for column in columns]
+        table.add_row(name, str(len(verdicts)), *cells, f"{max(columns[3]):.3f}" if verdicts else "-")
+    Console().print(table)
+
 
 app = typer.Typer(no_args_is_help=True, help="Look at rows of data, convert them, and make them.")
 app.command()(convert)
@@ -140,7 +228,7 @@ def experts(
     from posttrain.errors import InputError
     from posttrain.recipe.components import environment_class
     from posttrain.recipe.rollout import SeedRange
-    from posttrain.training.expert_rows import expert_rows
+    from posttrain.training.experts import expert_rows
 
     require_format(out)
     if not words and not environment_class(environment).self_contained:

@@ -11,25 +11,15 @@ import typer
 from posttrain import __version__
 from posttrain.cli.benchmark import PASSED_ON, benchmark
 from posttrain.cli.cluster import app as cluster
-from posttrain.cli.compare import compare
 from posttrain.cli.data import app as data
-from posttrain.cli.dpo import dpo
 from posttrain.cli.env import app as env
-from posttrain.cli.episodes import episodes
 from posttrain.cli.evaluate import app as evaluate
-from posttrain.cli.fit_normalizer import fit_normalizer
-from posttrain.cli.generate import generate
 from posttrain.cli.memory import app as memory
 from posttrain.cli.memory_mcp import mcp
 from posttrain.cli.memory_undo import journal, undo
-from posttrain.cli.pipeline import pipeline
-from posttrain.cli.plot import plot
 from posttrain.cli.recipe import recipe
-from posttrain.cli.report import report
-from posttrain.cli.reward import reward
-from posttrain.cli.rl import rl
-from posttrain.cli.sft import sft
-from posttrain.cli.stages import OPEN
+from posttrain.cli.runs import compare, episodes, plot, report
+from posttrain.cli.stages import OPEN, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
 from posttrain.runs.files import refusal

@@ -6,8 +6,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from posttrain.distribution.launch import write_end
-from posttrain.distribution.world import Lost, Told, is_loss
+from posttrain.distributed.launch import write_end
+from posttrain.distributed.world import Lost, Told, is_loss
 from posttrain.errors import PosttrainError
 
 
@@ -22,7 +22,7 @@ def main(folder: Path) -> int:
         from pydantic import TypeAdapter
 
         from posttrain.recipe.stages import Recipe
-        from posttrain.training.stage import run_stage
+        from posttrain.stages import run_stage
 
         recipe = TypeAdapter(Recipe).validate_python(job["recipe"])
         run_stage(recipe, resume=job["resume"], overwrite=job["overwrite"])

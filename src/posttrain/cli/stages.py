@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from posttrain.recipe.cost_devices import Device
+    from posttrain.planning.devices import Device
+    from posttrain.planning.memory import ModelSizes
     from posttrain.recipe.stages import Recipe
+
 
 WORDS = "[RECIPE.yaml ...] [key=value ...]"
 WORDS_HELP = (
@@ -42,13 +44,13 @@ def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Pat
     if dry_run:
         from rich.console import Console
 
-        from posttrain.models.sizes import model_sizes
-        from posttrain.recipe.plan import show_plan
+        from posttrain.planning.dry_run import show_plan
+        from posttrain.planning.model_sizes import model_sizes
 
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
         show_plan(recipe, sizes, Console(), device)
         return
-    from posttrain.training.stage import run_stage
+    from posttrain.stages import run_stage
 
     run_stage(recipe, resume=resume is not None, overwrite=overwrite)
 
@@ -56,7 +58,7 @@ def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Pat
 def planned_device(dry_run: bool, on: str | None) -> "Device | None":
     """The device that `--on` names; InputError for one without `--dry-run`."""
     from posttrain.errors import InputError
-    from posttrain.recipe.cost_devices import device_of
+    from posttrain.planning.devices import device_of
 
     if on is not None and not dry_run:
         raise InputError("--on says whose time is estimated, which only --dry-run does; add that, or leave out --on")
@@ -126,3 +128,186 @@ def resumed(run: Path, sources: list[str], overrides: list[str], stage: str) -> 
     if (Path(recipe.runs) / recipe.name).resolve() == place:
         return recipe
     return recipe.model_copy(update={"runs": str(place.parent), "name": place.name})
+
+
+def sft(
+    words: Words = None,
+    dry_run: DryRun = False,
+    on: On = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a policy on conversations, or on the traces of an environment's expert.
+
+    Examples:
+
+    posttrain sft data.train=conversations.jsonl data.held_out=100 name=first
+
+    posttrain sft environment.type=sokoban name=warm
+
+    posttrain sft --resume runs/warm
+    """
+    run("sft", words or [], dry_run, on, resume, overwrite)
+
+
+def dpo(
+    words: Words = None,
+    dry_run: DryRun = False,
+    on: On = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Optimise a policy on preferences: dpo, ipo, cdpo, simpo, orpo on pairs, kto on judged answers.
+
+    Examples:
+
+    posttrain dpo data.train=pairs_train.jsonl data.validation=pairs_val.jsonl model.path=runs/sft/model name=dpo
+
+    posttrain dpo data.train=pairs_train.jsonl loss.type=simpo loss.beta=2.5 data.held_out=100
+    """
+    run("dpo", words or [], dry_run, on, resume, overwrite)
+
+
+def reward(
+    words: Words = None,
+    dry_run: DryRun = False,
+    on: On = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a reward model on pairs of answers.
+
+    Examples:
+
+    posttrain reward data.train=pairs_train.jsonl data.validation=pairs_val.jsonl name=rm
+
+    posttrain reward recipes/helpsteer3/reward.yaml model.path=packaged:smollm2-135m --dry-run
+    """
+    run("reward", words or [], dry_run, on, resume, overwrite)
+
+
+def rl(
+    words: Words = None,
+    dry_run: DryRun = False,
+    on: On = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a policy by reinforcement learning in an environment.
+
+    Examples:
+
+    posttrain rl environment.type=bandit
+
+    posttrain rl recipes/ragen/sokoban.yaml model.path=packaged:smollm2-135m --steps 20
+
+    posttrain rl environment.type=frozen_lake --dry-run --on h200
+
+    posttrain rl --resume runs/run steps=200
+    """
+    run("rl", words or [], dry_run, on, resume, overwrite)
+
+
+def generate(
+    words: Words = None,
+    dry_run: DryRun = False,
+    on: On = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Answer the rows of a data set and write a file of predictions. Killed runs go on with --resume RUN.
+
+    Examples:
+
+    posttrain generate data.test=test.jsonl model.path=runs/run/model out=predictions.jsonl
+
+    posttrain generate data.test=test.jsonl samples=4 sampling.temperature=0.7
+
+    posttrain generate data.test=test.jsonl engine.type=openai engine.url=http://localhost:8000/v1 engine.model=NAME
+    """
+    if resume is not None and words:
+        require_same(words, resume, "generate")
+        words = None
+    run("generate", words or [], dry_run, on, resume, overwrite)
+
+
+_WORDS_HELP = (
+    "The pipeline's file, then overrides: `name=value`, `runs=value`, `common.KEY=value` beneath every stage, "
+    "`stages.NAME.KEY=value` for one stage."
+)
+
+
+def pipeline(
+    file: Annotated[Path, typer.Argument(metavar="PIPELINE.yaml", help="The pipeline.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
+    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stages would run, and show what.")] = False,
+    on: On = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
+) -> None:
+    """Run stages in order, each from the model of an earlier one; what is finished and unchanged is not run again.
+
+    Examples:
+
+    posttrain pipeline recipes/demo/pipeline.yaml
+
+    posttrain pipeline recipes/demo/pipeline.yaml --dry-run
+
+    posttrain pipeline recipes/demo/pipeline.yaml --from rl stages.rl.steps=50
+    """
+    from rich.console import Console
+
+    from posttrain.errors import InputError
+    from posttrain.recipe.pipeline import load_pipeline
+
+    device = planned_device(dry_run, on)
+    sources, overrides = split_words(words or [])
+    if sources:
+        raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
+    loaded, console = load_pipeline(str(file), overrides), Console()
+    if dry_run:
+        from posttrain.planning.dry_run import show_plan
+        from posttrain.planning.model_sizes import model_sizes
+        from posttrain.training.pipeline import chosen_stages, planned
+
+        for line in planned(loaded, only, start_from, overwrite):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        chosen = chosen_stages(loaded, only, start_from)
+        start: dict[str, ModelSizes | None] = {}
+        for stage in loaded.stages:
+            # A model that an earlier stage will export has the sizes of the one that stage started from.
+            start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
+            if stage in chosen:
+                console.rule(f"stage {stage.name}")
+                show_plan(stage.recipe, start[stage.name], console, device)
+        return
+    from posttrain.training.pipeline import run_pipeline
+
+    run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)
+
+
+def fit_normalizer(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run of `posttrain reward` with `units`, for example runs/rm.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="File of pairs to fit on; without it, the run's validation pairs."),
+    ] = None,
+) -> None:
+    """Fit how the rewards of units depend on where in the answer they stand; writes RUN/normaliser/params.json.
+
+    Examples:
+
+    posttrain fit-normalizer runs/rm
+
+    posttrain fit-normalizer runs/rm --data pairs_val.jsonl
+    """
+    from posttrain.runs.directory import RunDirectory
+    from posttrain.training.unit_normalizer import fit_run
+
+    for line in fit_run(RunDirectory.open(run), data).lines():
+        typer.echo(line)

@@ -39,7 +39,7 @@ def tune(
         raise InputError(f"posttrain tune takes one file; leave out {', '.join(sources)}")
     study, console = load_study(str(file), overrides), Console()
     if dry_run:
-        from posttrain.tune.plan import show_study
+        from posttrain.tune.run import show_study
 
         show_study(study, console)
         return

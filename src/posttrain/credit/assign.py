@@ -5,18 +5,35 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from posttrain.credit.baselines.batch import arpo, brpo
-from posttrain.credit.baselines.greedy import remax
-from posttrain.credit.baselines.group_mean import dr_grpo, grpo
-from posttrain.credit.baselines.leave_one_out import rloo
-from posttrain.credit.baselines.length_weighted import opo
-from posttrain.credit.baselines.token_returns import reinforce, reinforce_pp, reinforce_pp_baseline, whitened
-from posttrain.credit.turns.dispatch import TurnCredit, turn_credit
-from posttrain.credit.types import Advantages, PerToken, RewardStreams
-from posttrain.credit.valued import advantages_over_values
+from posttrain.credit.baselines import arpo, brpo, dr_grpo, grpo, opo, remax, rloo
+from posttrain.credit.returns import gae, reinforce, reinforce_pp, reinforce_pp_baseline, whitened
+from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_credit, turn_numbers
+from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
 from posttrain.errors import RunError
-from posttrain.recipe.credit import BatchCredit, CreditRecipe, CriticCredit, GroupCredit, TokenCredit
-from posttrain.rollout.streams import Episode
+from posttrain.recipe.credit import BatchCredit, CreditRecipe, CriticCredit, GroupCredit, TokenCredit, ValueCredit
+
+
+def advantages_over_values(
+    recipe: CriticCredit, episodes: Sequence[Episode], paid: Sequence[np.ndarray], values: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Advantages before whitening, per episode [n] float64 over its sampled tokens, as `paid` and `values` are."""
+    if isinstance(recipe, ValueCredit):
+        return gae(paid, values, recipe.discount, recipe.trace_decay)
+    turns = [turn_numbers(episode) for episode in episodes]
+    decays = (recipe.trace_decay, recipe.turn_trace_decay)
+    return bilevel_gae(paid, values, turns, recipe.discount, recipe.turn_discount, *decays)
+
+
+def discounted_returns(
+    recipe: CriticCredit, episodes: Sequence[Episode], paid: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """The rewards that came from each token on, discounted as the recipe's values are: per episode [n] float64."""
+    nothing = [np.zeros(len(own)) for own in paid]
+    if isinstance(recipe, ValueCredit):
+        return gae(paid, nothing, recipe.discount, 1.0)
+    turns = [turn_numbers(episode) for episode in episodes]
+    return bilevel_gae(paid, nothing, turns, recipe.discount, recipe.turn_discount, 1.0, 1.0)
+
 
 OutcomeBaseline = Callable[[np.ndarray, np.ndarray, np.ndarray, Mapping[int, float]], np.ndarray]
 

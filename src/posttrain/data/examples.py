@@ -1,6 +1,6 @@
 """Rows as typed examples, or what is wrong with them.
 
-Whatever a row holds, the functions of this file return an example that keeps the promises of `posttrain.data.rows` or
+Whatever a row holds, the functions of this file return an example that keeps the promises of `posttrain.data.messages` or
 a text `category: detail`; they raise nothing. Beyond those promises: roles are system, user, assistant and tool; an
 assistant message follows another message and never another assistant message; a tool message follows an assistant or
 a tool message; contents are Unicode text; no answer is blank unless it calls tools; something is said before the
@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 from posttrain.data.messages import (
+    Conversation,
+    Message,
+    Pair,
+    Prompt,
     Unusable,
+    Verdict,
     as_messages,
     check_conversation,
     check_text,
@@ -25,7 +30,6 @@ from posttrain.data.messages import (
 )
 from posttrain.data.problems import Problems
 from posttrain.data.readers import Row, read_rows
-from posttrain.data.rows import Conversation, Message, Pair, Prompt, Verdict
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 
 Kind = Literal["conversation", "pair", "verdict", "prompt"]

@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.data.chat import LossOn, TokenStream
 from posttrain.data.examples import messages_column, read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.readers import read_rows
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import LossOn, Renderer, TokenStream
 from posttrain.data.tokens import Kind, TokenRow, tokenise
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe

@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.data.chat import LossOn, TokenStream, render_conversation
 from posttrain.data.examples import Example, read_examples
+from posttrain.data.messages import Conversation, Pair, Verdict
 from posttrain.data.problems import Problems
-from posttrain.data.rendering import Renderer
-from posttrain.data.rows import Conversation, Pair, Verdict
+from posttrain.data.rendering import LossOn, Renderer, TokenStream, render_conversation
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe, SourceRecipe
 

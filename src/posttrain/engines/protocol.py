@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from posttrain.episode import StopReason
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.rollout.streams import StopReason
 
 if TYPE_CHECKING:
     from posttrain.models.policy import Policy

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from posttrain.environments.memory.neutral import neutral
-from posttrain.recipe.rubric import FIELD
+from posttrain.recipe.judge import FIELD
 
 Prompt = list[dict[str, str]]
 """Chat messages to a judge."""

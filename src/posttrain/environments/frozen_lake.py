@@ -5,10 +5,28 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.environments.frozen_lake_maps import DIRECTIONS, Lake, lake_of
-from posttrain.environments.frozen_lake_values import best_answer, best_success, random_success
-from posttrain.environments.game import Game, GameRecipe, play, require, require_sound
-from posttrain.environments.grids import ObservationForm, check_symbols, drawing, offset, place, places, sides
+from posttrain.environments.frozen_lake_dynamics import (
+    DIRECTIONS,
+    Lake,
+    best_answer,
+    best_success,
+    lake_of,
+    random_success,
+)
+from posttrain.environments.game import (
+    Game,
+    GameRecipe,
+    ObservationForm,
+    check_symbols,
+    drawing,
+    offset,
+    place,
+    places,
+    play,
+    require,
+    require_sound,
+    sides,
+)
 from posttrain.environments.protocol import Baseline
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.environments.remote import shortened
+from posttrain.engines.openai import shortened
 
 _SENTENCE = '"reason": "one sentence"'
 

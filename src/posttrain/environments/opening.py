@@ -1,7 +1,7 @@
 """From the `environment` section of a recipe to an environment."""
 
 from posttrain.environments.protocol import Environment
-from posttrain.placing import Placeable
+from posttrain.factory import Placeable
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 
 

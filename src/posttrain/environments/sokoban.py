@@ -6,11 +6,22 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.environments.game import Game, GameRecipe, play, require, require_sound
-from posttrain.environments.grids import ObservationForm, check_symbols, drawing, offset, place, places, sides
+from posttrain.environments.game import (
+    Game,
+    GameRecipe,
+    ObservationForm,
+    check_symbols,
+    drawing,
+    offset,
+    place,
+    places,
+    play,
+    require,
+    require_sound,
+    sides,
+)
 from posttrain.environments.protocol import Baseline
-from posttrain.environments.sokoban_rooms import Room, State, room_of
-from posttrain.environments.sokoban_solver import random_player, shortest_solution
+from posttrain.environments.sokoban_rooms import Room, State, random_player, room_of, shortest_solution
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream

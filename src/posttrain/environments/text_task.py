@@ -16,17 +16,16 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from posttrain.data.examples import read_examples
+from posttrain.data.messages import Prompt
 from posttrain.data.problems import Problems
-from posttrain.data.rows import Prompt
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import judge_score, prepare_judge
-from posttrain.environments.protocol import Environment, Message, Observation, Step
-from posttrain.environments.rows import require_rows
+from posttrain.environments.protocol import Environment, Message, Observation, Step, require_rows
 from posttrain.environments.rules import SCORE, load_rule
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, Sources
-from posttrain.recipe.text_task import JudgeRecipe, ReasoningGymRecipe
+from posttrain.recipe.judge import JudgeRecipe, ReasoningGymRecipe
 from posttrain.seeds import derive_seed
 
 _WRONG = "?"

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.data.chat import render_conversation
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, render_conversation
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction
 from posttrain.evaluation.scores import item_means, item_sums

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.messages import Unusable, as_messages, check_conversation, check_text, kind_of
+from posttrain.data.messages import Message, Unusable, as_messages, check_conversation, check_text, kind_of
 from posttrain.data.problems import Problems
 from posttrain.data.readers import read_rows
-from posttrain.data.rows import Message
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
 from posttrain.recipe.data import SourceRecipe

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from posttrain.data.rows import Message
+from posttrain.data.messages import Message
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Predictions
 from posttrain.evaluation.results import Results

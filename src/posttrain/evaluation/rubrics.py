@@ -11,9 +11,9 @@ from posttrain.environments.framing import Prompt, Texts, laid_out_prompt
 from posttrain.environments.judge_replies import ChoiceReply, ClaimsReply, PointsReply, ReplyForm
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, digest_of
-from posttrain.recipe.complaints import complaints
-from posttrain.recipe.rubric import FIELD, Anchor, PointsScale, Rubric
+from posttrain.recipe.judge import FIELD, Anchor, PointsScale, Rubric
 from posttrain.recipe.sources import Layer, read_text
+from posttrain.recipe.validation import complaints
 
 _PACKAGED = Path(__file__).parent.parent / "rubrics"
 _ONE = (

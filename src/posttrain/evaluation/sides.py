@@ -9,6 +9,7 @@ from typing import Any, Literal
 from posttrain.data.messages import Unusable, as_messages
 from posttrain.data.problems import Problems
 from posttrain.data.readers import read_rows
+from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
 from posttrain.evaluation.results import read_results
@@ -17,7 +18,6 @@ from posttrain.evaluation.summary import knows_success, reported
 from posttrain.evaluation.text_metrics import Measured, corpus_metric, exact_match
 from posttrain.recipe.data import SourceRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
-from posttrain.rollout.streams import Episode, Outcome
 from posttrain.runs.directory import RunDirectory
 
 _NO_SCORES = ("seed", "sample", "tokens", "index")

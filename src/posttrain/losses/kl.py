@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from posttrain.credit.types import PerToken, RewardStreams
+from posttrain.episode import PerToken, RewardStreams
 from posttrain.losses.batch import Metrics, TokenBatch
 from posttrain.losses.ratios import LOG_RATIO_LIMIT, total
 from posttrain.recipe.loss import KL_STEP, KlRecipe

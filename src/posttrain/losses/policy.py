@@ -83,3 +83,8 @@ def _clipped(ratios: torch.Tensor, advantages: torch.Tensor, low: float, high: f
         "policy/clip_low": total((ratios < 1 - low) & (advantages < 0)),
         "policy/clip_high": total((ratios > 1 + high) & (advantages > 0)),
     }
+
+
+def nll(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """sum over tokens of weight x -log pi: negative log-likelihood in nats, a scalar to minimise; `logprobs` [N]."""
+    return -(batch.weights * logprobs).sum()

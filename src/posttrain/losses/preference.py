@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from posttrain.recipe.preference import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, PairLossRecipe, SimpoLoss
+from posttrain.recipe.loss import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, PairLossRecipe, SimpoLoss
 
 CERTAIN = -1e-6
 """Largest mean log-probability whose odds are computed, so that they are finite; beyond it they are constant."""

@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.errors import InputError
-from posttrain.models.attention_cpu import Masks, attend_segments, segments_of
-from posttrain.models.attention_cuda import Spans, attend_spans, spans_of, supports
+from posttrain.models.cpu.attention import Masks, attend_segments, segments_of
+from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
 
 ATTENTION_NAME = "posttrain"
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from posttrain.distribution.sharding import ShardedModel, gathered, set_share
-from posttrain.distribution.world import current, threads
+from posttrain.distributed.sharding import ShardedModel, gathered, set_share
+from posttrain.distributed.world import current, threads
 from posttrain.errors import InputError
 from posttrain.models.forward import transformer
 from posttrain.models.load import add_adapters, load_end_tokens, load_tokenizer, resolve_device

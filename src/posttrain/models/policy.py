@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from posttrain.distribution.sharding import ShardedModel
+from posttrain.distributed.sharding import ShardedModel
 from posttrain.models.base import TrainedModel
 from posttrain.models.forward import TokenScores, hidden_states, token_scores
 from posttrain.models.load import load_model

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from posttrain.models.attention import PackedLayout, causal_attention
-from posttrain.models.attention_cpu import Masks, Segment, attend_segments
+from posttrain.models.cpu.attention import Masks, Segment, attend_segments
 
 
 class ProbedLayout:

@@ -16,7 +16,7 @@ from posttrain.models.load import load_reward_model
 from posttrain.models.packing import pack_row
 from posttrain.models.probes import ProbedLayout, WatchedLayout
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.unit_rewards import StoredUnits
+from posttrain.recipe.units import StoredUnits
 from posttrain.seeds import derive_seed
 
 _UNITS = "posttrain_units"

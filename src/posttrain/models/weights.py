@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from posttrain.distribution.sharding import is_sharded, whole
+from posttrain.distributed.sharding import is_sharded, whole
 
 _LAYER = re.compile(r"\.\d+\.")
 

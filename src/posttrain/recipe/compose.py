@@ -7,11 +7,11 @@ from pydantic import ValidationError
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
-from posttrain.recipe.complaints import complaints, nearest_type
 from posttrain.recipe.components import ENVIRONMENTS, environment_class
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
+from posttrain.recipe.validation import complaints, nearest_type
 
 
 def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:

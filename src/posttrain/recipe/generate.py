@@ -7,10 +7,9 @@ from pydantic import Field, model_validator
 
 from posttrain.recipe.base import Part
 from posttrain.recipe.data import ColumnsRecipe, Sources
-from posttrain.recipe.remote import OpenAIEngineRecipe, refuse_unknown_sampling
+from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, refuse_lone_adapters, refuse_unknown_sampling
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe, StopString
-from posttrain.recipe.stage import StageRecipe
-from posttrain.recipe.vllm import VllmEngineRecipe, refuse_lone_adapters
+from posttrain.recipe.run import StageRecipe
 
 OWN_COLUMNS = (
     "id",

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
-from posttrain.recipe.complaints import nearest_type
 from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
+from posttrain.recipe.validation import nearest_type
 
 _STAGE = "stage:"
 _KEYS = ("stage", "name", "runs", "common", "stages")

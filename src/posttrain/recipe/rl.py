@@ -4,21 +4,24 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.ahead import refuse_ahead
-from posttrain.recipe.credit import CreditRecipe, CriticCredit, GroupCredit, TokenCredit
-from posttrain.recipe.credit_turns import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
-from posttrain.recipe.critic import CriticRecipe
+from posttrain.recipe.credit import (
+    CreditRecipe,
+    CriticCredit,
+    CriticRecipe,
+    GigpoCredit,
+    GroupCredit,
+    MtGrpoCredit,
+    TokenCredit,
+    TurnReturnsCredit,
+)
+from posttrain.recipe.data import PtxRecipe
+from posttrain.recipe.engines import PolicyEngineRecipe, refuse_lone_adapters, refuse_unknown_logprobs
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
-from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.ptx import PtxRecipe
-from posttrain.recipe.reward import RewardSource
-from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe
-from posttrain.recipe.stage import PlayedRecipe, refuse_overlap
-from posttrain.recipe.unit_credit import CausalCredit, HindsightCredit, UnitCreditRecipe
-from posttrain.recipe.units import EntropyUnits
-from posttrain.recipe.vllm import PolicyEngineRecipe, refuse_lone_adapters, refuse_unknown_logprobs
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
+from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
+from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
 
 
 class RlRecipe(PlayedRecipe):

@@ -4,14 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, refuse_lone_adapters, refuse_unknown_sampling
 from posttrain.recipe.generate import GenerateRecipe
-from posttrain.recipe.remote import OpenAIEngineRecipe, refuse_unknown_sampling
-from posttrain.recipe.reward import RewardSource
+from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe
-from posttrain.recipe.stage import PlayedRecipe
+from posttrain.recipe.run import PlayedRecipe
 from posttrain.recipe.supervised import DpoRecipe, RewardRecipe, SftRecipe
-from posttrain.recipe.vllm import VllmEngineRecipe, refuse_lone_adapters
 
 
 class EvaluateRecipe(PlayedRecipe):

@@ -10,12 +10,11 @@ from pydantic import ValidationError
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
-from posttrain.recipe.complaints import complaints, nearest_type
 from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
-from posttrain.recipe.study import Limit, Range, StudyRecipe, Together
-from posttrain.recipe.study_metrics import check_metrics
+from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics
+from posttrain.recipe.validation import complaints, nearest_type
 
 _TRAINED = ("sft", "reward", "dpo", "rl")
 """Stages that have a learning curve."""

@@ -7,14 +7,13 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
+from posttrain.recipe.engines import PolicyEngineRecipe, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.optimizer import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.preference import DpoLoss, PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import DpoLoss, PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
-from posttrain.recipe.run import CheckpointRecipe
-from posttrain.recipe.stage import StageRecipe, refuse_overlap
-from posttrain.recipe.unit_rewards import UnitRewardsRecipe
-from posttrain.recipe.vllm import PolicyEngineRecipe, refuse_lone_adapters
+from posttrain.recipe.run import CheckpointRecipe, StageRecipe, refuse_overlap
+from posttrain.recipe.units import UnitRewardsRecipe
 
 
 class ExpertsRecipe(Part):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from posttrain.data.rendering import Message, Renderer
-from posttrain.rollout.streams import StopReason, Stream, Turn
+from posttrain.episode import StopReason, Stream, Turn
 
 
 class Conversation:

@@ -11,16 +11,16 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
-from posttrain.distribution.world import current
+from posttrain.distributed.world import current
+from posttrain.engines.openai import RemoteFailure
 from posttrain.engines.protocol import Engine, Request
 from posttrain.environments.opening import open_environment
 from posttrain.environments.protocol import Environment, Message
-from posttrain.environments.remote import RemoteFailure
+from posttrain.episode import Episode, Outcome, Stream, Turn
 from posttrain.errors import InputError, WorkersLost
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.conversation import Conversation
-from posttrain.rollout.streams import Episode, Outcome, Stream, Turn
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")

@@ -16,12 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import zstandard
 
-from posttrain.credit.types import Advantages
-from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
+from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans
-from posttrain.distribution.world import current
+from posttrain.distributed.world import current
+from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.runs.files import storage_errors, write_atomically
 
 Split = Literal["train", "evaluation", "final"]

@@ -1,30 +1,129 @@
 """Figures of several runs: one for each metric, a curve for each run, or for each recipe with its mean over seeds."""
 
+import json
 import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from scipy.special import stdtrit
 
-from posttrain.runs.averages import Bundle, mean_over_seeds
-from posttrain.runs.drawing import (
+from posttrain.runs.figures import (
     SMOOTHED_STEPS,
     STYLE,
     draw_band,
     draw_last_bars,
+    entitle,
     finish_axes,
     mark_nonfinite,
     scale_axis,
     smoothed,
 )
-from posttrain.runs.figure_files import entitle
-from posttrain.runs.metric_names import Metric, known_metrics, metric_of
+from posttrain.runs.metrics import Metric, known_metrics, metric_of
 from posttrain.runs.panels import DOMAINS, GREEN, GREY, RED, Line, Series, is_trained, keys_of, limits_of, series_of
+from posttrain.runs.scores import Checkpoint, checkpoint_scores, overall_name, score_names
+from posttrain.runs.sources import Source
+
+_OF_ONE_RUN = ("seed", "name", "runs")
+"""Recipe keys that may differ between runs of one recipe."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The runs behind one curve: those of one recipe with a seed each, or a single one."""
+
+    label: str
+    sources: tuple[Source, ...]
+
+    @property
+    def title(self) -> str:
+        """The label, and over how many seeds a mean is."""
+        return self.label if len(self.sources) == 1 else f"{self.label}, mean of n = {len(self.sources)} seeds"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Means over seeds and their 95% limits, at the steps that every seed has."""
+
+    steps: list[int]
+    values: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
+    """One bundle for each recipe, in order of the first run of each, and what to say of it.
+
+    Runs of one recipe with the same seed are the same run again: they are no sample over seeds, so such a recipe's runs
+    stand by themselves.
+    """
+    by_recipe: dict[str, list[Source]] = {}
+    for number, source in enumerate(sources):
+        own = None if source.recipe is None else {k: v for k, v in source.recipe.items() if k not in _OF_ONE_RUN}
+        key = f"run {number}" if own is None else json.dumps(own, sort_keys=True, default=str)
+        by_recipe.setdefault(key, []).append(source)
+    bundles: list[Bundle] = []
+    notes = []
+    for together in by_recipe.values():
+        seeds = {source.seed for source in together}
+        if len(together) > 1 and len(seeds) == len(together) and None not in seeds:
+            bundles.append(Bundle(_label(together, bundles), tuple(together)))
+            done = [source.steps for source in together]
+            if len(set(done)) > 1:
+                told = ", ".join(f"{source.name} {source.steps}" for source in together)
+                notes.append(f"the mean over seeds is of the steps that all have; done are: {told}")
+            continue
+        if len(together) > 1:
+            names = " and ".join(source.name for source in together)
+            notes.append(f"{names} have one recipe and share a seed, so no mean over seeds is taken of them")
+        bundles += [Bundle(source.name, (source,)) for source in together]
+    return bundles, notes
+
+
+def mean_over_seeds(series: Sequence[Series], geometric: bool = False) -> Averaged:
+    """Mean and Student's t interval over two or more runs, mean ± t(0.975, n - 1) s / sqrt(n), at each common step.
+
+    With `geometric`, of the logarithms of values, which must be above 0, and given back as values.
+    """
+    by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
+    steps = sorted(set.intersection(*(set(values) for values in by_step)))
+    columns = [[math.log(values[step]) if geometric else values[step] for values in by_step] for step in steps]
+    limits = [t_interval(column) for column in columns]
+    means, low, high = ([math.exp(one[i]) if geometric else one[i] for one in limits] for i in range(3))
+    return Averaged(steps, means, low, high)
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95% interval by Student's t; NaN limits for fewer than two values."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, math.nan, math.nan
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    half = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
+    return mean, mean - half, mean + half
+
+
+def _label(together: Sequence[Source], others: Sequence[Bundle]) -> str:
+    """What the names begin with alike, without a trailing `seed`; else the first name."""
+    names = [source.name for source in together]
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    shared = "".join(letters[0] for letters in alike)
+    if all(name[len(shared) :][:1] in tuple("0123456789") or name == shared for name in names):
+        shared = shared.rstrip("0123456789")  # a digit that two numbers begin with is no part of the name
+    shared = shared.rstrip("-_./ ")
+    for word in ("seed", "s"):
+        if shared.endswith((f"-{word}", f"_{word}", f".{word}", f"/{word}")):
+            shared = shared[: -len(word) - 1]
+    label = shared.rstrip("-_./ ") or together[0].name
+    return together[0].name if label in {bundle.label for bundle in others} else label
+
 
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "o^vDsP"
@@ -222,3 +321,55 @@ def _usual(lines: list[Line], foreign: bool) -> list[str]:
 def _listed(metrics: Sequence[Metric]) -> str:
     first = ", ".join(metric.key for metric in metrics[:_LISTED])
     return first if len(metrics) <= _LISTED else f"{first} and {len(metrics) - _LISTED} more"
+
+
+_MOST_NAMED = 24
+"""With more points than this, only the last of each run has its step beside it."""
+
+Runs = Sequence[tuple[str, Look, list[Checkpoint]]]
+
+
+def draw_scores_of_runs(bundles: Sequence[Bundle]) -> Figure | None:
+    """A row of panels for each score; None for fewer than two runs that were evaluated with scores."""
+    runs = [
+        (source.name, look, found)
+        for bundle, look in zip(bundles, looks(len(bundles)), strict=True)
+        for source in bundle.sources
+        if score_names(found := checkpoint_scores(source.lines))
+    ]
+    names = score_names([one for *_, found in runs for one in found])
+    if len(runs) < 2 or not names:
+        return None
+    overalls = {overall_name(source.lines) for bundle in bundles for source in bundle.sources}
+    overall = f"overall {overalls.pop()}" if len(overalls) == 1 else "overall score"
+    paid = sum(one.training is not None for *_, found in runs for one in found) > 1
+    with matplotlib.rc_context(STYLE):
+        columns = 2 if paid else 1
+        figure = Figure(figsize=(8, 0.8 + 2.3 * len(names)), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(len(names), columns, squeeze=False, sharex="col", sharey="row")
+        for name, row in zip(names, panels, strict=True):
+            _panel(row[0], runs, name, training=False)
+            row[0].set_ylabel(name)
+            if paid:
+                _panel(row[1], runs, name, training=True)
+        panels[0][0].set_title(f"against the {overall}")
+        panels[-1][0].set_xlabel(overall)
+        if paid:
+            panels[0][1].set_title("against the return of training")
+            panels[-1][1].set_xlabel("mean return of training episodes")
+        entitle(figure, "Scores of the evaluations; beside points their steps")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=2 if len(runs) > 1 else 1, frameon=False)
+    return figure
+
+
+def _panel(axes: Axes, runs: Runs, name: str, training: bool) -> None:
+    for label, look, checkpoints in runs:
+        found = [(one.training if training else one.overall[0], one) for one in checkpoints if name in one.scores]
+        points = [(place, one.scores[name][0], one.step) for place, one in found if place is not None]
+        x, y = [point[0] for point in points], [point[1] for point in points]
+        axes.plot(x, y, color=look.color, marker=look.marker, linestyle=":", linewidth=1.2, label=label)
+        for place, height, step in points if sum(len(found) for *_, found in runs) <= _MOST_NAMED else points[-1:]:
+            axes.annotate(str(step), (place, height), (3, 3), textcoords="offset points", fontsize=8, color=GREY)
+    axes.margins(0.08, 0.2)

@@ -10,11 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from posttrain.recipe.rollout import SCORES
-from posttrain.runs.averages import Bundle, t_interval
-from posttrain.runs.comparison import looks
-from posttrain.runs.drawing import STYLE
-from posttrain.runs.figure_files import entitle, plain
-from posttrain.runs.metric_names import metric_of
+from posttrain.runs.comparison import Bundle, looks, t_interval
+from posttrain.runs.figures import STYLE, entitle, plain
+from posttrain.runs.metrics import metric_of
 from posttrain.runs.sources import Source
 from posttrain.runs.tables import Table
 

@@ -1,31 +1,43 @@
 """Plots of a run from its metrics.jsonl. A plot without data is not drawn."""
 
+import io
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
+from posttrain.errors import InputError
+from posttrain.runs.comparison import MOST_CURVES, Bundle, bundles_of, draw_metric, draw_scores_of_runs, shared_metrics
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.drawing import (
+from posttrain.runs.figures import (
+    FORMATS,
     OUTSIDE,
     STYLE,
+    Format,
     average,
     draw_band,
     draw_last_bars,
     draw_references,
     draw_result,
     draw_training,
+    entitle,
     finish_axes,
     mark_nonfinite,
     new_figure,
+    save,
     scale_axis,
 )
-from posttrain.runs.figure_files import Format, entitle, save
-from posttrain.runs.metrics import read_metrics
+from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.final_results import draw_results, result_table
+from posttrain.runs.metrics import check_metric, metric_of, read_metrics
 from posttrain.runs.panels import (
     BLUE,
     GREEN,
@@ -41,11 +53,14 @@ from posttrain.runs.panels import (
     Line,
     Panel,
     Series,
+    keys_of,
     limits_of,
     panels_of,
     series_of,
 )
-from posttrain.runs.score_plot import draw_scores
+from posttrain.runs.scores import draw_scores, scores_of_runs
+from posttrain.runs.sources import Source, open_sources
+from posttrain.runs.tables import Table
 
 PHASES = {
     "rollout": BLUE,
@@ -194,3 +209,133 @@ def _time(lines: list[Line]) -> Figure | None:
     if len(centres) == 1:
         axes.set_xlim(centres[0] - 3, centres[0] + 3)
     return figure
+
+
+@dataclass
+class Compared:
+    """Several runs side by side."""
+
+    figures: list[tuple[str, Figure]] = field(default_factory=list)
+    """Name of the file and figure, in the order of a report."""
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+
+
+def plot_files(
+    paths: Sequence[Path], out: Path | None = None, forms: Sequence[Format] = FORMATS, metrics: Sequence[str] = ()
+) -> tuple[list[Path], list[str]]:
+    """Write the figures of the runs and TensorBoard logs at `paths`; returns the files, and what was left out.
+
+    One run has the plots that its report has; several have a figure for each metric, or for each of `metrics`, and the
+    tables of their results. Without `out` they go to the plots of the one run, or to `plots` in the working folder.
+    Raises `InputError` where nothing can be drawn, `RunError` for damaged metrics and a disk that refuses.
+    """
+    sources = open_sources(paths)
+    single = sources[0].run if len(sources) == 1 else None
+    directory = out or (Path("plots") if single is None else single.plots)
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"--out {directory} is a file; give a directory")
+    if single is not None and not metrics:
+        drawn = draw_plots(single, directory, forms)
+        if not drawn:
+            raise InputError(f"{single.metrics} has nothing to plot yet; wait for the first step")
+        return drawn, []
+    compared = compare(sources, metrics)
+    if not compared.figures and not compared.tables:
+        what = ", ".join(f"{source.name} ({source.stage or 'a log'})" for source in sources)
+        raise InputError(f"these have no metric in common: {what}; plot each alone, or name a metric with --metric")
+    files = [path for name, figure in compared.figures for path in save(figure, directory, name, forms)]
+    if compared.tables:
+        directory.mkdir(parents=True, exist_ok=True)
+        text = "\n\n".join(f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in compared.tables)
+        write_atomically(directory / "results.md", f"{text}\n")
+        files.append(directory / "results.md")
+    return files, compared.notes
+
+
+def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
+    """Figures and tables of `sources`; with `metrics`, the figures of these alone.
+
+    `InputError` where nothing has been measured, for a metric that no run has, and for more curves than can be told
+    apart.
+    """
+    compared = Compared()
+    measured = [source for source in sources if source.lines]
+    compared.notes += [f"{one.path} has no metrics yet and is left out" for one in sources if not one.lines]
+    if not measured:
+        raise InputError(f"{', '.join(str(one.path) for one in sources)}: nothing to plot yet; wait for the first step")
+    bundles, notes = bundles_of(measured)
+    compared.notes += notes
+    if len(bundles) > MOST_CURVES:
+        raise InputError(f"{len(bundles)} curves cannot be told apart in one figure; give at most {MOST_CURVES} runs")
+    present = {key for source in measured for key in keys_of(source.lines)}
+    at_the_end = {key for source in measured for line in source.lines if line["kind"] == "final" for key in line}
+    for key in metrics:
+        check_metric(key, present, at_the_end)
+    compared.notes += [f"{one.name} has done {one.unfinished}" for one in measured if one.unfinished]
+    chosen, notes = ([metric_of(key) for key in dict.fromkeys(metrics)], []) if metrics else shared_metrics(bundles)
+    compared.notes += notes
+    if not metrics:
+        compared.figures += _overviews(bundles)
+        named = {source.name: source.lines for source in measured}
+        tables = (result_table(bundles), scores_of_runs(named) if len(measured) > 1 else None)
+        compared.tables += [table for table in tables if table is not None]
+    for metric in chosen:
+        figure, notes = draw_metric(metric, bundles)
+        compared.notes += notes
+        if figure is not None:
+            compared.figures.append((metric.file, figure))
+    return compared
+
+
+def _overviews(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Figure]]:
+    for name, figure in (("results", draw_results(bundles)), ("scores", draw_scores_of_runs(bundles))):
+        if figure is not None:
+            yield name, figure
+
+
+_LARGEST = 90
+"""Area of the marker of the position with the most rewards, in square points."""
+_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+Profile = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Curves = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def draw_profile(path: Path, title: str, profile: Profile, curves: Curves, labels: tuple[str, str]) -> None:
+    """Write the plot to `path` (PNG).
+
+    `profile`: positions in (0, 1], means, standard deviations (NaN where unknown) and counts, [m] each; `curves`:
+    positions, fitted means and fitted deviations, [g] each; `labels`: of the two fits. Raises `RunError` when the disk
+    refuses.
+    """
+    positions, means, stds, counts = profile
+    grid, *fitted = curves
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 6.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, 1, sharex=True)
+        parts = (("Mean reward", means), ("Standard deviation of rewards", stds))
+        for axes, (name, values), line, label in zip(panels, parts, fitted, labels, strict=True):
+            known = ~np.isnan(values)
+            areas = np.maximum(_LARGEST * counts[known] / counts.max(), 3)
+            look = {"color": BLUE, "alpha": 0.55, "linewidths": 0}
+            axes.scatter(positions[known], values[known], s=areas, label="units, area: how many", **look)
+            axes.plot(grid, line, color=ORANGE, label=label)
+            axes.set_title(name)
+            axes.set_ylabel("reward")
+            axes.legend(loc="best")
+        panels[1].set_ylim(bottom=0)
+        panels[1].set_xscale("log")
+        panels[1].set_xlim(positions[0] / 1.15, 1.15)
+        panels[1].xaxis.set_major_locator(FixedLocator([t for t in _TICKS if t >= positions[0] / 1.15]))
+        panels[1].xaxis.set_minor_locator(NullLocator())
+        panels[1].xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        panels[1].set_xlabel("place of the unit in its answer (unit k of K stands at k / K)")
+        figure.suptitle(f"Unit rewards by place · {title}", x=0.012, ha="left", fontweight="bold", fontsize=12)
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+    with storage_errors(path.parent):
+        path.parent.mkdir(exist_ok=True)
+    write_atomically(path, content.getvalue())

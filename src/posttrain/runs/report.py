@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.base import Part
-from posttrain.runs.checkpoint_scores import score_table
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
+from posttrain.runs.scores import score_table
 from posttrain.runs.tables import Table, markdown_table
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.episode import Stream
 from posttrain.errors import RunError
 from posttrain.models.packing import prompt_length
-from posttrain.rollout.streams import Stream
 
 
 @dataclass(frozen=True)

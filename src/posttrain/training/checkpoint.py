@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from posttrain.distribution.state import write_tensors
-from posttrain.distribution.world import current
+from posttrain.distributed.tensors import write_tensors
+from posttrain.distributed.world import current
 from posttrain.errors import InputError
 from posttrain.models.base import TrainedModel
 from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically

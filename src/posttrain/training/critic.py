@@ -6,17 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.credit.assign import of_sampled_tokens, rewards_of_sampled_tokens
-from posttrain.credit.types import PerToken, RewardStreams
-from posttrain.credit.valued import advantages_over_values, discounted_returns
-from posttrain.credit.values import explained_variance
+from posttrain.credit.assign import (
+    advantages_over_values,
+    discounted_returns,
+    of_sampled_tokens,
+    rewards_of_sampled_tokens,
+)
+from posttrain.credit.returns import explained_variance
+from posttrain.episode import Episode, PerToken, RewardStreams
 from posttrain.errors import InputError
 from posttrain.models.critic import Critic, SharedCritic, ValueHead
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.streams import Episode
 from posttrain.training.batches import Sample, on_stream
 from posttrain.training.learner import Learner, Totals
 from posttrain.training.objectives import ValueObjective, known

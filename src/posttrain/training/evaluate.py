@@ -3,14 +3,13 @@
 from rich.console import Console
 
 from posttrain.recipe.stages import EvaluateRecipe
-from posttrain.runs import notices
+from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
-from posttrain.training.held_out import HeldOut
-from posttrain.training.measure import EVALUATED
-from posttrain.training.table import write_tables
-from posttrain.training.tasks import check_tasks, too_long
+from posttrain.training.evaluators import EVALUATED, HeldOut
+from posttrain.training.results import write_tables
+from posttrain.training.rollouts import check_tasks, too_long
 
 
 def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> None:
@@ -26,7 +25,7 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
             log.write(0, "baseline", {"player": name, **values})
         log.write(0, "final", {"player": EVALUATED, **final})
     tables = write_tables(directory, [playing])
-    remarks = [*playing.remarks, *notices.take()]
+    remarks = [*playing.remarks, *events.take()]
     write_report(directory, tables, warnings=remarks)
     for table in tables:
         console.print(table.rich())
@@ -38,8 +37,8 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
 def _local(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[HeldOut, list[str]]:
     """The model of `model.path`, and what to know of the prompts that are too long for it."""
     from posttrain.models.policy import Policy
-    from posttrain.training.playing import Playing
     from posttrain.training.reward_scorer import open_scorer
+    from posttrain.training.rollout_manager import Playing
 
     policy = Policy(recipe.model, recipe.seed)
     playing = Playing(recipe, policy, directory, open_scorer(recipe.reward, policy))
@@ -49,6 +48,6 @@ def _local(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[HeldOut, li
 
 def _remote(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[HeldOut, list[str]]:
     """The model behind the server. How many tokens its prompts have is the server's to know."""
-    from posttrain.training.remote_playing import RemotePlaying
+    from posttrain.training.rollout_manager import RemotePlaying
 
     return RemotePlaying(recipe, directory), []

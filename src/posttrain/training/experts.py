@@ -1,12 +1,16 @@
 """Supervised samples from an environment's own players, rendered exactly as rollouts render episodes."""
 
+from typing import Any, Literal
+
 from posttrain.data.rendering import Renderer
+from posttrain.data.settings import COLUMN, settings_text
 from posttrain.environments.protocol import Environment
+from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError, RunError
-from posttrain.recipe.components import environment_class
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.recipe.stages import SftRecipe
 from posttrain.rollout.conversation import Conversation
-from posttrain.rollout.streams import Episode, Outcome, StopReason
 from posttrain.seeds import random_stream
 
 
@@ -52,3 +56,55 @@ def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
                 conversation.messages,
             )
         conversation.observe(step.messages, fresh=step.fresh)
+
+
+History = Literal["episode", "turn"]
+
+
+def expert_rows(
+    recipe: EnvironmentRecipe, seeds: SeedRange, expert: Literal["optimal", "random"], history: History, run_seed: int
+) -> list[dict[str, Any]]:
+    """One row per conversation of an episode (`messages`), or one per turn (`prompt`, `completion`), with the environment, its seed and its settings.
+
+    `InputError` where the environment has no such player, or where the seeds are those that RL evaluates on.
+    """
+    held_out = EvaluationRecipe()
+    for name, other in (("seeds", held_out.seeds), ("final_seeds", held_out.final_seeds)):
+        if seeds.overlaps(other):
+            raise InputError(f"--start: seeds {seeds} overlap evaluation.{name} ({other}); choose another start")
+    rows = []
+    settings = settings_text(recipe)
+    for seed in range(seeds.start, seeds.stop):
+        about = {"domain": recipe.type, "seed": seed, COLUMN: settings}
+        for messages in _played(recipe, seed, expert, run_seed):
+            if history == "episode":
+                rows.append({"messages": messages, **about})
+                continue
+            for place, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    rows.append({"prompt": messages[:place], "completion": [message], **about})
+    return rows
+
+
+def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) -> list[list[dict[str, Any]]]:
+    """The conversations of an episode; one, unless the environment begins another."""
+    environment: Environment = environment_class(recipe.type)(recipe)
+    draws = random_stream(run_seed, "expert", seed)
+    try:
+        conversations: list[list[dict[str, Any]]] = [list(environment.reset(seed).messages)]
+    except InputError as error:
+        raise InputError(f"--start and --count: {error}") from error
+    while True:
+        try:
+            text = environment.expert() if expert == "optimal" else environment.random_answer(draws.random())
+        except NotImplementedError as error:
+            raise InputError(f"{error}; choose another environment or --expert") from error
+        # What is put in the policy's mouth is part of the context, not of what it learns to say.
+        primer = {"primer": environment.primer} if environment.primer else {}
+        conversations[-1].append({"role": "assistant", "content": text, **primer})
+        step = environment.step(text)
+        if step.terminated or step.truncated:
+            return conversations
+        if step.fresh:
+            conversations.append([])
+        conversations[-1] += step.messages

@@ -7,20 +7,19 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.generate import GenerateRecipe
 from posttrain.rollout.driver import Place, play_each
-from posttrain.rollout.streams import CUT_OFF, Episode, Outcome
-from posttrain.runs import notices
+from posttrain.runs import events
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.progress import Progress, duration
-from posttrain.training.answerers import Asked, LocalAnswerer, Outage, RemoteAnswerer
-from posttrain.training.interrupt import Interrupts
-from posttrain.training.predictions import key_of, prediction
-from posttrain.training.questions import digest_of, read_questions
+from posttrain.training.completers import Asked, LocalAnswerer, Outage, RemoteAnswerer
+from posttrain.training.interrupts import Interrupts
+from posttrain.training.questions import digest_of, key_of, prediction, read_questions
 
 _SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
@@ -86,7 +85,7 @@ class _Generation:
             try:
                 for window in self.answerer.windows(wanted, self.log):
                     play_each(self.answerer.player(), _places(self.recipe, window), self._keeping(window, progress))
-                    for message in notices.take():
+                    for message in events.take():
                         progress.message(message)
             finally:
                 self.seconds = time.monotonic() - self._begun

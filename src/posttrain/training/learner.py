@@ -13,11 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from posttrain.distribution.sharding import share
-from posttrain.distribution.world import current
+from posttrain.distributed.sharding import share
+from posttrain.distributed.world import current
 from posttrain.errors import RunError
-from posttrain.models.heap import keep_freed_memory
-from posttrain.recipe.optimizer import LearnerRecipe
+from posttrain.models.cpu.products import keep_freed_memory
+from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.batches import Sample, pack
 from posttrain.training.optimizer import Optimizer
 

@@ -1,20 +1,240 @@
 """What policies minimise: sums of small losses, each over the sampled tokens of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.kl import kl_loss
-from posttrain.losses.normalisation import token_weights
-from posttrain.losses.policy import policy_loss
-from posttrain.losses.supervised import nll
+from posttrain.losses.policy import nll, policy_loss
+from posttrain.losses.preference import PairSums, kto_losses, preference_losses
+from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
+from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.loss import KtoLoss, PairLossRecipe, RewardLossRecipe
+from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample
-from posttrain.training.forward import token_batch
-from posttrain.training.learner import Totals
+from posttrain.training.learner import Learner, Totals
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a model makes of P preference rows, in the order in which they first appear among the samples."""
+
+    rows: list[int]
+    """`Side.row` of each."""
+    losses: torch.Tensor
+    """[P]."""
+    chosen: torch.Tensor
+    """[P] detached: reward of the better answer (of a judged answer: if it is good, else NaN)."""
+    rejected: torch.Tensor
+    """[P] detached: reward of the worse answer (of a judged answer: if it is bad, else NaN)."""
+
+
+class _PerRow:
+    """A mean over the rows of the optimizer step, whatever its micro-batches."""
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        return [1.0] * len(samples), float(len({_row(sample) for sample in samples}) or 1)
+
+    def has_signal(self, sample: Sample) -> bool:
+        return True
+
+    def totals(self, judged: Judgement) -> Totals:
+        """Metrics of a training batch."""
+        count = float(len(judged.rows))
+        chosen, rejected = judged.chosen, judged.rejected
+        found: Totals = {"loss/preference": (float(judged.losses.detach().sum()), count)}
+        for name, rewards in (("chosen", chosen), ("rejected", rejected)):
+            known = rewards[~rewards.isnan()]
+            found[f"preference/{name}"] = (float(known.sum()), float(len(known)))
+        both = ~(chosen.isnan() | rejected.isnan())
+        margins = (chosen - rejected)[both]
+        found["preference/margin"] = (float(margins.sum()), float(len(margins)))
+        found["preference/accuracy"] = (float(((margins.sign() + 1) / 2).sum()), float(len(margins)))
+        return found
+
+
+class PairObjective(_PerRow):
+    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens."""
+
+    def __init__(self, loss: PairLossRecipe, supervised: float) -> None:
+        self.loss = loss
+        self.supervised = supervised
+
+    def judge(self, output: TokenScores, samples: Sequence[Sample]) -> Judgement:
+        """Losses without the supervised term."""
+        rows, chosen, rejected = pair_places(samples)
+        logps, lengths = stream_sums(output, samples)
+        references = _reference_sums(samples, logps.device) if self.loss.needs_reference else None
+        found = preference_losses(
+            self.loss,
+            PairSums(
+                chosen=logps[chosen],
+                rejected=logps[rejected],
+                chosen_length=lengths[chosen],
+                rejected_length=lengths[rejected],
+                reference_chosen=None if references is None else references[chosen],
+                reference_rejected=None if references is None else references[rejected],
+            ),
+        )
+        return Judgement(rows, found.losses, found.chosen_rewards, found.rejected_rewards)
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        judged = self.judge(output, samples)
+        logps, lengths = stream_sums(output, samples)
+        _, chosen, rejected = pair_places(samples)
+        per_token = logps / lengths
+        totals = self.totals(judged) | {
+            f"policy/{name}_logprob": (float(per_token[places].detach().sum()), float(len(places)))
+            for name, places in (("chosen", chosen), ("rejected", rejected))
+        }
+        loss = judged.losses.sum()
+        if self.supervised:
+            nll = -per_token[chosen].sum()
+            loss = loss + self.supervised * nll
+            totals["loss/nll"] = (float(nll.detach()), float(len(chosen)))
+        return loss, totals
+
+
+class VerdictObjective(_PerRow):
+    """KTO's loss of judged answers; `kl` is the reference point of the optimizer step, a scalar."""
+
+    def __init__(self, loss: KtoLoss, kl: torch.Tensor) -> None:
+        self.loss = loss
+        self.kl = kl
+
+    def judge(self, output: TokenScores, samples: Sequence[Sample]) -> Judgement:
+        logps, _ = stream_sums(output, samples)
+        ratios = logps - _reference_sums(samples, logps.device)
+        good = torch.tensor([sample.side is not None and sample.side.good for sample in samples], device=logps.device)
+        losses = kto_losses(self.loss, ratios, good, self.kl.to(logps.device))
+        rewards, nothing = self.loss.beta * ratios.detach(), torch.full_like(ratios.detach(), torch.nan)
+        rows = [_row(sample) for sample in samples]
+        return Judgement(rows, losses, torch.where(good, rewards, nothing), torch.where(good, nothing, rewards))
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        judged = self.judge(output, samples)
+        return judged.losses.sum(), self.totals(judged) | {"preference/kl": (float(self.kl), 1.0)}
+
+
+class RewardObjective(_PerRow):
+    """Bradley-Terry on the rewards of the two answers."""
+
+    def __init__(self, loss: RewardLossRecipe) -> None:
+        self.loss = loss
+
+    def judge(self, output: torch.Tensor, samples: Sequence[Sample]) -> Judgement:
+        rows, chosen, rejected = pair_places(samples)
+        margin = None
+        if self.loss.margin:
+            sides = [samples[place].side for place in chosen]
+            margin = torch.tensor([side.margin for side in sides if side is not None], device=output.device)
+        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.centring)
+        return Judgement(rows, losses, output[chosen].detach(), output[rejected].detach())
+
+    def __call__(
+        self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        judged = self.judge(output, samples)
+        return judged.losses.sum(), self.totals(judged)
+
+
+def pair_places(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int]]:
+    """Rows, and where among `samples` the chosen and the rejected answer of each stand."""
+    places: dict[int, dict[bool, int]] = {}
+    for place, sample in enumerate(samples):
+        assert sample.side is not None
+        places.setdefault(sample.side.row, {})[sample.side.good] = place
+    return list(places), [sides[True] for sides in places.values()], [sides[False] for sides in places.values()]
+
+
+def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed log-probability [S] and number of trained tokens [S] of each sample."""
+    lengths = torch.tensor([sample.sampled_tokens for sample in samples], device=output.logprobs.device)
+    owner = torch.repeat_interleave(torch.arange(len(samples), device=lengths.device), lengths)
+    sums = torch.zeros(len(samples), device=lengths.device).index_add(0, owner, output.logprobs)
+    return sums, lengths
+
+
+def _reference_sums(samples: Sequence[Sample], device: torch.device) -> torch.Tensor:
+    references = [sample.reference for sample in samples]
+    return torch.tensor([float(r.sum()) for r in references if r is not None], dtype=torch.float32, device=device)
+
+
+def _row(sample: Sample) -> int:
+    assert sample.side is not None
+    return sample.side.row
+
+
+def token_forward(
+    policy: Policy, recipe: LearnerRecipe, temperature: float = 1.0, head: torch.nn.Module | None = None
+) -> Callable[[Sequence[Sample]], TokenScores]:
+    """Scores of the sampled tokens, sample after sample. `temperature`: that of sampling; `head`: as `Policy.score`."""
+
+    def forward(samples: Sequence[Sample]) -> TokenScores:
+        ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
+        return policy.score(ids, sampled, temperature, recipe.logits_per_chunk, head)
+
+    return forward
+
+
+def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Tensor]:
+    """Rewards [S] float32, one per sample."""
+
+    def forward(samples: Sequence[Sample]) -> torch.Tensor:
+        return model.rewards([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
+
+    return forward
+
+
+def logprobs(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
+    return [own for own, _ in scores(learner, samples)]
+
+
+def scores(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Log-probabilities [n] float32 of the sampled tokens of each sample and the values [n] float32 before them, None
+    where no head reads any; without gradient."""
+    found: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+    for group, output in learner.without_gradient(samples):
+        ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
+        logprobs = np.split(output.logprobs.float().cpu().numpy(), ends)
+        values = [None] * len(group) if output.values is None else np.split(output.values.cpu().numpy(), ends)
+        found |= dict(zip(group, zip(logprobs, values, strict=True), strict=True))
+    return [found[i] for i in range(len(samples))]
+
+
+def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: torch.device) -> TokenBatch:
+    """The sampled tokens of whole streams, flat; `weights[i]` is the normaliser's weight of stream i's tokens."""
+    lengths = [s.sampled_tokens for s in samples]
+
+    def flat(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+        given = [part for part in parts if part is not None]
+        return torch.from_numpy(np.concatenate(given)).float().to(device) if len(given) == len(parts) else None
+
+    behaviour = flat([s.stream.logprobs[s.stream.sampled] for s in samples])
+    advantages = flat([s.advantages for s in samples])
+    assert behaviour is not None
+    assert advantages is not None
+    return TokenBatch(
+        behaviour=behaviour,
+        advantages=advantages,
+        stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
+        lengths=torch.tensor(lengths, device=device),
+        weights=torch.from_numpy(np.repeat(np.array(weights, dtype=np.float32), lengths)).to(device),
+        reference=flat([s.reference for s in samples]),
+        old=flat([s.old for s in samples]),
+    )
 
 
 class PolicyObjective:

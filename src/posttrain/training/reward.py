@@ -7,22 +7,20 @@ from rich.console import Console
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
-from posttrain.distribution.world import by_itself
+from posttrain.distributed.world import by_itself
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.stages import RewardRecipe
-from posttrain.recipe.unit_rewards import stored_units
+from posttrain.recipe.units import stored_units
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
-from posttrain.training.comparisons import RewardObjective
-from posttrain.training.forward import reward_forward
-from posttrain.training.preference_measure import PreferenceMeasure, choice_of
+from posttrain.training.evaluators import PreferenceMeasure, choice_of
+from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Trainer
-from posttrain.training.unit_normaliser import fit_run
-from posttrain.training.unit_reader import UnitReader
-from posttrain.training.unit_rewards import UnitRewardObjective, unit_reward_forward
+from posttrain.training.unit_normalizer import fit_run
+from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward
 
 
 def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Console) -> None:

@@ -8,15 +8,14 @@ from typing import Protocol
 
 import numpy as np
 
-from posttrain.data.chat import LossOn
 from posttrain.data.examples import read_examples
 from posttrain.data.problems import Problems
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenise
+from posttrain.episode import Stream
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.stages import RewardRecipe
-from posttrain.rollout.streams import Stream
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample, Side
 

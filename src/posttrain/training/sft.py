@@ -10,13 +10,12 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
+from posttrain.training.evaluators import LossMeasure
 from posttrain.training.experts import expert_episodes
-from posttrain.training.forward import token_forward
-from posttrain.training.loss_measure import LossMeasure
-from posttrain.training.objectives import SupervisedObjective
-from posttrain.training.playing import Playing
+from posttrain.training.objectives import SupervisedObjective, token_forward
+from posttrain.training.rl import samples_of
+from posttrain.training.rollout_manager import Playing
 from posttrain.training.rows import load_data, samples_of_row
-from posttrain.training.scoring import samples_of
 from posttrain.training.supervised import Batches, SampleBatches, train_on
 from posttrain.training.trainer import Trainer
 

@@ -10,8 +10,8 @@ from posttrain.data.tokens import TokenRow
 from posttrain.recipe.stages import RewardRecipe, SftRecipe
 from posttrain.training.batches import Sample
 from posttrain.training.learner import Objective, means
+from posttrain.training.results import finish, measure_start
 from posttrain.training.rows import DataSet, check_margins
-from posttrain.training.table import finish, measure_start
 from posttrain.training.trainer import Trainer
 
 Output = TypeVar("Output")

@@ -12,22 +12,22 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from rich.console import Console
 
-from posttrain.distribution.state import read_tensors
-from posttrain.distribution.world import current
+from posttrain.distributed.tensors import read_tensors
+from posttrain.distributed.world import current
 from posttrain.models.base import TrainedModel
-from posttrain.recipe.notes import notes
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.warnings import notes
 from posttrain.rollout.store import remove_episodes_after
-from posttrain.runs import notices
+from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog
 from posttrain.runs.progress import Progress
 from posttrain.seeds import derive_seed
 from posttrain.training.batches import Sample
 from posttrain.training.checkpoint import Checkpoints
-from posttrain.training.interrupt import Interrupts
+from posttrain.training.evaluators import Measure
+from posttrain.training.interrupts import Interrupts
 from posttrain.training.learner import Learner
-from posttrain.training.measure import Measure
 from posttrain.training.optimizer import Optimizer
 
 TrainingRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
@@ -183,7 +183,7 @@ class Trainer(Generic[Output]):
         self.log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
-        self.warn(notices.take())
+        self.warn(events.take())
 
     def warn(self, messages: Sequence[str]) -> None:
         """Show and log what the user should know of the step that was just counted."""

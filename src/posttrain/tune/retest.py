@@ -9,10 +9,9 @@ from rich.console import Console
 from posttrain.errors import PosttrainError
 from posttrain.evaluation.statistics import Estimate, mean
 from posttrain.recipe.study_file import Study, shown
-from posttrain.tune.attempt import Attempt
 from posttrain.tune.outcome import Outcome, outcome
 from posttrain.tune.space import restored
-from posttrain.tune.work import work
+from posttrain.tune.trial import Attempt, work
 
 
 @dataclass

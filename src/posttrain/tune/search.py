@@ -10,12 +10,11 @@ from rich.console import Console
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.study import Group, grid_of
 from posttrain.recipe.study_file import Study, shown
-from posttrain.tune.attempt import Attempt
 from posttrain.tune.best import best_of, most_frequent
-from posttrain.tune.keep import owner, torn_trials
+from posttrain.tune.report import messages_of
 from posttrain.tune.space import distributions, restored, stored
-from posttrain.tune.trial import TrialJob, tell_failure
-from posttrain.tune.warned import messages_of
+from posttrain.tune.study import owner, torn_trials
+from posttrain.tune.trial import Attempt, TrialJob, tell_failure
 
 
 class Search:

@@ -5,9 +5,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from posttrain.credit.assign import assign, reward_streams
-from posttrain.credit.types import Advantages, RewardStreams
+from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, StopReason, Stream, Turn
 from posttrain.recipe.credit import CreditRecipe
-from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
 
 KINDS = ["turn_returns", "mt_grpo", "gigpo", "bilevel_gae"]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from posttrain.credit.baselines.group_mean import dr_grpo, grpo
-from posttrain.credit.turns.gigpo import gigpo
+from posttrain.credit.baselines import dr_grpo, grpo
+from posttrain.credit.turns import gigpo
 
 REWARDS = [np.array([0.0, 4.0]), np.array([2.0]), np.array([0.0, 0.0, 6.0])]
 STATES = [["a", "b"], ["a"], ["a", "c", "b"]]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from posttrain.credit.turns.mt_grpo import mt_grpo
+from posttrain.credit.turns import mt_grpo
 
 TWO, SEVEN = np.sqrt(2.0) + 1e-6, np.sqrt(7.0) + 1e-6
 

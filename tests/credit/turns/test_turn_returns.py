@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from posttrain.credit.turns.turn_returns import minus_others, turn_returns
+from posttrain.credit.turns import minus_others, turn_returns
 
 
 def test_the_discount_counts_turns():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from posttrain.credit.turns.turns import spread_over_tokens, starts, state_keys, turn_numbers, turn_rewards
+from posttrain.credit.turns import spread_over_tokens, starts, state_keys, turn_numbers, turn_rewards
+from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import RunError
-from posttrain.rollout.streams import Episode, Outcome, StopReason, Stream, Turn
 
 
 def stream(ids, turn):

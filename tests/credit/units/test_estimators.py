@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.credit.units.estimators.coalitions import all_but_one, coalitions, loo, orders, shapley, whole
-from posttrain.credit.units.estimators.prefix import prefix, trunc
-from posttrain.credit.units.estimators.shares import attention, even, last
+from posttrain.credit.units.estimators import (
+    all_but_one,
+    attention,
+    coalitions,
+    even,
+    last,
+    loo,
+    orders,
+    prefix,
+    shapley,
+    trunc,
+    whole,
+)
 from posttrain.seeds import random_stream
 
 OR, AND = (0.0, 1.0, 1.0, 1.0), (0.0, 0.0, 0.0, 1.0)

@@ -13,13 +13,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import assign
-from posttrain.credit.types import Advantages, RewardStreams
-from posttrain.credit.units.credited import UnitAdvantages, UnitRewards
-from posttrain.credit.units.estimators.coalitions import all_but_one, loo, shapley, whole
-from posttrain.credit.units.estimators.prefix import prefix, trunc
-from posttrain.credit.units.estimators.shares import attention, even, last
-from posttrain.credit.units.mixing import with_unit_advantages, with_unit_rewards
+from posttrain.credit.units.estimators import all_but_one, attention, even, last, loo, prefix, shapley, trunc, whole
+from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.spans import Spans
+from posttrain.episode import Advantages, RewardStreams
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.seeds import derive_seed
 from tests.credit.decision_process import STATES, Trajectory, episode, joint_samples

@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.credit.units.entropy import entropy_cuts
-from posttrain.credit.units.limits import merge_small, merge_tail
-from posttrain.credit.units.segment import Answer, segment
-from posttrain.credit.units.steps import closing_start, ordinal_of, step_starts
-from posttrain.credit.units.text import paragraph_starts, sentence_starts
+from posttrain.credit.units.segment import (
+    Answer,
+    closing_start,
+    entropy_cuts,
+    merge_small,
+    merge_tail,
+    ordinal_of,
+    paragraph_starts,
+    segment,
+    sentence_starts,
+    step_starts,
+)
 from posttrain.recipe.units import STEP_PATTERN, EntropyUnits
 from tests.credit.units.tokenizers import byte_level
 

@@ -7,11 +7,17 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import assign, reward_streams
-from posttrain.credit.types import Advantages, RewardStreams
-from posttrain.credit.units.credited import CreditedUnits, UnitAdvantages, UnitRewards
-from posttrain.credit.units.estimators.prefix import prefix, trunc
-from posttrain.credit.units.mixing import placed, with_unit_advantages, with_unit_rewards
+from posttrain.credit.units.estimators import prefix, trunc
+from posttrain.credit.units.mixing import (
+    CreditedUnits,
+    UnitAdvantages,
+    UnitRewards,
+    placed,
+    with_unit_advantages,
+    with_unit_rewards,
+)
 from posttrain.credit.units.spans import Spans, spans
+from posttrain.episode import Advantages, RewardStreams
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.seeds import random_stream
 from tests.credit.test_assign import episode

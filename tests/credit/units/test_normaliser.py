@@ -8,15 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from posttrain.credit.units.normaliser import (
+from posttrain.credit.units.normalizer import (
     EPSILON,
+    FitKey,
     Normaliser,
     fit_normaliser,
     huber_line,
+    key_of,
     profile_of,
+    read_normaliser,
+    read_normalisers,
     relative_positions,
+    with_normaliser,
 )
-from posttrain.credit.units.params import FitKey, key_of, read_normaliser, read_normalisers, with_normaliser
 from posttrain.errors import InputError
 from posttrain.recipe.units import EntropyUnits, StepUnits, WholeUnits
 from posttrain.seeds import random_stream

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from posttrain.credit.units.offsets import align
 from posttrain.credit.units.segment import Answer, answers_of, segment
 from posttrain.credit.units.spans import Spans, joined, spans
+from posttrain.episode import StopReason
 from posttrain.recipe.units import UnitsRecipe
-from posttrain.rollout.streams import StopReason
 from tests.credit.units.tokenizers import VOCABULARY, Counting, byte_level, encode
 from tests.rollout.episodes import played
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.credit.units.estimators.coalitions import shapley, whole
+from posttrain.credit.units.estimators import shapley, whole
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 

@@ -7,15 +7,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from posttrain.cli.data_rationales import rationales
+from posttrain.cli.data import rationales
 from posttrain.data.rationales import dataset
 from posttrain.data.rationales.corruption import KINDS, corrupt
 from posttrain.data.rationales.dataset import identity, samples, write_dataset
 from posttrain.data.rationales.domains import draw_policy
 from posttrain.data.rationales.policies import Policy
 from posttrain.data.rationales.procedures import LABELS, Procedure, Step, parse, write
-from posttrain.data.rationales.rule import reward
-from posttrain.data.rationales.verifier import verify
+from posttrain.data.rationales.verifier import reward, verify
 from posttrain.errors import RunError
 from posttrain.seeds import random_stream
 from tests.data.rationales.made import BEST, USED

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from posttrain.data.rationales.policies import DECISIONS, Attribute, Policy, Question, Rule
 from posttrain.data.rationales.procedures import Procedure, Step, best_procedure, fewest_questions, parse, write
-from posttrain.data.rationales.rule import reward
-from posttrain.data.rationales.verifier import OTHER_FAULTS, UNSOUND, verify
+from posttrain.data.rationales.verifier import OTHER_FAULTS, UNSOUND, reward, verify
 from posttrain.environments.rules import load_rule
 from posttrain.errors import InputError
 from tests.data.rationales.made import BEST, OLD, USED, text
@@ -162,7 +161,7 @@ def test_any_procedure_against_doing_the_cases_one_by_one(steps):
 
 
 def test_the_rule_reads_the_policy_of_the_row():
-    rule = load_rule("posttrain.data.rationales.rule:reward")
+    rule = load_rule("posttrain.data.rationales.verifier:reward")
     assert rule is reward
     assert rule(write(BEST), {"label": USED.to_json()}) == 1.0
     assert rule("", {"label": USED.to_json()}) == 0.0

@@ -5,6 +5,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
+from posttrain.rollout.streams import Outcome, StopReason
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -24,7 +25,6 @@ from posttrain.evaluation.summary import reported, summarise
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import Place, Player, play_all
-from posttrain.rollout.streams import Outcome, StopReason
 from posttrain.rollout.view import view_episode
 
 from ...conftest import make_tokenizer

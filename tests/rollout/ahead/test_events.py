@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.rollout.ahead.events import EventLog, NewWeights, Recorded
+from posttrain.rollout.journal import EventLog, NewWeights, Recorded
 
 
 def recorded(batch):

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from posttrain.errors import RunError
-from posttrain.rollout.ahead import flights
-from posttrain.rollout.ahead.flights import Flights
+from posttrain.rollout import in_flight as flights
 from posttrain.rollout.driver import Place
+from posttrain.rollout.in_flight import Flights
 
 PLACE = Place(0, 0, 0, ("x",))
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from posttrain.rollout.ahead import journal as module
-from posttrain.rollout.ahead.journal import BatchJournal, batch_file, remove_batches
+from posttrain.rollout import journal as module
 from posttrain.rollout.driver import Place
+from posttrain.rollout.journal import BatchJournal, batch_file, remove_batches
 from posttrain.rollout.store import dump_line, episode_values
 from tests.rollout.episodes import played
 

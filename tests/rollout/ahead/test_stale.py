@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from posttrain.rollout.ahead.stale import age, ages, without_stale
+from posttrain.rollout.filters import age, ages, without_stale
 from tests.rollout.episodes import played
 
 

@@ -7,9 +7,8 @@ import torch
 
 from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import RunError
-from posttrain.rollout.ahead.conductor import Conductor
-from posttrain.rollout.ahead.flights import Flights
-from posttrain.rollout.ahead.weights import Published, Stopped, Weights
+from posttrain.rollout.in_flight import Flights
+from posttrain.rollout.weight_sync import Conductor, Published, Stopped, Weights
 
 
 class Policy:

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from posttrain.credit.units.spans import Spans
-from posttrain.rollout.streams import Stream
+from posttrain.episode import Stream
 
 Rendering = Literal["delete", "placeholder", "blank"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from posttrain.data.files import write_rows
+from posttrain.data.messages import Message
 from posttrain.data.rationales.corruption import KINDS, Corruption, corrupt
 from posttrain.data.rationales.domains import describe, draw_policy
 from posttrain.data.rationales.policies import Policy, plain
 from posttrain.data.rationales.procedures import Procedure, best_procedure, write
 from posttrain.data.rationales.verifier import Verdict, verify
-from posttrain.data.rows import Message
 from posttrain.errors import RunError
 from posttrain.seeds import random_stream
 

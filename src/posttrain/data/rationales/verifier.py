@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from posttrain.data.rationales.policies import DECISIONS, Policy, plain
 from posttrain.data.rationales.procedures import Reading, Step, fewest_questions, parse
@@ -181,3 +181,28 @@ class _Graph:
         for kind, message in reasons:
             fault(kind, message)
         return bool(reasons)
+
+
+_policy = lru_cache(maxsize=1024)(Policy.from_json)
+
+
+def reward(answer: str, row: dict[str, Any]) -> float:
+    """Combined reward of `answer`, 0 to 1 (see `verifier`); `row["label"]` holds the policy as JSON.
+
+    ValueError where the row has no text `label`, InputError where that is no policy.
+    """
+    return _verdict(answer, row).reward
+
+
+def scores(answer: str, row: dict[str, Any]) -> dict[str, float]:
+    """As `reward`, which is `score`, with the three numbers that it is made of."""
+    found = _verdict(answer, row)
+    parts = ("factual_accuracy", "logical_soundness", "efficiency")
+    return {"score": found.reward} | {name: getattr(found, name) for name in parts}
+
+
+def _verdict(answer: str, row: dict[str, Any]) -> Verdict:
+    label = row.get("label")
+    if not isinstance(label, str):
+        raise ValueError("the row has no text `label` with its policy; use prompts of `posttrain data rationales`")
+    return verify(answer, _policy(label))

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import os
 import sys
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,15 +17,72 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from posttrain.distributed.sharding import dtype_in_use
+from posttrain.distributed.world import current
 from posttrain.engines.protocol import Completion, EngineCounters, Request
-from posttrain.engines.vllm.buckets import Depot, buckets
-from posttrain.engines.vllm.replica import Died, Refused, Replica
-from posttrain.engines.vllm.watch import Watch
-from posttrain.errors import PosttrainError, RunError
+from posttrain.engines.vllm.replicas import Died, InsideReplica, OwnReplica, Refused, Replica, ServedReplica
+from posttrain.engines.vllm.settings import Settings
+from posttrain.engines.vllm.weights import Depot, buckets
+from posttrain.episode import StopReason
+from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
-from posttrain.recipe.vllm import VllmEngineRecipe
-from posttrain.rollout.streams import StopReason
-from posttrain.runs.notices import tell
+from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.runs.events import tell
+
+Awaited = TypeVar("Awaited")
+
+
+class Watch:
+    """Asks an engine for a sign of life as long as anything is asked of it.
+
+    How long an answer takes says nothing, so no request has a time-out of its own.
+    """
+
+    def __init__(self, respond: Callable[[], Awaitable[None]], seconds: float) -> None:
+        """`respond` returns once the engine has; one that does not for `seconds` hangs."""
+        self._respond = respond
+        self._seconds = seconds
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._given_up: set[asyncio.Future[Any]] = set()
+
+    async def over(self, work: Coroutine[Any, Any, Awaited]) -> Awaited:
+        """The result of `work`, which is asked of the engine; Died where the engine hangs."""
+        task = asyncio.ensure_future(work)
+        self._waiting.add(task)
+        if len(self._waiting) == 1:
+            self._looking = asyncio.ensure_future(self._look())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in self._given_up:
+                raise Died(f"it gave no sign of life for {self._seconds:g} s") from None
+            raise
+        finally:
+            self._waiting.discard(task)
+            self._given_up.discard(task)
+            if not self._waiting:
+                self._looking.cancel()
+
+    async def _look(self) -> None:
+        """Look until it is cancelled, when nothing is asked any more."""
+        while True:
+            await asyncio.sleep(self._seconds / 4)
+            asked = set(self._waiting)
+            try:
+                async with asyncio.timeout(3 * self._seconds / 4):
+                    await self._respond()
+            except TimeoutError:
+                self._given_up = asked & self._waiting
+                for task in self._given_up:
+                    task.cancel()
+            except (Died, Refused):
+                # Those who ask find out themselves.
+                pass
+
 
 T = TypeVar("T")
 MIB = 2**20
@@ -324,3 +383,95 @@ def _close(
         with contextlib.suppress(Exception):
             replica.close()
     depot.close()
+
+
+def open_vllm(
+    policy: Policy,
+    recipe: VllmEngineRecipe,
+    longest: int | None = None,
+    sampling: SamplingRecipe | None = None,
+    logs: Path | None = None,
+) -> VllmEngine:
+    """A vLLM engine for contexts of up to `longest` tokens, whose log-probabilities are right for `sampling`.
+
+    `logs`: where servers that are started here write theirs; null is a temporary directory. In a run of several processes
+    the first one has the engines; the others only join in reading the weights, which may be divided among them.
+    """
+    settings = settings_of(policy, recipe, longest, sampling)
+    return VllmEngine(policy, recipe, _replicas(recipe, settings, logs) if current().first else [])
+
+
+def settings_of(
+    policy: Policy, recipe: VllmEngineRecipe, longest: int | None = None, sampling: SamplingRecipe | None = None
+) -> Settings:
+    """What each engine is started with; InputError for what the policy and an engine cannot agree on."""
+    path = Path(resolve_path(policy.recipe.path))
+    if (path / "adapter_config.json").is_file():
+        if recipe.adapters == "adapter_only":
+            raise InputError(
+                f"engine.adapters: adapter_only keeps the weights of files, and {path} is itself an adapter; use merged"
+            )
+        raise InputError(
+            f"model.path: {path} is an adapter, and vLLM starts from a whole model; train with model.lora.export=merged"
+        )
+    most = getattr(policy.model.config, "max_position_embeddings", None)
+    context = recipe.context or longest or most or 0
+    if most is not None and context > most:
+        raise InputError(
+            f"{policy.recipe.path} knows {most} positions and contexts may have {context} tokens; lower "
+            f"{'engine.context' if recipe.context else 'rollout.tokens_per_episode'}"
+        )
+    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype_in_use(next(policy.model.parameters()))]
+    cold = sampling is None or sampling.temperature in (0, 1)
+    return Settings(
+        model=str(path) if path.exists() else policy.recipe.path,
+        dtype=own if recipe.dtype == "auto" else recipe.dtype,
+        context=context,
+        sequences=recipe.sequences,
+        tokens_per_forward=recipe.tokens_per_forward,
+        tensor_parallel=recipe.tensor_parallel,
+        memory_share=recipe.memory_share,
+        cache_gigabytes=recipe.cache_gigabytes or 0.0,
+        prefix_caching=recipe.prefix_caching,
+        eager={None: "auto", True: "yes", False: "no"}[recipe.enforce_eager],
+        logprobs="raw" if cold else "processed",
+        adapter_rank=policy.recipe.lora.rank if recipe.adapters == "adapter_only" and policy.recipe.lora else 0,
+        threads=recipe.threads or 0,
+    )
+
+
+def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[Replica]:
+    if recipe.mode == "in_process":
+        return [InsideReplica(settings)]
+    if recipe.urls:
+        token = _token(recipe)
+        return [
+            ServedReplica(
+                f"the vLLM server at {url}",
+                url.rstrip("/"),
+                token,
+                recipe.start_seconds,
+                same_machine=False,
+                wanted=settings,
+            )
+            for url in recipe.urls
+        ]
+    folder = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-"))
+    found: list[Replica] = []
+    for number in range(recipe.servers):
+        first = recipe.first_device + number * recipe.tensor_parallel
+        devices = list(range(first, first + recipe.tensor_parallel))
+        found.append(OwnReplica(number, settings, recipe.python, devices, recipe.start_seconds, folder))
+    return found
+
+
+def _token(recipe: VllmEngineRecipe) -> str | None:
+    if recipe.token_variable is None:
+        return None
+    token = os.environ.get(recipe.token_variable)
+    if not token:
+        raise InputError(
+            f"engine.token_variable: the environment variable {recipe.token_variable} is not set; put the token of the "
+            "servers there"
+        )
+    return token

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.engines.stopping import StopStrings
+from posttrain.engines.local.sampler import StopStrings
 from posttrain.engines.vllm.settings import Settings, engine_arguments, preloaded_libraries, process_environment
 
 

@@ -1,0 +1,197 @@
+"""`posttrain episodes RUN`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class SplitName(StrEnum):
+    """Which episodes of a step."""
+
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+    FINAL = "final"
+
+
+def episodes(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run.")],
+    step: Annotated[
+        int | None, typer.Option(help="Step to show; without it, the steps that have episodes.", min=0)
+    ] = None,
+    split: Annotated[
+        SplitName, typer.Option(help="Training, the held-out seeds of the curve, or those of the final table.")
+    ] = SplitName.TRAIN,
+    group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
+    episode: Annotated[int | None, typer.Option(help="Only this place within its group.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, coloured by their advantage.")] = False,
+    limit: Annotated[int, typer.Option(help="Most episodes to show.", min=1)] = 8,
+) -> None:
+    """Show the episodes of a run: the conversation, and reward, stop reason and advantages of each turn.
+
+    Where credit is of units (`unit_credit`), an answer is shown unit by unit: the credit of each, its tokens and its
+    text.
+
+    Examples:
+
+    posttrain episodes runs/run
+
+    posttrain episodes runs/run --step 20 --group 0
+
+    posttrain episodes runs/run --step 20 --group 0 --episode 1 --tokens
+    """
+    from rich.console import Console
+
+    from posttrain.errors import InputError
+    from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
+    from posttrain.rollout.view import token_decoder, unit_credit, view_episode, view_steps
+    from posttrain.runs.directory import RunDirectory
+
+    directory, console = RunDirectory.open(run), Console(highlight=False)
+    if step is None:
+        found = list(stored_steps(directory.episodes))
+        if not found:
+            raise InputError(f"{directory.episodes} holds no episodes yet; wait for the first step")
+        console.print(view_steps(found))
+        return
+    stored = read_episodes(episodes_file(directory.episodes, step, split.value))
+    played, advantages, units = stored.episodes, stored.advantages, stored.units
+    chosen = [
+        number
+        for number, one in enumerate(played)
+        if (group is None or one.group == group) and (episode is None or one.index == episode)
+    ]
+    if not chosen:
+        groups = sorted({one.group for one in played})
+        raise InputError(
+            f"step {step} has no such {split.value} episode; its groups are {groups}, see --group and --episode"
+        )
+    if tokens and any(played[number].turns and not played[number].streams for number in chosen):
+        raise InputError(
+            "--tokens: these episodes were played by a remote model, whose tokens are not known; leave it out"
+        )
+    in_units = any(units[number] is not None for number in chosen[:limit])
+    decode = token_decoder(directory) if tokens or in_units else None
+    credited = unit_credit(directory) if in_units else None
+    for number in chosen[:limit]:
+        own = advantages.values[number] if advantages is not None else None
+        console.print(view_episode(played[number], own, decode, tokens, units[number], credited))
+    if len(chosen) > limit:
+        console.print(f"and {len(chosen) - limit} more; show them with --limit {len(chosen)}")
+
+
+class FigureFormat(StrEnum):
+    """A format of figures."""
+
+    PNG = "png"
+    SVG = "svg"
+
+
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Directories of runs; also event files of TensorBoard and folders of them."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the figures; else RUN/plots, or `plots` here for several.")
+    ] = None,
+    formats: Annotated[
+        list[FigureFormat], typer.Option("--format", help="png or svg; both unless given, and may be given twice.")
+    ] = [FigureFormat.PNG, FigureFormat.SVG],  # noqa: B006
+    metrics: Annotated[
+        list[str], typer.Option("--metric", metavar="KEY", help="Any metric of metrics.jsonl; may be given again.")
+    ] = [],  # noqa: B006
+) -> None:
+    """Draw the metrics of runs, which may still be training: of one, its plots; of several, a figure for each metric.
+
+    Runs that differ by `seed` alone are one curve: their mean with its 95% interval over seeds.
+
+    Examples:
+
+    posttrain plot runs/run
+
+    posttrain plot runs/ppo runs/grpo-1 runs/grpo-2 runs/grpo-3 --out figures --format svg
+
+    posttrain plot runs/a runs/b --metric policy/mismatch
+    """
+    from posttrain.runs.figures import FORMATS
+    from posttrain.runs.plots import plot_files
+
+    forms = [form for form in FORMATS if FigureFormat(form) in formats]
+    drawn, notes = plot_files(runs, out, forms, metrics)
+    for note in notes:
+        typer.echo(note, err=True)
+    for path in drawn:
+        typer.echo(path)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, for example runs/run.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; else RUN/report.html, or `report.html` here for several.")
+    ] = None,
+) -> None:
+    """Write one HTML file about runs, which may still be training: tables, curves, episodes with their credit, recipes.
+
+    The file needs nothing else and asks nothing of any server, so it can be sent and kept.
+
+    Examples:
+
+    posttrain report runs/run
+
+    posttrain report runs/ppo runs/grpo --out comparison.html
+    """
+    from posttrain.view.report import write_html
+
+    file, notes = write_html(runs, out)
+    for note in notes:
+        typer.echo(note, err=True)
+    typer.echo(file)
+
+
+def compare(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A B [C ...]",
+            help="Run directories, results files, or files of predictions or scores. Several training runs of one side "
+            "stand with commas, and a side may have a name: `grpo=runs/g1,runs/g2,runs/g3`.",
+        ),
+    ],
+    metrics: Annotated[
+        str | None, typer.Option(help="Only these, with commas; all that every side has without it.")
+    ] = None,
+    common: Annotated[
+        bool, typer.Option("--common", help="Compare the items that all sides have, and tell how many.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write all numbers to this .json file.")] = None,
+) -> None:
+    """Compare models on the same items: every other side with the first.
+
+    Examples:
+
+    posttrain compare runs/before runs/after
+
+    posttrain compare base=runs/b1,runs/b2,runs/b3 new=runs/n1,runs/n2,runs/n3 --metrics success
+
+    posttrain compare before.json after.json --out comparison.json
+    """
+    from rich.console import Console
+
+    from posttrain.evaluation.compare import compare as compare_sides
+    from posttrain.evaluation.sides import read_sides
+
+    wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
+    found = compare_sides(read_sides(words, wanted), common, seed)
+    table = found.table()
+    Console(highlight=False).print(table.rich())
+    for line in [table.note, *found.remarks, *(f"warning: {line}" for line in found.warnings)]:
+        typer.echo(line)
+    if out is not None:
+        found.write(out)
+        typer.echo(f"comparison: {out}")
+    typer.echo(found.sentence())

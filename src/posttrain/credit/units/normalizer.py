@@ -1,0 +1,273 @@
+"""The location-aware normaliser of unit rewards: how their mean and spread depend on where in the answer a unit stands.
+
+Source: Yin et al. 2025, "Segmenting text and learning their rewards for improved RLHF", arXiv 2501.02790. Unit k of K
+stands at p = k / K in (0, 1]; mean(p) = slope_mean log p + intercept_mean, sigma(p) the same with its own numbers, and a
+reward r becomes (r - mean(p)) / sigma(p).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.errors import InputError
+from posttrain.recipe.units import EntropyUnits, UnitsRecipe
+
+EPSILON = 1.35
+"""Huber's threshold, in units of the residuals' scale: 95% as efficient as least squares where residuals are normal."""
+FLOOR = 0.1
+"""Least sigma, as a share of sigma at the end of the answer."""
+_TINY = 1e-10
+"""Added to p inside the logarithm, as published; no position is 0, so it changes nothing."""
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """The four published numbers, in units of reward, and a floor on sigma.
+
+    Without a floor a published fit (tokens, Llama 3 8B SFT) has sigma <= 0 for p < 0.00407, so that in answers of more
+    than 245 units the first rewards change their sign. `ValueError` where sigma is not above 0 even at the end.
+    """
+
+    slope_mean: float
+    slope_std: float
+    intercept_mean: float
+    intercept_std: float
+    floor: float = FLOOR
+
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.numbers).all() or self.intercept_std <= 0:
+            raise ValueError(
+                f"a normaliser needs finite numbers and a standard deviation above 0 at the end, not {self.numbers}"
+            )
+
+    @property
+    def numbers(self) -> list[float]:
+        """In the published order: slopes of mean and sigma, then their intercepts."""
+        return [self.slope_mean, self.slope_std, self.intercept_mean, self.intercept_std]
+
+    def mean(self, positions: np.ndarray) -> np.ndarray:
+        """[n] at `positions` [n] in (0, 1]."""
+        return self.slope_mean * np.log(positions + _TINY) + self.intercept_mean
+
+    def sigma(self, positions: np.ndarray) -> np.ndarray:
+        """[n], never below `floor` x sigma(1)."""
+        values = self.slope_std * np.log(positions + _TINY) + self.intercept_std
+        return np.maximum(values, self.floor * self.intercept_std)
+
+    def normalise(self, rewards: np.ndarray) -> np.ndarray:
+        """[K] float64 of the rewards [K] of all units of one answer, in order."""
+        positions = relative_positions(len(rewards))
+        return (np.asarray(rewards, dtype=np.float64) - self.mean(positions)) / self.sigma(positions)
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Rewards by position, rounded to three decimals as published: what is fitted, [m] each, positions rising."""
+
+    positions: np.ndarray
+    means: np.ndarray
+    stds: np.ndarray
+    """Sample standard deviations (n - 1); NaN where there is one reward."""
+    counts: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A normaliser and how much of its profile it explains."""
+
+    normaliser: Normaliser
+    profile: Profile
+    r2_mean: float
+    """1 - residual / total sum of squares of the means by position, weighted by counts; NaN where they are all alike."""
+    r2_std: float
+
+
+def relative_positions(units: int) -> np.ndarray:
+    """[K] float64: k / K of the units 1 to K of an answer."""
+    return np.arange(1, units + 1) / max(units, 1)
+
+
+def profile_of(answers: Sequence[np.ndarray]) -> Profile:
+    """The profile of the unit rewards [K_i] of several answers. `ValueError` for rewards that are not finite."""
+    rewards = np.concatenate([np.asarray(answer, dtype=np.float64) for answer in answers])
+    if not np.isfinite(rewards).all():
+        raise ValueError("some unit rewards are not finite")
+    places = np.round(np.concatenate([relative_positions(len(answer)) for answer in answers]), 3)
+    positions, group = np.unique(np.maximum(places, 1e-3), return_inverse=True)  # 1 of 3000 would round to 0
+    counts = np.bincount(group)
+    means = np.bincount(group, rewards) / counts
+    squares = np.bincount(group, (rewards - means[group]) ** 2)
+    stds = np.sqrt(np.divide(squares, counts - 1, out=np.full(len(counts), np.nan), where=counts > 1))
+    return Profile(positions, means, stds, counts)
+
+
+def fit_normaliser(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
+    """Fit mean and sigma against log p of the unit rewards [K_i] of several answers.
+
+    Two Huber regressions on the profile, each position weighted by its count; the published fit gives the position of
+    one answer the weight of the position of thousands, and takes the standard deviation of one reward for 0. A slope is 0 where all
+    answers have one unit. `ValueError` where nothing can be fitted: fewer than two rewards at every position, or no
+    spread.
+    """
+    profile = profile_of(answers)
+    several = profile.counts > 1
+    if not several.any():
+        raise ValueError("no position has two rewards, so there is no spread to fit; score more answers")
+    logs = np.log(profile.positions + _TINY)
+    slope_mean, intercept_mean = huber_line(logs, profile.means, profile.counts)
+    slope_std, intercept_std = huber_line(logs[several], profile.stds[several], profile.counts[several])
+    made = Normaliser(slope_mean, slope_std, intercept_mean, intercept_std, floor)
+    return Fit(
+        made,
+        profile,
+        _r2(profile.means, made.mean(profile.positions), profile.counts),
+        _r2(profile.stds[several], made.sigma(profile.positions[several]), profile.counts[several]),
+    )
+
+
+def huber_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray, epsilon: float = EPSILON) -> tuple[float, float]:
+    """Slope and intercept of y [n] on x [n] with weights [n] > 0, robust to outliers in y.
+
+    Minimises sum_i w_i (s + s H((y_i - a x_i - b) / s)) over a, b and the scale s, with H(z) = z^2 up to `epsilon` and
+    2 epsilon |z| - epsilon^2 beyond (Huber 1981, "Robust statistics", 7.7, proposal 2; what scikit-learn's
+    HuberRegressor minimises, whose penalty on the slope is left out). By reweighted least squares and a fixed point for
+    s, each of which lowers the objective, which is convex. The slope is 0 where all x are alike.
+    """
+    w = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+    inside = np.ones(len(x))
+    scale = np.inf
+    for _ in range(10_000):
+        slope, intercept = _least_squares(x, y, w * inside)
+        distances = np.abs(y - slope * x - intercept)
+        before, limit = scale, epsilon * scale
+        scale = float(np.sqrt(np.sum(w * np.minimum(distances, limit) ** 2)))
+        if scale <= 1e-12 * max(1.0, float(np.abs(y).max())) or abs(before - scale) <= 1e-12 * scale:
+            break
+        inside = np.minimum(1.0, epsilon * scale / np.maximum(distances, 1e-300))
+    return slope, intercept
+
+
+def _least_squares(x: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, float]:
+    mean_x, mean_y = np.average(x, weights=w), np.average(y, weights=w)
+    variance = np.average((x - mean_x) ** 2, weights=w)
+    if variance <= 1e-18:
+        return 0.0, float(mean_y)
+    slope = np.average((x - mean_x) * (y - mean_y), weights=w) / variance
+    return float(slope), float(mean_y - slope * mean_x)
+
+
+def _r2(values: np.ndarray, fitted: np.ndarray, counts: np.ndarray) -> float:
+    total = np.average((values - np.average(values, weights=counts)) ** 2, weights=counts)
+    if total <= 1e-18:
+        return float("nan")
+    return float(1 - np.average((values - fitted) ** 2, weights=counts) / total)
+
+
+@dataclass(frozen=True)
+class FitKey:
+    """Where in a file a fit stands."""
+
+    model: str
+    dataset: str
+    method: str
+    """`peak` for entropy above a threshold, as published; else the segmenter's `type`, `local_max` for such peaks."""
+    aggregate: str
+    """`avg`, as published."""
+    threshold: str
+    """Nats, as a number in text; `0` where the segmenter has none. Compared as a number."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return self.model, self.dataset, self.method, self.aggregate, self.threshold
+
+    def __str__(self) -> str:
+        return " > ".join(self.path)
+
+
+def key_in(text: str) -> FitKey:
+    """The key that `str` of it says: five names with `>` between them."""
+    return FitKey(*(name.strip() for name in text.split(">")))
+
+
+def key_of(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
+    """The place of a fit for units of `segmenter`, aggregated by their mean."""
+    if isinstance(segmenter, EntropyUnits):
+        method = "peak" if segmenter.peak == "threshold" else segmenter.peak
+        return FitKey(model, dataset, method, "avg", f"{segmenter.threshold:g}")
+    return FitKey(model, dataset, segmenter.type, "avg", "0")
+
+
+def read_normalisers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normaliser]:
+    """All fits of the file. `InputError` naming the file and the place where it is not of the layout."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}); make one with `posttrain fit-normalizer`"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON ({error}); make one with `posttrain fit-normalizer`") from error
+    return {key: _normaliser(path, key, numbers, floor) for key, numbers in _walk(path, content, ())}
+
+
+def read_normaliser(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> tuple[FitKey, Normaliser]:
+    """The fit `wanted`, or the only one, and its key. `InputError` naming those there are where that is not to be had; the published
+    code takes mean 0 and standard deviation 1 for a key that is missing, and goes on."""
+    found = read_normalisers(path, floor)
+    if wanted is None and len(found) == 1:
+        return next(iter(found.items()))
+    matching = [(key, made) for key, made in found.items() if wanted is not None and same(key, wanted)]
+    if not matching:
+        there = "; ".join(map(str, found)) or "none"
+        asked = f"no fit {wanted}" if wanted is not None else f"{len(found)} fits, and one has to be named"
+        raise InputError(f"{path} has {asked}; there are: {there}")
+    return matching[0]
+
+
+def with_normaliser(path: Path, key: FitKey, made: Normaliser) -> str:
+    """The text of the file at `path`, if there is one, with `made` at `key`; other fits stay."""
+    fits = read_normalisers(path) if path.is_file() else {}
+    fits = {old: other for old, other in fits.items() if not same(old, key)} | {key: made}
+    content: dict[str, Any] = {}
+    for place, normaliser in fits.items():
+        inner = content
+        for name in place.path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[place.threshold] = normaliser.numbers
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _walk(path: Path, content: Any, above: tuple[str, ...]) -> list[tuple[FitKey, Any]]:
+    if len(above) == 5:
+        return [(FitKey(*above), content)]
+    if not isinstance(content, dict):
+        place = " > ".join(above) or "the top"
+        raise InputError(
+            f"{path}: at {place} stands {type(content).__name__} where the layout model > dataset > method > aggregate > "
+            "threshold has names; correct it"
+        )
+    return [entry for name, inner in content.items() for entry in _walk(path, inner, (*above, name))]
+
+
+def _normaliser(path: Path, key: FitKey, numbers: Any, floor: float) -> Normaliser:
+    try:
+        slope_mean, slope_std, intercept_mean, intercept_std = (float(number) for number in numbers)
+        return Normaliser(slope_mean, slope_std, intercept_mean, intercept_std, floor)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: {key} is not four numbers of a normaliser ({error}); fit it again") from error
+
+
+def same(one: FitKey, other: FitKey) -> bool:
+    """Whether two keys are one, thresholds compared as numbers."""
+    return one.path[:-1] == other.path[:-1] and _number(one.threshold) == _number(other.threshold)
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,281 @@
+"""The in-process engine: the policy's own weights, continuous batching, a cache shared across turns and groups.
+
+What is computed together is a function of the requests alone: a forward pass starts only when every open episode
+waits for the engine, and requests that arrive between two passes are ordered by their seeds. So the same run gives
+the same bits whatever the environments' timing.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Placement, Slots, common_prefix
+from posttrain.engines.local.decoder import Decoder, decoder_of
+from posttrain.engines.local.plan import Segment
+from posttrain.engines.local.sampler import StopStrings, sample
+from posttrain.engines.protocol import Completion, EngineCounters, Request
+from posttrain.episode import StopReason
+from posttrain.errors import RunError
+from posttrain.models.cpu.products import keep_freed_memory
+from posttrain.models.policy import Policy
+from posttrain.recipe.rollout import EngineRecipe
+from posttrain.seeds import random_stream
+
+
+class _Sequence:
+    """A request in flight: its prompt and answer so far, and the slot it runs in."""
+
+    def __init__(
+        self, request: Request, stops: StopStrings, future: "asyncio.Future[Completion]", arrived: int
+    ) -> None:
+        self.request = request
+        self.stops = stops
+        self.future = future
+        self.arrived = arrived
+        self.draws = random_stream("tokens", request.seed)
+        self.prompt = len(request.prompt_ids)
+        self.tokens = np.empty(self.prompt + request.max_tokens, dtype=np.int64)
+        self.tokens[: self.prompt] = request.prompt_ids
+        self.length = self.prompt
+        """Tokens known."""
+        self.computed = 0
+        """Tokens whose keys and values are in the cache."""
+        self.slot = -1
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    @property
+    def pending(self) -> int:
+        """Tokens that stand in the context and are not in the cache yet."""
+        return self.length - self.computed
+
+    @property
+    def answer(self) -> np.ndarray:
+        return self.tokens[self.prompt : self.length]
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens[self.length] = token
+        self.length += 1
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+
+class LocalEngine:
+    """Engine over a `Policy` in this process."""
+
+    def __init__(self, policy: Policy, recipe: EngineRecipe) -> None:
+        if policy.device.type == "cpu":
+            keep_freed_memory()
+        self.policy = policy
+        self.recipe = recipe
+        self.counters = EngineCounters()
+        self.capacity = recipe.slots
+        self.version = 0
+        self.before_pass: Callable[[], None] | None = None
+        self._cache = KeyValuePages(recipe.slots)
+        self._slots = Slots(recipe.slots)
+        self._decoder: Decoder | None = None
+        self._waiting: list[_Sequence] = []
+        self._running: list[_Sequence] = []
+        self._open_episodes = 0
+        self._clock = 0
+        self._pump: asyncio.Task[None] | None = None
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        stops = StopStrings(self.policy.tokenizer, request.stop_strings)
+        self._waiting.append(_Sequence(request, stops, future, self._clock))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+            # An interrupt ends the loop from inside this task; asyncio would report it as never retrieved.
+            self._pump.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await future
+
+    @contextmanager
+    def episode(self, group: int = 0) -> Iterator[None]:
+        self._open_episodes += 1
+        try:
+            yield
+        finally:
+            self._open_episodes -= 1
+
+    def load_weights(self, version: int) -> None:
+        """The weights are the policy's own, as they are now, and gathered until `sleep` where it is divided among processes; what
+        was cached under the old ones is forgotten.
+
+        A pass computes without yielding to the event loop, so this is always between two. What runs has its keys and
+        values computed anew: then every token is sampled by one version of the weights, given all tokens before it,
+        and its log-probability is one that a learner with that version finds too.
+        """
+        self.version = version
+        self._decoder = None
+        if self.policy.sharded is not None:
+            self.policy.sharded.hold()
+        self._slots.forget()
+        for sequence in self._running:
+            sequence.computed = 0
+
+    def sleep(self) -> None:
+        """Nothing to give back but gathered weights: others are the learner's, and the cache is wanted in the next step."""
+        if self.policy.sharded is not None:
+            self._decoder = None
+            self.policy.sharded.release()
+
+    # -- scheduling ---------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Compute until nothing is in flight."""
+        while self._waiting or self._running:
+            await self._until_all_wait()
+            try:
+                if self.before_pass is not None:
+                    self.before_pass()
+                    self._drop_cancelled()
+                    if not self._all_wait():
+                        continue  # those that were given up begin again, or others take their places
+                self._step()
+            except Exception as error:
+                self._abandon(error)
+                return
+            await asyncio.sleep(0)
+
+    async def _until_all_wait(self) -> None:
+        """Let the environments move until every open episode has asked for its next answer or closed."""
+        looks = 0
+        while not self._all_wait():
+            looks += 1
+            await asyncio.sleep(0 if looks < 100 else 0.001)
+
+    def _all_wait(self) -> bool:
+        return len(self._waiting) + len(self._running) >= self._open_episodes
+
+    def _abandon(self, error: Exception) -> None:
+        """Hand a failure of the engine to everyone who waits for it."""
+        for sequence in self._waiting + self._running:
+            if not sequence.future.done():
+                sequence.future.set_exception(RunError(f"the engine failed: {type(error).__name__}: {error}"))
+        self._waiting, self._running = [], []
+        self._slots = Slots(self.recipe.slots)
+
+    def _step(self) -> None:
+        """Admit what fits, run one forward pass, sample, and hand out what is finished."""
+        self._clock += 1
+        self._drop_cancelled()
+        if not self._waiting and not self._running:
+            return
+        self._admit()
+        self._close_gaps()
+        layout, ordered = self._schedule()
+        spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
+        ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
+        positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        ends = np.cumsum([segment.count for _, segment in ordered]) - 1
+        # A prompt that is computed in pieces has nothing to sample until its last piece.
+        ready = [i for i, (sequence, segment) in enumerate(ordered) if segment.count == sequence.pending]
+        device = self.policy.device
+        with torch.no_grad():
+            if self._decoder is None:
+                self._decoder = decoder_of(self.policy.model)
+            hidden = self._decoder.hidden(
+                torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), layout
+            )
+            self.counters.forwards += 1
+            for sequence, _, end in spans:
+                sequence.computed = end
+                if end <= sequence.prompt:
+                    self._slots[sequence.slot].held = sequence.tokens[:end]
+            if not ready:
+                return
+            sequences = [ordered[i][0] for i in ready]
+            tokens, logprobs = sample(
+                self._decoder.logits(hidden[torch.from_numpy(ends[ready]).to(device)]),
+                [s.request.sampling for s in sequences],
+                [s.draws.random() for s in sequences],
+            )
+        self.counters.sampled += len(sequences)
+        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            sequence.append(token, logprob, self.version)
+            reason = self._stop_reason(sequence)
+            if reason is not None:
+                self._finish(sequence, reason)
+
+    def _schedule(self) -> tuple[CachedLayout, list[tuple[_Sequence, Segment]]]:
+        """The next pass in the order of its row: every decoding sequence, then prompts as far as the budget goes."""
+        segments, budget = [], self.recipe.tokens_per_forward
+        by_slot = {}
+        for sequence in sorted(self._running, key=lambda s: s.pending > 1):
+            if sequence.pending > 1 and budget <= 0:
+                break
+            count = 1 if sequence.pending == 1 else min(sequence.pending, budget)
+            budget -= count
+            by_slot[sequence.slot] = sequence
+            segments.append(Segment(sequence.slot, sequence.computed, count, self._slots[sequence.slot].prefix))
+        layout = CachedLayout(self._cache, segments, self.policy.device)
+        return layout, [(by_slot[segment.slot], segment) for segment in layout.segments]
+
+    def _admit(self) -> None:
+        """Give waiting requests a slot, in order of arrival and then of seed, as long as slots are free."""
+        self._waiting.sort(key=lambda s: (s.arrived, s.request.seed))
+        computing = [s for s in self._running if s.computed < s.prompt]
+        kept_waiting = []
+        free = len(self._slots.free)
+        for place, sequence in enumerate(self._waiting):
+            if not free:
+                kept_waiting += self._waiting[place:]
+                break
+            prompt = sequence.tokens[: sequence.prompt]
+            coming = max((common_prefix(s.tokens[: s.prompt], prompt[:-1]) for s in computing), default=0)
+            placement = self._slots.place(prompt, coming)
+            if placement is None:
+                kept_waiting.append(sequence)
+                continue
+            self._start(sequence, placement)
+            computing.append(sequence)
+            free -= 1
+        self._waiting = kept_waiting
+
+    def _start(self, sequence: _Sequence, placement: Placement) -> None:
+        """Let `sequence` run in the slot of `placement`."""
+        if placement.source != placement.slot:
+            self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
+        self._slots.take(placement, sequence.tokens[: sequence.prompt], self._clock)
+        sequence.slot, sequence.computed = placement.slot, placement.shared
+        self.counters.reused += placement.shared
+        self.counters.prefilled += sequence.prompt - placement.shared
+        self._running.append(sequence)
+
+    def _close_gaps(self) -> None:
+        """Move what runs to the first slots: sequences that decode together are read together."""
+        by_slot = {sequence.slot: sequence for sequence in self._running}
+        for free, busy in self._slots.gaps():
+            self._cache.swap(free, busy, max(len(self._slots[free].held), by_slot[busy].computed))
+            self._slots.swap(free, busy)
+            by_slot[busy].slot = free
+
+    def _stop_reason(self, sequence: _Sequence) -> StopReason | None:
+        answer = sequence.answer
+        if int(answer[-1]) in self.policy.end_tokens:
+            return StopReason.END_TOKEN
+        if sequence.request.stop_strings and sequence.stops.found(answer.tolist()):
+            return StopReason.STOP_STRING
+        return StopReason.TURN_BUDGET if len(answer) >= sequence.request.max_tokens else None
+
+    def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
+        self._release(sequence)
+        if not sequence.future.done():
+            ids = tuple(sequence.answer.tolist())
+            sequence.future.set_result(Completion(ids, tuple(sequence.logprobs), tuple(sequence.versions), reason))
+
+    def _release(self, sequence: _Sequence) -> None:
+        self._running.remove(sequence)
+        self._slots.release(sequence.slot, sequence.tokens[: sequence.computed], self._clock)
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = [s for s in self._waiting if not s.future.done()]
+        for sequence in [s for s in self._running if s.future.done()]:
+            self._release(sequence)

@@ -1,0 +1,310 @@
+"""`--dry-run`: the recipe with its defaults, how its batches work out, the memory and the time it takes. Runs nothing."""
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.planning.devices import DEVICES, Device
+from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
+from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
+from posttrain.recipe.compose import dump_recipe
+from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.rollout import EngineRecipe, updates_behind
+from posttrain.recipe.stages import (
+    DpoRecipe,
+    EvaluateRecipe,
+    GenerateRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
+from posttrain.recipe.units import (
+    CompatibleCredit,
+    HindsightCredit,
+    LeaveOneOutCredit,
+    PrefixCredit,
+    ShapleyCredit,
+    TruncationCredit,
+    UnitCreditRecipe,
+)
+from posttrain.recipe.warnings import notes
+
+
+def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
+    """Print the seconds of each phase of a step on one `device`, or why none are said."""
+    console.print("\n[bold]time[/bold]")
+    if device is None:
+        names = ", ".join(DEVICES)
+        said = f"none is claimed without the limits of a device: --on takes a file of measured ones, or {names}"
+    elif not plain(sizes):
+        said = "none is claimed: the model's sizes are not those of a plain decoder"
+    elif not (phases := step_phases(recipe, sizes, device)):
+        said = "none is claimed before the rows are read"
+    else:
+        console.print(_table(recipe, sizes, device, phases))
+        said = (
+            "rows and episodes as long as they may be, which most are not: the speeds tell more. No environments, judges, "
+            "files or start-up. docs/scaling.md says how it is counted, and how far measurements were from it"
+        )
+    console.print(f"  {said}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase]) -> Table:
+    table = Table("what", "time", "counted as", box=None, show_header=False)
+    for phase in phases:
+        rate = f", {phase.tokens / phase.seconds:,.0f} a second" if phase.tokens else ""
+        table.add_row(f"  {phase.what}", duration(phase.seconds), phase.how + rate)
+    step, said = total_seconds(phases), f"an estimate for one {device.name}"
+    if isinstance(recipe, EvaluateRecipe | GenerateRecipe):
+        table.add_row("  [bold]together[/bold]", duration(step), said)
+    else:
+        unit = "a step" if isinstance(recipe, RlRecipe) else "an update"
+        steps = f", {recipe.steps:,} of them {duration(recipe.steps * step)}" if recipe.steps else ""
+        table.add_row(f"  [bold]{unit}[/bold]", duration(step), said + steps)
+        if not isinstance(recipe, DpoRecipe | RewardRecipe) and (played := evaluation_phases(recipe, sizes, device)):
+            table.add_row("  an evaluation", duration(total_seconds(played)), played[-1].how)
+    table.columns[1].justify = "right"
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Three digits, in the unit that suits: 1.23 ms, 4.56 s, 7.89 min, 10.1 h."""
+    for unit, size in (("ms", 1e-3), ("s", 1.0), ("min", 60.0)):
+        if seconds < {"ms": 1.0, "s": 120.0, "min": 7200.0}[unit]:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 3600:,.1f} h"
+
+
+Learned = RlRecipe | SftRecipe | DpoRecipe | RewardRecipe
+
+
+def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
+    """Print the whole plan; `sizes` are those of the model, None where its files are not on this machine, and `device` is
+    the one whose times are estimated, None for no times."""
+    console.print(f"[bold]recipe[/bold] ({recipe.stage})")
+    console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
+    console.print("\n[bold]batches[/bold]")
+    for line in batch_arithmetic(recipe):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    if isinstance(recipe, Learned) and recipe.hardware.processes > 1:
+        console.print(f"  {_processes(recipe)}", markup=False, highlight=False, soft_wrap=True)
+    console.print("\n[bold]memory[/bold]")
+    if recipe.remote is not None:
+        console.print("  none for a model: the server has it")
+    elif sizes is None:
+        unknown = f"  the files of {recipe.model.path} are not on this machine, so its sizes and memory are unknown"
+        console.print(unknown, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(_memory_table(recipe, sizes, device))
+        show_times(recipe, sizes, device, console)
+    for note in notes(recipe):
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _processes(recipe: Learned) -> str:
+    """Who does what, where there are several processes."""
+    count = recipe.hardware.processes
+    play = f", and {recipe.rollout.groups_per_step} groups" if isinstance(recipe, RlRecipe) else ""
+    return f"{count} processes divide the forward passes of each update among them{play}; each holds 1/{count} of the model's state"
+
+
+def batch_arithmetic(recipe: Recipe) -> list[str]:
+    """How the batches of the recipe work out, one line of words for each stretch of it."""
+    if isinstance(recipe, RlRecipe):
+        return [*_rl(recipe), *_evaluation(recipe, recipe.steps)]
+    if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
+        return _rows(recipe)
+    return _generation(recipe) if isinstance(recipe, GenerateRecipe) else _evaluation(recipe, 0)
+
+
+def _generation(recipe: GenerateRecipe) -> list[str]:
+    """Which rows are answered, how, by whom and where to."""
+    paths, limits = ", ".join(source.path for source in recipe.data.test), recipe.rollout
+    rows = f"the first {recipe.data.max_rows:,} usable rows" if recipe.data.max_rows else "every usable row"
+    heat = recipe.sampling.temperature
+    how = "greedy" if heat == 0 else f"at temperature {heat:g}"
+    lines = [
+        f"{rows} of {paths}, {recipe.samples} {_plural('answer', recipe.samples)} each, {how}",
+        f"answers of at most {limits.tokens_per_turn:,} tokens, thinking {'kept' if recipe.thinking == 'keep' else 'removed'}",
+    ]
+    if (engine := recipe.remote) is not None:
+        lines.append(
+            f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('request', engine.workers)} in flight"
+        )
+    else:
+        assert isinstance(recipe.engine, EngineRecipe | VllmEngineRecipe)
+        lines.append(f"{recipe.engine.slots} answers in flight, {recipe.window} computed together before the next ones")
+    return [*lines, f"predictions: {recipe.predictions}"]
+
+
+def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
+    learner, each = recipe.learner, recipe.rows_per_update
+    what = {"sft": "rows", "reward": "pairs", "dpo": "pairs"}[recipe.stage]
+    if recipe.data is None:
+        assert isinstance(recipe, SftRecipe)
+        count = recipe.experts.seeds.count
+        updates = recipe.steps or recipe.epochs * math.ceil(count / each)
+        lines = [
+            f"{count} traces of the {recipe.experts.expert} player, {recipe.epochs} "
+            f"{_plural('pass', recipe.epochs)} over them, {each} traces per update: {updates} updates",
+            f"traces on seeds {recipe.experts.seeds}",
+        ]
+    else:
+        paths = ", ".join(source.path for source in recipe.data.train)
+        end = (
+            f"{recipe.steps} updates" if recipe.steps else f"{recipe.epochs} {_plural('pass', recipe.epochs)} over them"
+        )
+        lines = [f"{what} from {paths}, {each} per update, {end}", f"rows of at most {recipe.data.max_tokens} tokens"]
+        held = recipe.data.held_out
+        for name in ("validation", "test"):
+            paths = ", ".join(source.path for source in getattr(recipe.data, name))
+            lines += [f"{name} on {paths}"] if paths else []
+        lines += [f"validation on {held} rows held out of them"] if held else []
+        updates = recipe.steps or 0
+    lines.append(f"forward passes of at most {learner.tokens_per_batch} tokens, without padding")
+    if isinstance(recipe, SftRecipe) and recipe.environment is not None:
+        lines += _evaluation(recipe, updates)
+    return lines
+
+
+def _rl(recipe: RlRecipe) -> list[str]:
+    rollout, learner = recipe.rollout, recipe.learner
+    groups, size = rollout.groups_per_step, rollout.episodes_per_group
+    episodes, updates = groups * size, learner.updates_per_step * learner.passes
+    per_update = math.ceil(groups / learner.updates_per_step) * size
+    passes = math.ceil(per_update / (learner.tokens_per_batch // rollout.tokens_per_episode))
+    tasks = recipe.steps * groups
+    used = (
+        f"{tasks:,} of them are used"
+        if tasks <= recipe.seeds.count
+        else f"each about {tasks / recipe.seeds.count:.1f} times"
+    )
+    return [
+        f"{groups} {_plural('group', groups)} x {size} {_plural('episode', size)} = {episodes} episodes per step",
+        f"{learner.updates_per_step} {_plural('update', learner.updates_per_step)} per step x {learner.passes} "
+        f"{_plural('pass', learner.passes)} over its episodes = {updates} optimizer {_plural('step', updates)} per step, "
+        f"each on about {per_update} episodes",
+        f"an optimizer step takes forward passes of at most {learner.tokens_per_batch} tokens, at most {passes} of them "
+        f"where every episode is {rollout.tokens_per_episode} tokens long",
+        f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
+        *_ahead(recipe),
+        *_beside(recipe, recipe.steps * updates),
+        *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
+        f"training on seeds {recipe.seeds}, {used}",
+    ]
+
+
+def _ahead(recipe: RlRecipe) -> list[str]:
+    """How far sampling may be ahead of learning, and what happens to episodes then."""
+    rollout = recipe.rollout
+    if not rollout.ahead:
+        return []
+    behind = updates_behind(rollout, recipe.learner)
+    rules = {
+        "finish": "go on with the old ones to their end",
+        "continue": "go on with the new ones from the next token on",
+        "restart": "begin again with the new ones",
+    }
+    lines = [
+        f"a step's episodes begin at most {rollout.ahead} {_plural('step', rollout.ahead)} ahead of it, with weights at most "
+        f"{behind} optimizer {_plural('step', behind)} old; when newer weights are there they {rules[rollout.on_new_weights]}"
+    ]
+    if rollout.stale_after is not None:
+        most = rollout.stale_after
+        lines.append(f"an episode with a token older than {most} optimizer {_plural('step', most)} is dropped")
+    return lines
+
+
+def _units(credit: UnitCreditRecipe) -> str:
+    """What the credit of units asks of the reward model, with K units in an answer."""
+    if isinstance(credit, PrefixCredit | TruncationCredit):
+        asked = "1 pass of the reward model" if credit.probe == "one_pass" else "K texts for the reward model"
+    elif isinstance(credit, LeaveOneOutCredit):
+        asked = "K + 1 texts for the reward model"
+    elif isinstance(credit, ShapleyCredit):
+        asked = f"at most {credit.permutations} x (K - 1) + 1 texts for the reward model"
+    elif isinstance(credit, CompatibleCredit):
+        asked = "K texts for the reward model"
+    else:
+        asked = "1 pass of the reward model" if credit.type == "attention" else "no text for the reward model"
+    what = "advantages" if isinstance(credit, HindsightCredit) else "rewards"
+    return f"{what} of K units in an answer by {credit.type}, a share of {credit.beta:g}: {asked} more per episode"
+
+
+def _beside(recipe: RlRecipe, updates: int) -> list[str]:
+    """What else the optimizer steps of the run take."""
+    lines = []
+    if recipe.has_critic:
+        alone = recipe.critic.updates_before_policy
+        first = f", the first {alone} of them alone: the policy makes {updates - alone:,}" if alone else ""
+        who, how = (
+            ("the critic", "on the same episodes, in forward and backward passes of its own")
+            if recipe.critic.trunk == "own"
+            else ("the value head", "in the forward and backward passes of the policy, whose trunk it reads")
+        )
+        lines.append(f"{who} makes {updates:,} optimizer {_plural('step', updates)} {how}{first}")
+    if recipe.ptx is not None:
+        paths = ", ".join(source.path for source in recipe.ptx.data.train)
+        rows, longest = recipe.ptx.rows_per_update, recipe.ptx.data.max_tokens
+        more = math.ceil(rows / (recipe.learner.tokens_per_batch // longest))
+        lines.append(
+            f"each optimizer step of the policy also takes {rows} {_plural('row', rows)} from {paths}, at most {more} "
+            f"forward {_plural('pass', more)} more where every row is {longest} tokens long"
+        )
+    return lines
+
+
+def _evaluation(recipe: RlRecipe | SftRecipe | EvaluateRecipe, steps: int) -> list[str]:
+    evaluation = recipe.evaluation
+    each = evaluation.seeds.count * evaluation.episodes_per_seed
+    final = evaluation.final_seeds.count * evaluation.episodes_per_seed
+    how = "greedy" if evaluation.sampling.temperature == 0 else f"at temperature {evaluation.sampling.temperature:g}"
+    if isinstance(recipe, EvaluateRecipe):
+        played = f"evaluation, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}"
+        return [played, *_remote(recipe)]
+    during = (steps - 1) // evaluation.every if evaluation.every else 0
+    return [
+        f"evaluation, {how}: {each} episodes on the held-out seeds {evaluation.seeds}, "
+        f"before, {during} {_plural('time', during)} during and after training",
+        f"final table, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}, before and after training",
+    ]
+
+
+def _remote(recipe: EvaluateRecipe) -> list[str]:
+    """Whom the evaluation asks, and how much at most, where a remote model answers."""
+    if (engine := recipe.remote) is None:
+        return []
+    evaluation, most = recipe.evaluation, recipe.rollout.tokens_per_turn
+    episodes, turns = evaluation.final_seeds.count * evaluation.episodes_per_seed, recipe.environment.max_turns
+    # An update that is followed up has two conversations.
+    turns *= 2 if getattr(recipe.environment, "follow_up", False) else 1
+    return [
+        f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('episode', engine.workers)} in flight",
+        f"at most {episodes * turns:,} requests ({turns} {_plural('turn', turns)} an episode) of at most {most:,} tokens "
+        f"written: {episodes * turns * most:,} tokens",
+    ]
+
+
+def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Table:
+    apart = isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload)
+    rows = process_memory(recipe, sizes) if apart else memory_estimate(recipe, sizes)  # type: ignore[arg-type]
+    table = Table("what", "memory", "counted as", box=None, show_header=False)
+    for what, (count, how) in rows.items():
+        table.add_row(f"  {what}", _bytes(count), how)
+    together, said = sum(count for count, _ in rows.values()), "an estimate"
+    if device is not None and device.memory is not None and together > device.memory:
+        said += f"; {device.name} has {_bytes(int(device.memory))}"
+    each = "in each process" if apart else "together"
+    table.add_row(f"  [bold]{each}[/bold]", _bytes(together), said)
+    table.columns[1].justify = "right"
+    return table
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"

@@ -1,0 +1,245 @@
+"""What a run keeps in memory, from the sizes of its model and the keys of its recipe.
+
+Not covered: what torch and the operating system take besides (about 0.5 GiB), and fragmentation.
+"""
+
+from posttrain.planning.model_sizes import ModelSizes
+from posttrain.planning.placement import ALONE, Placement
+from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import EngineRecipe
+from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.units import EntropyUnits
+
+_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Names of the matrices in the order of `ModelSizes.linear_sizes`."""
+
+
+def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
+    """What -> (bytes on a device of the learner, how it is counted). Activations are a rough figure, the others are sums
+    of tensor sizes. With engines apart their memory is that of `engine_memory` and not in here.
+
+    `dtype: auto` is counted as float32, the larger of the two it may become.
+    """
+    width = weight_width(recipe.model)
+    rows = {"weights": (width * sizes.parameters, f"{sizes.parameters:,} parameters of {width} bytes")}
+    if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
+        rows |= _training(recipe, sizes, width)
+    rows = _divided(rows, sizes, placement, width)
+    if isinstance(recipe, RlRecipe) and recipe.rollout.ahead:
+        rows |= _ahead(recipe, sizes, width, placement)
+    if placement.colocated:
+        rows |= engine_memory(recipe, sizes, placement)
+    return rows
+
+
+def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
+    """What -> (bytes on a device of an engine, how it is counted): weights of its own, if any, and its cache when full."""
+    if isinstance(recipe, DpoRecipe | RewardRecipe):
+        return {}
+    if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
+        return {}
+    assert isinstance(recipe.engine, EngineRecipe | VllmEngineRecipe), "a remote model takes no memory here"
+    width = weight_width(recipe.model)
+    rows = {}
+    if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
+        own = -(-width * sizes.parameters // placement.tensor)
+        rows["weights of the engine"] = (own, f"{width} bytes a parameter over {placement.tensor} devices")
+    slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
+    cache = cache_bytes(sizes, width, placement.tensor)
+    if isinstance(recipe.engine, VllmEngineRecipe) and recipe.engine.cache_gigabytes is not None:
+        size = int(recipe.engine.cache_gigabytes * 2**30)
+        return rows | {"key/value cache": (size, f"engine.cache_gigabytes {recipe.engine.cache_gigabytes:g}")}
+    how = f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes"
+    if isinstance(recipe.engine, VllmEngineRecipe):
+        how = how.replace("engine.slots", "answers in flight") + "; less where engine.memory_share, or 2 GiB, is less"
+    rows["key/value cache, at most"] = (slots * tokens * cache, how)
+    return rows
+
+
+def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tuple[int, int]:
+    """(bytes while the learner learns, bytes while engines sample) on one device. A colocated engine sleeps while the
+    learner learns, without weights and cache; activations are gone while it samples."""
+    engine = engine_memory(recipe, sizes, placement)
+    rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
+    passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered for a moment"))
+    learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
+    return learning, sampling + (learning - passing if placement.colocated else 0)
+
+
+def weight_width(model: ModelRecipe) -> int:
+    """Bytes of a weight in use."""
+    return 2 if model.dtype == "bfloat16" else 4
+
+
+def cache_bytes(sizes: ModelSizes, width: int, tensor: int = 1) -> int:
+    """Bytes of keys and values of one token on one of `tensor` devices, at `width` bytes a number; a head is never cut."""
+    heads = -(-sizes.key_value_heads // tensor)
+    return 2 * sizes.layers * heads * sizes.head_size * width
+
+
+_DIVIDED = (
+    "weights",
+    "gradients",
+    "float32 masters and their gradients",
+    "AdamW state",
+    "reference model",
+    "reward model",
+    "critic",
+    "language model for entropies",
+)
+"""Rows that sharding divides; activations and logits are those of a device's own tokens."""
+_OFFLOADED = ("float32 masters and their gradients", "AdamW state")
+
+
+def _divided(
+    rows: dict[str, tuple[int, str]], sizes: ModelSizes, placement: Placement, width: int
+) -> dict[str, tuple[int, str]]:
+    """The rows as one of the learner's devices holds them."""
+    if placement.offloaded:
+        rows = {what: row for what, row in rows.items() if what not in _OFFLOADED}
+    if placement.shard == 1:
+        return rows
+    over = f", over {placement.shard} devices"
+    shared = {
+        what: (-(-count // placement.shard), how + over) if what in _DIVIDED else (count, how)
+        for what, (count, how) in rows.items()
+    }
+    layer = sizes.shared_layer + sizes.experts * sizes.expert // placement.expert_parallel
+    gathered = width * (3 * layer + 2 * sizes.head)
+    how = "two layers whole while one computes, gradients of one, the output projection with its gradients"
+    return {**shared, "gathered for a moment": (gathered, how)}
+
+
+def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
+    assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe)
+    trained = trained_parameters(recipe.model, sizes)
+    rows = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
+    if width == 2:
+        rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
+    rows["AdamW state"] = (8 * trained, "two float32 numbers for each trained parameter")
+    needed = isinstance(recipe, DpoRecipe) and recipe.keeps_reference
+    if needed or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
+        if recipe.model.lora is None:
+            rows["reference model"] = (width * sizes.parameters, "a second copy of the model as it starts")
+        else:
+            rows["reference model"] = (0, "the policy with its adapters off")
+    if (
+        isinstance(recipe, RewardRecipe)
+        and recipe.units is not None
+        and isinstance(recipe.units.segmenter, EntropyUnits)
+    ):
+        rows["language model for entropies"] = (width * sizes.parameters, "the model at model.path, which cuts units")
+    if isinstance(recipe, RlRecipe) and recipe.reward is not None:
+        size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
+        rows["reward model"] = (size, "if it is as large as the policy")
+    if isinstance(recipe, RlRecipe) and recipe.has_critic:
+        rows["critic"] = _critic(recipe, sizes)
+    tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
+    if isinstance(recipe, RlRecipe) and recipe.has_critic and recipe.critic.trunk == "own":
+        # Those of policy and critic do not exist at the same time.
+        width = max(width, _critic_width(recipe))
+    if recipe.model.gradient_checkpointing:
+        per_token = width * (sizes.layers * sizes.hidden + layer_activations(sizes))
+        how = "one layer whole, of the others their inputs"
+    else:
+        per_token, how = width * sizes.layers * layer_activations(sizes), "every layer"
+    rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
+    if isinstance(recipe, RewardRecipe):
+        return rows
+    rows["logits"] = (
+        3 * 4 * chunk * sizes.vocabulary,
+        f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x 12 bytes",
+    )
+    return rows
+
+
+def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:
+    """What the first process keeps for the thread that samples: trained weights of other steps, those that are sampled
+    with and those that wait until they are, and the cache of an engine of its own."""
+    rollout = recipe.rollout
+    copies = 2 + (rollout.ahead if rollout.on_new_weights == "finish" or rollout.replay is not None else 0)
+    trained = trained_parameters(recipe.model, sizes)
+    how = f"{copies} copies of the trained weights: those in use, and those that wait for it"
+    count = copies * width * trained
+    if placement.shard > 1 and recipe.model.lora is not None:
+        count, how = count + width * sizes.parameters, f"{how}; the frozen ones whole"
+    rows = {"weights of rollouts ahead": (count, how)}
+    if isinstance(recipe.engine, EngineRecipe) and placement.colocated and not placement.engines:
+        cache = engine_memory(recipe, sizes, placement)["key/value cache, at most"][0]
+        rows["key/value cache of rollouts ahead, at most"] = (cache, "as that of evaluation, beside it")
+    return rows
+
+
+def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
+    """Bytes without activations, and how they are counted."""
+    if recipe.critic.trunk == "shared":
+        return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
+    own = _critic_width(recipe)
+    trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
+    count = own * sizes.parameters + (own + 8 + (8 if own == 2 else 0)) * trained
+    return count, "weights, gradients and AdamW state, if it is as large as the policy"
+
+
+def _critic_width(recipe: RlRecipe) -> int:
+    return 2 if recipe.critic.dtype == "bfloat16" else 4
+
+
+def trained_parameters(model: ModelRecipe, sizes: ModelSizes) -> int:
+    """Parameters that an update changes: all, or those of the adapters."""
+    if model.lora is None:
+        return sizes.parameters
+    wanted = model.lora.targets
+    adapted = [
+        inputs + outputs
+        for name, (inputs, outputs) in zip(_MATRICES, sizes.linear_sizes, strict=False)
+        if wanted == "all-linear" or name in ([wanted] if isinstance(wanted, str) else wanted)
+    ]
+    return sizes.layers * model.lora.rank * sum(adapted)
+
+
+def layer_activations(sizes: ModelSizes) -> int:
+    """Numbers kept per token for the backward pass of one layer: inputs of norms, matrices, attention and gate; where
+    there are experts, of those that a token passes, with a copy of the token for each."""
+    queries, keys = sizes.heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
+    networks, copies = (sizes.experts_per_token, 2 * sizes.experts_per_token) if sizes.experts else (1, 0)
+    return (6 + copies) * sizes.hidden + 3 * queries + 4 * keys + 4 * networks * sizes.intermediate
+
+
+def process_memory(
+    recipe: RlRecipe | SftRecipe | DpoRecipe | RewardRecipe, sizes: ModelSizes
+) -> dict[str, tuple[int, str]]:
+    """What -> (bytes in one of `hardware.processes` processes, on its device, how it is counted)."""
+    hardware, width = recipe.hardware, weight_width(recipe.model)
+    count, trained = hardware.processes, trained_parameters(recipe.model, sizes)
+    rows = memory_estimate(recipe, sizes, Placement(devices=count, shard=count))
+    over = f", over {count} processes"
+    for what in ("gradients", "float32 masters and their gradients"):
+        rows.pop(what, None)
+    frozen = sizes.parameters - trained if recipe.model.lora is None else sizes.parameters
+    shares = (width * frozen + 4 * trained, f"float32 shares of what is trained, {width} bytes of what is not{over}")
+    rows["weights"] = (-(-shares[0] // count), shares[1])
+    rows["gradients"] = (-(-4 * trained // count), f"float32 shares of {trained:,} trained parameters{over}")
+    if hardware.offload:
+        for what in ("weights", "gradients", "AdamW state"):
+            _, how = rows[what]
+            rows[what] = (0, f"offloaded: {how}")
+    if hardware.reduce == "once" and count > 1:
+        rows["whole gradients"] = (
+            4 * trained,
+            "float32, of an update of several forward passes until its last; `hardware.reduce: each` needs none",
+        )
+    if not hardware.reshard_after_forward:
+        whole = width * sizes.parameters
+        rows["gathered for a moment"] = (whole, "all weights whole from the forward to the backward pass")
+    elif "gathered for a moment" not in rows:
+        layer = width * (3 * sizes.layer + 2 * sizes.head)
+        rows["gathered for a moment"] = (
+            layer,
+            "two layers whole, gradients of one, the output projection with its own",
+        )
+    plays = not isinstance(recipe, DpoRecipe | RewardRecipe) and recipe.environment is not None
+    if plays and isinstance(recipe.engine, EngineRecipe):  # type: ignore[union-attr]
+        whole = width * sizes.parameters
+        rows["weights whole while sampling"] = (whole, "the engine in the process; none of the activations then")
+    return rows

@@ -1,0 +1,215 @@
+"""The sizes of a model from its files, without loading weights and without a network.
+
+Not covered: models whose sizes are not those of a plain decoder or of one with experts in every layer.
+"""
+
+import json
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import InputError
+from posttrain.models.load import packaged_file
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a decoder. `parameters` counts tied weights once, and all experts."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    vocabulary: int
+    experts: int = 0
+    """Networks of a layer, each with `intermediate` inner units; 0 is one network that all tokens pass."""
+    experts_per_token: int = 0
+    """How many of them a token passes."""
+    tied: bool = True
+    """Whether the output projection is the embedding."""
+
+    @property
+    def linear_sizes(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the matrices of one layer that `all-linear` adapters sit on: seven, or, where there are
+        experts, the four of attention."""
+        queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
+        attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        if self.experts:
+            return attention
+        return [*attention, *[(self.hidden, self.intermediate)] * 2, (self.intermediate, self.hidden)]
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert's three matrices; 0 without experts."""
+        return 3 * self.hidden * self.intermediate if self.experts else 0
+
+    @property
+    def shared_layer(self) -> int:
+        """Parameters of a layer's matrices that every token passes: all but the experts, their router included."""
+        return sum(inputs * outputs for inputs, outputs in self.linear_sizes) + self.hidden * self.experts
+
+    @property
+    def layer(self) -> int:
+        """Parameters of the matrices of one layer."""
+        return self.shared_layer + self.experts * self.expert
+
+    @property
+    def active_layer(self) -> int:
+        """Parameters of a layer's matrices that one token passes."""
+        return self.shared_layer + self.experts_per_token * self.expert
+
+    @property
+    def head(self) -> int:
+        """Parameters of the output projection."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def computed_parameters(self) -> int:
+        """Parameters by formula, for files that do not say: matrices, two norms a layer, embedding and last norm."""
+        ends = self.head * (1 if self.tied else 2)
+        return ends + self.layers * (self.layer + 2 * self.hidden) + self.hidden
+
+
+def model_sizes(path: str) -> ModelSizes | None:
+    """Sizes of the model that `model.path` names; None where nothing of it is on this machine.
+
+    `InputError` for a file or directory that is there and is no model.
+    """
+    if path.startswith("packaged:"):
+        try:
+            return _of_gguf(packaged_file(path.removeprefix("packaged:")))
+        except InputError as error:
+            if "needs the weights" in str(error):
+                return None
+            raise
+    local = Path(path).expanduser()
+    if path.endswith(".gguf"):
+        if not local.is_file():
+            raise InputError(f"model.path: there is no file {path}")
+        return _of_gguf(local)
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
+        return _of_directory(local)
+    return _of_cached(path)
+
+
+def _of_cached(hub_id: str) -> ModelSizes | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(hub_id, "config.json")
+    except HFValidationError:
+        return None
+    return _of_directory(Path(config).parent) if isinstance(config, str) else None
+
+
+def _of_directory(directory: Path) -> ModelSizes:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True).get_text_config()
+        heads = config.num_attention_heads
+        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+        inner = getattr(config, "moe_intermediate_size", None) if experts else None
+        sizes = ModelSizes(
+            parameters=_stored_parameters(directory),
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=inner or config.intermediate_size,
+            heads=heads,
+            key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocabulary=config.vocab_size,
+            experts=experts,
+            experts_per_token=getattr(config, "num_experts_per_tok", 0) if experts else 0,
+            tied=bool(config.tie_word_embeddings),
+        )
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise InputError(
+            f"model.path: {directory}/config.json does not describe a model transformers knows ({line})"
+        ) from error
+    return _counted(sizes)
+
+
+def _of_gguf(file: Path) -> ModelSizes:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(file))
+        fields: dict[str, Any] = {
+            name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name
+        }
+        arch = fields["general.architecture"]
+        heads, hidden = fields[f"{arch}.attention.head_count"], fields[f"{arch}.embedding_length"]
+        embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+        sizes = ModelSizes(
+            parameters=sum(int(tensor.n_elements) for tensor in reader.tensors),
+            layers=fields[f"{arch}.block_count"],
+            hidden=hidden,
+            intermediate=fields[f"{arch}.feed_forward_length"],
+            heads=heads,
+            key_value_heads=fields.get(f"{arch}.attention.head_count_kv", heads),
+            head_size=fields.get(f"{arch}.attention.key_length", hidden // heads),
+            vocabulary=int(embedding.n_elements) // hidden,
+        )
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"model.path: {file} is not a whole GGUF model ({said}); fetch it again") from error
+    return _counted(sizes)
+
+
+def _counted(sizes: ModelSizes) -> ModelSizes:
+    return sizes if sizes.parameters else replace(sizes, parameters=sizes.computed_parameters)
+
+
+def _stored_parameters(directory: Path) -> int:
+    """Elements of all tensors in the directory's safetensors files, from their headers; 0 when there are none."""
+    count = 0
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with file.open("rb") as source:
+                (length,) = struct.unpack("<Q", source.read(8))
+                header = json.loads(source.read(min(length, 100_000_000)))
+        except (OSError, ValueError, struct.error):
+            raise InputError(f"model.path: {file} is not a whole safetensors file; fetch it again") from None
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                elements = 1
+                for size in tensor["shape"]:
+                    elements *= size
+                count += elements
+    return count
+
+
+def _sized(sizes: ModelSizes) -> ModelSizes:
+    return replace(sizes, parameters=sizes.computed_parameters)
+
+
+QWEN3_4B = _sized(ModelSizes(0, 36, 2560, 9728, 32, 8, 128, 151_936))
+QWEN3_32B = _sized(ModelSizes(0, 64, 5120, 25_600, 64, 8, 128, 151_936, tied=False))
+QWEN3_235B = _sized(ModelSizes(0, 94, 4096, 1536, 64, 4, 128, 151_936, experts=128, experts_per_token=8, tied=False))
+"""Qwen3-235B-A22B: `intermediate` is that of one expert."""
+QWEN3_30B = _sized(ModelSizes(0, 48, 2048, 768, 32, 4, 128, 151_936, experts=128, experts_per_token=8, tied=False))
+"""Qwen3-30B-A3B."""
+QWEN25_05B = _sized(ModelSizes(0, 24, 896, 4864, 14, 2, 64, 151_936))
+QWEN25_3B = _sized(ModelSizes(0, 36, 2048, 11_008, 16, 2, 128, 151_936))
+QWEN25_7B = _sized(ModelSizes(0, 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False))
+
+PUBLISHED = {
+    "Qwen3-4B": QWEN3_4B,
+    "Qwen3-4B-Thinking-2507": QWEN3_4B,
+    "Qwen3-32B": QWEN3_32B,
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "Qwen2.5-0.5B-Instruct": QWEN25_05B,
+    "Qwen2.5-3B-Instruct": QWEN25_3B,
+    "Qwen2.5-7B-Instruct": QWEN25_7B,
+}
+"""Name, without its owner -> sizes, for plans where the model's files are not at hand."""

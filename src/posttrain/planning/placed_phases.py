@@ -1,0 +1,206 @@
+"""What a step takes when it is placed: the phases of the cost model, each on the devices that do it.
+
+Models that have devices of their own work beside each other while they score; everything else takes turns.
+"""
+
+from dataclasses import replace
+
+from posttrain.planning.devices import GPU_LAUNCH_EAGER, Device
+from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, weight_width
+from posttrain.planning.phases import Phase, episodes_at_most, rows_at_most, step_phases
+from posttrain.planning.placement import ALONE, Placement
+from posttrain.planning.times import forward_seconds
+from posttrain.planning.work import Episodes, Tokens
+from posttrain.planning.workers import (
+    CRITIC,
+    ENGINE,
+    LEARNER,
+    REFERENCE,
+    REWARD,
+    PlacedRecipe,
+    engine_count,
+    reward_count,
+)
+from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.units import (
+    CompatibleCredit,
+    LeaveOneOutCredit,
+    PrefixCredit,
+    ShapleyCredit,
+    TruncationCredit,
+)
+
+UNITS = 10
+"""Units taken for an answer whose segmenter has no limit."""
+
+DOERS = {
+    "reading prompts": ENGINE,
+    "sampling": ENGINE,
+    "reward model": REWARD,
+    "reference log-probabilities": REFERENCE,
+    "values": CRITIC,
+    "critic's updates": CRITIC,
+    "forward and backward passes": LEARNER,
+    "optimizer": LEARNER,
+}
+"""Phase -> who does it, where that has devices of its own; else the learners do."""
+
+
+def placement_of(recipe: PlacedRecipe, devices: bool) -> Placement:
+    """The placement of the cost model that the recipe's hardware is; `devices`: whether the cluster has GPUs."""
+    hardware = recipe.hardware
+    count = engine_count(recipe, devices)
+    if not devices:
+        return replace(ALONE, engines=count)
+    learners = hardware.processes
+    return Placement(
+        learners,
+        learners,
+        engines=count,
+        tensor=hardware.engines.devices if count else 1,
+        colocated=hardware.engines.colocated or not count,
+        offloaded=bool(getattr(hardware, "offload", False)),
+        ahead=0
+        if hardware.engines.colocated or not count
+        else int(getattr(getattr(recipe, "rollout", None), "ahead", 0)),
+    )
+
+
+def placed_phases(
+    recipe: PlacedRecipe,
+    sizes: ModelSizes,
+    device: Device,
+    devices: bool,
+    episodes: Episodes | None = None,
+    rows: Tokens | None = None,
+) -> list[Phase]:
+    """The phases of one step; those that run beside each other are one, as long as the longest."""
+    placement = placement_of(recipe, devices)
+    if devices and getattr(getattr(recipe, "engine", None), "enforce_eager", None):
+        device = replace(device, launch=GPU_LAUNCH_EAGER)
+    if not isinstance(recipe, RlRecipe):
+        return step_phases(recipe, sizes, device, placement, rows=rows or rows_at_most(recipe))
+    played = episodes or episodes_at_most(recipe)
+    phases = step_phases(recipe, sizes, device, placement, played)
+    if recipe.reward is not None and recipe.unit_credit is not None:
+        phases = [_with_units(phase, recipe) if phase.what == "reward model" else phase for phase in phases]
+    if not devices:
+        return phases
+    return _beside(_moved(recipe, sizes, device, placement, played, phases), recipe)
+
+
+def _moved(
+    recipe: RlRecipe,
+    sizes: ModelSizes,
+    device: Device,
+    placement: Placement,
+    played: Episodes,
+    phases: list[Phase],
+) -> list[Phase]:
+    """The phases with those of models on devices of their own computed anew for these."""
+    apart, copies, found = recipe.hardware.apart, reward_count(recipe), []
+    critic = Placement(apart.critic, apart.critic, offloaded=placement.offloaded) if apart.critic else None
+    alone = {phase.what: phase for phase in step_phases(recipe, sizes, device, critic, played)} if critic else {}
+    for phase in phases:
+        if phase.what == "reward model" and copies:
+            assert recipe.reward is not None
+            width = 2 if recipe.reward.dtype == "bfloat16" else 4
+            read, budget = played.whole, recipe.reward.tokens_per_batch
+            own = forward_seconds(sizes, device, Placement(copies), read, width, budget)
+            phase = replace(phase, seconds=own, devices=copies)
+            phase = _with_units(phase, recipe) if recipe.unit_credit is not None else phase
+        elif phase.what == "reference log-probabilities" and apart.reference:
+            own_placement = Placement(apart.reference, apart.reference)
+            width, budget = weight_width(recipe.model), recipe.learner.tokens_per_batch
+            own = forward_seconds(sizes, device, own_placement, played.learned, width, budget)
+            phase = replace(phase, seconds=own, devices=apart.reference)
+        elif phase.what in ("values", "critic's updates") and critic:
+            phase = alone[phase.what]
+        found.append(phase)
+    return found
+
+
+def _beside(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
+    """The scoring phases of models apart as one, in which they work beside each other."""
+    scoring = ("reward model", "reference log-probabilities", "values")
+    together = [phase for phase in phases if phase.what in scoring]
+    apart = recipe.hardware.apart
+    if not (apart.critic or apart.reference) or len(together) < 2:
+        return phases
+    seconds = max(phase.seconds for phase in together)
+    longest = max(together, key=lambda phase: phase.seconds).what
+    busy = sum(phase.seconds * phase.devices for phase in together) / seconds
+    names = ", ".join(phase.what for phase in together)
+    one = Phase("scoring", seconds, busy, f"{names} beside each other; {longest} is the longest")
+    first = phases.index(together[0])
+    return [phase for phase in phases[:first] if phase not in together] + [
+        one,
+        *(phase for phase in phases[first:] if phase not in together),
+    ]
+
+
+def _with_units(phase: Phase, recipe: RlRecipe) -> Phase:
+    """The reward model's phase with the texts that credit of units asks for besides."""
+    texts = 1 + unit_texts(recipe)
+    return replace(
+        phase, seconds=texts * phase.seconds, tokens=texts * phase.tokens, how=f"{texts:g} texts an answer; {phase.how}"
+    )
+
+
+def unit_texts(recipe: RlRecipe) -> float:
+    """Texts that the reward model reads for the units of an answer, besides the whole."""
+    credit = recipe.unit_credit
+    units = float(getattr(getattr(credit, "segmenter", None), "max_units", None) or UNITS)
+    if isinstance(credit, PrefixCredit | TruncationCredit):
+        return 0.0 if credit.probe == "one_pass" else units
+    if isinstance(credit, LeaveOneOutCredit):
+        return units + 1
+    if isinstance(credit, ShapleyCredit):
+        return credit.permutations * (units - 1) + 1
+    return units if isinstance(credit, CompatibleCredit) else 0.0
+
+
+def memory_of(
+    recipe: PlacedRecipe, sizes: ModelSizes, devices: bool, device: Device | None = None
+) -> dict[str, tuple[int, int]]:
+    """Role -> bytes on one device of it (while learners learn, while engines sample).
+
+    A colocated engine is in the numbers of the learner, whose device it shares; one in a process of its own on processors
+    has weights and cache of its own. vLLM takes its share of `device` and no more: answers without room wait.
+    """
+    placement = placement_of(recipe, devices)
+    apart, copies = recipe.hardware.apart, reward_count(recipe)
+    moved = [
+        what
+        for what, gone in (
+            ("reward model", copies),
+            ("critic", apart.critic),
+            ("reference model", apart.reference),
+        )
+        if gone
+    ]
+    rows = memory_estimate(recipe, sizes, placement)
+    saved = sum(rows[what][0] for what in moved if what in rows)
+    engine = sum(count for count, _ in engine_memory(recipe, sizes, placement).values())
+    learning, sampling = peak_memory(recipe, sizes, placement)
+    if not devices and placement.engines:
+        sampling = learning
+    vllm = getattr(recipe, "engine", None)
+    if isinstance(vllm, VllmEngineRecipe) and device is not None and device.memory is not None:
+        saved_cache = max(0, engine - round(vllm.memory_share * device.memory))
+        engine, sampling = engine - saved_cache, sampling - (saved_cache if placement.colocated else 0)
+    found = {LEARNER: (learning - saved, (sampling if placement.colocated else learning) - saved)}
+    if placement.engines and not (devices and placement.colocated):
+        found[ENGINE] = (engine, engine)
+    whole = memory_estimate(recipe, sizes)
+    for role, what, over in (
+        (REWARD, "reward model", 1),
+        (CRITIC, "critic", apart.critic),
+        (REFERENCE, "reference model", apart.reference),
+    ):
+        if what in moved and what in whole:
+            passing = whole["activations, roughly"][0] if role == CRITIC else 0
+            each = whole[what][0] // max(1, over) + passing
+            found[role] = (each, each)
+    return found

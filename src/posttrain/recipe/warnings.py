@@ -1,0 +1,274 @@
+"""Keys that a user gave and that change nothing, and values that seldom mean what they say."""
+
+from posttrain.recipe.base import Part
+from posttrain.recipe.components import environment_class
+from posttrain.recipe.credit import CriticRecipe
+from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
+from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.recipe.stages import (
+    DpoRecipe,
+    EvaluateRecipe,
+    GenerateRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
+from posttrain.recipe.units import CausalCredit
+
+_UPDATES = 32
+"""Most optimizer steps on the same episodes that published runs of many steps have borne."""
+_STEEP = 0.95
+_STARTED_WITH = (
+    *("python", "tensor_parallel", "first_device", "threads", "memory_share", "cache_gigabytes"),
+    *("context", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
+)
+"""Keys of a vLLM engine that are settled when it is started."""
+_AHEAD = ("ahead", "on_new_weights", "stale", "stale_after", "replay")
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """One sentence for each key without effect and each value to look at twice."""
+    found: list[str] = []
+    if isinstance(recipe, GenerateRecipe):
+        return _generation(recipe)
+    optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
+    if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
+        found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
+    if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
+        found += _rows(recipe)
+    if isinstance(recipe, DpoRecipe | RewardRecipe):
+        return found
+    if recipe.environment is None:
+        parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
+        return [*found, *(_without_effect(key, "there is no environment to play in") for key in parts)]
+    found += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
+    if recipe.remote is None:
+        found += _limits(recipe)
+    if isinstance(recipe, RlRecipe):
+        found += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
+    else:
+        found += _rollout_unused(recipe.rollout, recipe.stage)
+    if isinstance(recipe, EvaluateRecipe):
+        found += [
+            _without_effect(f"evaluation.{key}", "the evaluate stage plays evaluation.final_seeds once")
+            for key in ("every", "seeds", "metric")
+            if _given(recipe.evaluation, key)
+        ]
+        found += _remote(recipe)
+    return found
+
+
+def _generation(recipe: GenerateRecipe) -> list[str]:
+    """What has no effect where rows are answered."""
+    found = _sampling("sampling", recipe.sampling)
+    if recipe.remote is None:
+        return found
+    if _given(recipe, "window"):
+        found.append(_without_effect("window", "engine.type is openai, and no answer depends on the others"))
+    return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
+
+
+def _vllm(engine: Part) -> list[str]:
+    """What has no effect on servers that run already: they were started with keys of their own."""
+    if not isinstance(engine, VllmEngineRecipe) or not engine.urls:
+        return []
+    given = [key for key in _STARTED_WITH if _given(engine, key)]
+    return [
+        _without_effect(f"engine.{key}", "the servers at engine.urls were started by someone else") for key in given
+    ]
+
+
+def _remote(recipe: EvaluateRecipe) -> list[str]:
+    """What has no effect, and what will be refused, where a remote model plays."""
+    if recipe.remote is None:
+        return []
+    found = _server(recipe, recipe.remote, recipe.evaluation.sampling)
+    primer = environment_class(recipe.environment.type)(recipe.environment).primer
+    return [*found, *([no_primer(recipe.environment, primer)] if primer else [])]
+
+
+def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe, sampling: SamplingRecipe) -> list[str]:
+    """What has no effect where a remote model answers."""
+    server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
+    found = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
+    if _given(rollout, "tokens_per_episode"):
+        found.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
+    if sampling.temperature == 0 and _given(engine, "send_seed"):
+        found.append(_without_effect("engine.send_seed", "temperature 0 is greedy, and no seed is sent"))
+    if not rollout.stop_strings and _given(engine, "stop_at"):
+        found.append(_without_effect("engine.stop_at", "rollout.stop_strings is empty"))
+    return found
+
+
+def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
+    """What has no effect where an update is made on rows."""
+    unused = [key for key in ("updates_per_step", "passes") if _given(recipe.learner, key)]
+    found = [_without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update a step") for key in unused]
+    data = recipe.data
+    if recipe.steps is not None and recipe.epochs != 1:
+        found.append(_without_effect("epochs", "steps says when the run ends"))
+    if data is None:
+        return found
+    if not data.streaming and _given(data, "shuffle_rows"):
+        found.append(_without_effect("data.shuffle_rows", "data.streaming is false"))
+    if data.streaming and any(source.weight != 1 for source in data.train):
+        found.append(_without_effect("data.train weight", "streamed rows are read once, in their order"))
+    if not (data.validation or data.held_out) and not (isinstance(recipe, SftRecipe) and recipe.environment):
+        found.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
+    if isinstance(recipe, SftRecipe) and recipe.experts != type(recipe.experts)():
+        found.append(_without_effect("experts", "the rows of data are what is trained on"))
+    return found
+
+
+def _given(part: Part, key: str) -> bool:
+    """Whether the key differs from its default: a dumped recipe gives every key, and that is no mistake."""
+    return key in part.model_fields_set and getattr(part, key) != type(part).model_fields[key].default
+
+
+def _without_effect(key: str, reason: str) -> str:
+    return f"{key} has no effect: {reason}"
+
+
+def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
+    if sampling.temperature > 0:
+        return []
+    return [
+        _without_effect(f"{name}.{key}", "temperature 0 is greedy")
+        for key in ("top_p", "top_k", "min_p")
+        if _given(sampling, key)
+    ]
+
+
+def _limits(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
+    assert recipe.environment is not None
+    rollout, turns = recipe.rollout, recipe.environment.max_turns
+    found: list[str] = []
+    if turns * rollout.tokens_per_turn > rollout.tokens_per_episode:
+        found.append(
+            f"{turns} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
+            f"{rollout.tokens_per_episode} even without observations; long episodes will be cut"
+        )
+    if rollout.overlong is not None and rollout.overlong.limit > turns * rollout.tokens_per_turn:
+        found.append("rollout.overlong.limit is more than an episode can sample; the penalty is never whole")
+    return found
+
+
+def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
+    keys = ("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong", "missing_end_penalty", *_AHEAD)
+    reason = f"the {stage} stage samples evaluation episodes only"
+    return [_without_effect(f"rollout.{key}", reason) for key in keys if _given(rollout, key)]
+
+
+def _rl_without_effect(recipe: RlRecipe) -> list[str]:
+    kl, rollout, learner, found = recipe.kl, recipe.rollout, recipe.learner, []
+    found += _sampling("rollout.sampling", rollout.sampling)
+    if kl.coefficient == 0:
+        keys = [key for key in ("estimator", "place", "horizon") if _given(kl, key)]
+        found += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
+    elif kl.target is None and _given(kl, "horizon"):
+        found.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
+    for key, type_name in (("keep", "uncertainty"), ("max_rounds", "dynamic")):
+        if rollout.filter.type != type_name and _given(rollout.filter, key):
+            found.append(_without_effect(f"rollout.filter.{key}", f"rollout.filter.type is {rollout.filter.type}"))
+    for key, policy in (("retries", "retry"), ("reward", "score")):
+        if rollout.failures.policy != policy and _given(rollout.failures, key):
+            reason = f"rollout.failures.policy is {rollout.failures.policy}"
+            found.append(_without_effect(f"rollout.failures.{key}", reason))
+    if rollout.ahead == 0:
+        found += [_without_effect(f"rollout.{key}", "rollout.ahead is 0") for key in _AHEAD[1:] if _given(rollout, key)]
+    once = learner.updates_per_step == 1 and learner.passes == 1 and rollout.ahead == 0
+    if recipe.has_critic:
+        found += _critic_without_effect(recipe.critic, once)
+    elif recipe.critic != type(recipe.critic)():
+        # No error, so that one key changes gae for another credit and back.
+        found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
+    once = once and recipe.loss.correction is None
+    if once and isinstance(recipe.loss, PpoLoss | GspoLoss):
+        clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(recipe.loss, key)]
+        reason = "with one update per step the ratio is 1 and nothing is clipped"
+        found += [_without_effect(f"loss.{key}", reason) for key in clips]
+    if recipe.evaluation.every > recipe.steps:
+        found.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
+    return found
+
+
+def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
+    """`once`: whether a step makes one update."""
+    found: list[str] = []
+    if critic.optimizer.schedule == "constant" and _given(critic.optimizer, "final_fraction"):
+        found.append(_without_effect("critic.optimizer.final_fraction", "critic.optimizer.schedule is constant"))
+    if critic.lora is not None and _given(critic.lora, "export"):
+        found.append(_without_effect("critic.lora.export", "the critic is not exported"))
+    if once and _given(critic, "clip"):
+        found.append(_without_effect("critic.clip", "with one update per step the values have not moved yet"))
+    return found
+
+
+def _many_updates(recipe: RlRecipe) -> list[str]:
+    learner = recipe.learner
+    count = learner.updates_per_step * learner.passes
+    if count <= _UPDATES:
+        return []
+    return [
+        f"{count} updates are made on the same episodes (learner.updates_per_step {learner.updates_per_step} x "
+        f"learner.passes {learner.passes}); the last ones train a policy that did not play them, which has made runs "
+        f"collapse; {_UPDATES} or fewer are usual"
+    ]
+
+
+def _steep_kl(recipe: RlRecipe) -> list[str]:
+    """The adaptive coefficient moves by at most `KL_STEP` x episodes / horizon in a step (Ziegler et al. 2019)."""
+    kl, episodes = recipe.kl, recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
+    factor = 1 - KL_STEP * min(1, episodes / kl.horizon)
+    if kl.target is None or factor > _STEEP:
+        return []
+    return [
+        f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, the "
+        f"coefficient is multiplied by {factor:.2g} each step and soon practically 0; raise kl.horizon"
+    ]
+
+
+def _rl_doubtful(recipe: RlRecipe) -> list[str]:
+    loss, lora, optimizer, found = recipe.loss, recipe.model.lora, recipe.optimizer, []
+    if isinstance(recipe.unit_credit, CausalCredit) and getattr(recipe.credit, "discount", 1.0) < 1:
+        found.append(
+            f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes what is learned, for "
+            "rewards that arrive earlier count more"
+        )
+    if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
+        found.append(
+            f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
+            f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
+        )
+    found += _many_updates(recipe) + _steep_kl(recipe)
+    if recipe.rollout.ahead > 0 and loss.type == "reinforce" and loss.correction is None:
+        found.append(
+            "loss.type reinforce has no importance weights, and with rollout.ahead above 0 it takes episodes of older "
+            "weights for those of the newest; use ppo, or set loss.correction"
+        )
+    if isinstance(recipe.engine, VllmEngineRecipe) and loss.correction is None:
+        found.append(
+            "engine.type vllm computes log-probabilities otherwise than the learner does (policy/mismatch says how far apart "
+            "they are), and nothing corrects for that; set loss.correction.type to tis or mis"
+        )
+    if lora is not None and lora.dropout > 0:
+        found.append("model.lora.dropout above 0 makes the engine and the learner different policies")
+    if lora is None and optimizer.learning_rate > 1e-4:
+        found.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for training all weights by rl")
+    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
+    own = updates - (recipe.critic.updates_before_policy if recipe.has_critic else 0)
+    if optimizer.warmup_updates >= own:
+        found.append(f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {own} updates of the run")
+    if recipe.has_critic and recipe.critic.optimizer.warmup_updates >= updates:
+        found.append(
+            f"critic.optimizer.warmup_updates {recipe.critic.optimizer.warmup_updates} is not below the {updates} "
+            "updates of the run"
+        )
+    if recipe.rollout.sampling.temperature == 0 and recipe.rollout.episodes_per_group > 1:
+        found.append(
+            "rollout.sampling.temperature 0 makes the episodes of a group alike, so there is nothing to compare"
+        )
+    return found

@@ -1,0 +1,111 @@
+"""Playing an environment with the policy in training: for rollouts, and as a measurement."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from posttrain.data.rendering import Renderer
+from posttrain.distributed.world import current
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.make import open_engine
+from posttrain.engines.openai import chat_client
+from posttrain.engines.protocol import Engine
+from posttrain.errors import InputError
+from posttrain.models.policy import Policy
+from posttrain.recipe.components import environment_class
+from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
+from posttrain.rollout.driver import Player, Scorer, Sharing
+from posttrain.rollout.remote_worker import Faults, RemotePlayer
+from posttrain.runs.directory import RunDirectory
+from posttrain.training.evaluators import HeldOut
+
+
+def sharing_of(engine: Engine) -> Sharing:
+    """An engine in the process plays its process's groups; one outside is the first process's."""
+    if current().alone:
+        return Sharing.NONE
+    return Sharing.GROUPS if isinstance(engine, LocalEngine) else Sharing.FIRST
+
+
+class Playing(HeldOut):
+    """The engine, and held-out episodes as a `Measure`."""
+
+    def __init__(
+        self,
+        recipe: RlRecipe | SftRecipe | EvaluateRecipe,
+        policy: Policy,
+        run: RunDirectory,
+        scorer: Scorer | None = None,
+    ) -> None:
+        """`scorer` adds a reward model's rewards to the episodes played."""
+        super().__init__(recipe, run)
+        assert not isinstance(recipe.engine, OpenAIEngineRecipe), "a remote model plays through `RemotePlaying`"
+        self.policy = policy
+        self.scorer = scorer
+        self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
+        # Log-probabilities matter where they are learned from.
+        sampling = recipe.rollout.sampling if isinstance(recipe, RlRecipe) else recipe.evaluation.sampling
+        self.engine = open_engine(policy, recipe.engine, recipe.rollout.tokens_per_episode, sampling, run.logs)
+        self.alone = threading.Lock()
+        """Held while the engine is in use: one outside this process also samples ahead of the learner."""
+
+    def about_the_template(self) -> list[str]:
+        """What the chat template does to system messages and to the history of several turns."""
+        found = self.renderer.remarks()
+        if self.renderer.rewrites_answers:
+            found.append("the chat template rewrites earlier answers, so every turn becomes a stream of its own")
+        elif self.renderer.rewrites_thoughts:
+            found.append(
+                "the chat template drops earlier thinking, so the turn after a thinking answer starts a new stream"
+            )
+        return found
+
+    @contextmanager
+    def player(self, sampling: SamplingRecipe) -> Iterator[Player]:
+        """A player with the current policy; outside, the engine sleeps. It starts without memories: what a step samples
+        must not depend on whether an evaluation, or a resume, came before it.
+        """
+        with self.alone:
+            self.engine.load_weights(self.policy.version)
+            yield Player(
+                engine=self.engine,
+                renderer=self.renderer,
+                environment=self.environment,
+                rollout=self.recipe.rollout,
+                sampling=sampling,
+                version=self.policy.version,
+                scorer=self.scorer,
+                sharing=sharing_of(self.engine),
+            )
+            self.engine.sleep()
+
+
+class RemotePlaying(HeldOut):
+    """The server's client, and held-out episodes as a `Measure`. Needs no torch and loads no model."""
+
+    def __init__(self, recipe: EvaluateRecipe, run: RunDirectory) -> None:
+        """InputError for an environment that begins the answers itself, or a key that is named and not set."""
+        super().__init__(recipe, run)
+        assert recipe.remote is not None
+        primer = environment_class(self.environment.type)(self.environment).primer
+        if primer:
+            raise InputError(no_primer(self.environment, primer))
+        self.engine = recipe.remote
+        self.evaluated = self.engine.model
+        how = (self.engine.url, self.engine.seconds, self.engine.retries, self.engine.api_key_variable)
+        self.client = chat_client("engine", *how)
+
+    @contextmanager
+    def player(self, sampling: SamplingRecipe) -> Iterator[RemotePlayer]:
+        """A player for the final seeds, which counts failures anew."""
+        evaluation = self.recipe.evaluation
+        yield RemotePlayer(
+            client=self.client,
+            engine=self.engine,
+            faults=Faults(self.recipe.rollout.failures, evaluation.final_seeds.count * evaluation.episodes_per_seed),
+            environment=self.environment,
+            rollout=self.recipe.rollout,
+            sampling=sampling,
+        )

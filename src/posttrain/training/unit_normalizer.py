@@ -1,0 +1,187 @@
+"""Fitting the location-aware normaliser of a run's unit-level reward model on pairs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.credit.units.normalizer import (
+    Fit,
+    FitKey,
+    Normaliser,
+    fit_normaliser,
+    key_in,
+    key_of,
+    read_normaliser,
+    same,
+    with_normaliser,
+)
+from posttrain.data.problems import Problems
+from posttrain.data.rendering import Renderer
+from posttrain.data.tokens import TokenRow, load_rows
+from posttrain.errors import InputError
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.data import SourceRecipe
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.stages import RewardRecipe
+from posttrain.recipe.units import LearnedCredit, UnitCreditRecipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.plots import draw_profile
+from posttrain.training.reward_scorer import RewardScorer
+from posttrain.training.rows import load_data, samples_of_row
+from posttrain.training.unit_rewards import UnitReader, unit_rewards
+
+WEAK = 0.05
+"""R² below which the position says next to nothing."""
+
+
+def open_normaliser(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Normaliser | None, list[str]]:
+    """The fit of the recipe, None where it names none, and a message where the fit explains next to nothing.
+
+    `InputError` where it is not to be had, or is of other units than the reward model's.
+    """
+    if not isinstance(recipe, LearnedCredit) or recipe.normaliser is None:
+        return None, []
+    units = scorer.model.units
+    assert units is not None
+    path = Path(recipe.normaliser)
+    if path.is_dir():
+        run = path if (path / "normaliser").is_dir() else path.parent  # a run, or the model that it exported
+        path = run / "normaliser" / "params.json"
+    try:
+        key, found = read_normaliser(path, key_in(recipe.fit) if recipe.fit is not None else None)
+    except InputError as error:
+        raise InputError(f"unit_credit.normaliser, unit_credit.fit: {error}") from error
+    own = key_of(key.model, key.dataset, units.segmenter)
+    if not same(key, own):
+        raise InputError(
+            f"unit_credit.normaliser: {path} has the fit {key}, but {scorer.source.path} rewards units of {own.method}, "
+            f"threshold {own.threshold}; fit it anew with `posttrain fit-normalizer`"
+        )
+    return found, _doubts(path, key)
+
+
+def _doubts(path: Path, key: FitKey) -> list[str]:
+    """What R² says, where `posttrain fit-normalizer` left it beside the fit."""
+    try:
+        r2 = json.loads((path.parent / f"{key.dataset}.json").read_text(encoding="utf-8"))["r2"]["mean"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # a published file, or one that was written by hand, has no R²
+    if r2 is not None and r2 >= WEAK:
+        return []
+    return [
+        f"unit_credit.normaliser: the place of a unit explains next to nothing of its mean reward in {key} (R² "
+        f"{'none' if r2 is None else f'{r2:.3f}'}); look at plots/normaliser.png of the reward model's run"
+    ]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit came from and where it lies."""
+
+    fit: Fit
+    key: FitKey
+    answers: int
+    units: int
+    params: Path
+    plot: Path
+
+    def lines(self) -> list[str]:
+        """What a person is told."""
+        made = self.fit.normaliser
+        tokens = f"{self.units} units of {self.answers} answers, {len(self.fit.profile.positions)} positions"
+        found = [
+            f"{self.key}: {tokens}",
+            f"mean(p)  = {made.slope_mean:+.4f} log p {made.intercept_mean:+.4f}   R² {_shown(self.fit.r2_mean)}",
+            f"sigma(p) = {made.slope_std:+.4f} log p {made.intercept_std:+.4f}   R² {_shown(self.fit.r2_std)}, "
+            f"never below {made.floor * made.intercept_std:.4f}",
+        ]
+        for what, r2 in (("mean", self.fit.r2_mean), ("spread", self.fit.r2_std)):
+            if not r2 >= WEAK:
+                found.append(
+                    f"warning: the line explains next to nothing of the {what} of rewards by place (R² below "
+                    f"{WEAK:g}); look at the plot before rewards are normalised by it"
+                )
+        return [*found, f"params: {self.params}", f"plot: {self.plot}"]
+
+
+def fit_run(run: RunDirectory, data: str | None) -> Fitted:
+    """Score the units of the run's validation pairs, or of those at `data`, with its exported model, and fit.
+
+    Writes `normaliser/params.json` (the published layout; other fits in it stay), `normaliser/DATASET.json` (mean, std
+    and count by position, and R²) and `plots/normaliser.png` of the run. `InputError` for a run that has no unit-level
+    reward model, and for pairs that are missing or too few.
+    """
+    recipe, path = run.load_recipe(), run.path / "model"
+    if not isinstance(recipe, RewardRecipe):
+        raise InputError(
+            f"{run.path} is a run of the {recipe.stage} stage; give one of `posttrain reward` with `units`"
+        )
+    if not path.is_dir():
+        raise InputError(f"{run.path} has no model yet; let the run finish with `posttrain reward --resume {run.path}`")
+    own = recipe.model
+    made = ModelRecipe(path=str(path), device=own.device, dtype=own.dtype, threads=own.threads)
+    model = RewardModel(made, new_head=False)
+    units = model.units
+    if units is None:
+        raise InputError(f"{path} rewards whole answers, so there are no units to fit; train a model with `units`")
+    rows, dataset = _rows(recipe, model, data)
+    budget = recipe.learner.tokens_per_batch
+    samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
+    rewards = unit_rewards(model, UnitReader(model, units, budget), samples, budget, "learner.tokens_per_batch")
+    try:
+        fit = fit_normaliser(rewards)
+    except ValueError as error:
+        raise InputError(f"{dataset}: the unit rewards of its {len(rows)} pairs cannot be fitted: {error}") from error
+    key = key_of(recipe.name, Path(dataset).stem, units.segmenter)
+    folder = run.path / "normaliser"
+    with storage_errors(folder):
+        folder.mkdir(exist_ok=True)
+    params, plot = folder / "params.json", run.plots / "normaliser.png"
+    write_atomically(params, with_normaliser(params, key, fit.normaliser))
+    write_atomically(folder / f"{key.dataset}.json", _details(fit))
+    profile, normaliser = fit.profile, fit.normaliser
+    grid = np.geomspace(profile.positions[0], 1, 200)
+    curves = (grid, normaliser.mean(grid), normaliser.sigma(grid))
+    said = (f"fit, R² {_shown(fit.r2_mean)}", f"fit, R² {_shown(fit.r2_std)}")
+    draw_profile(plot, str(key), (profile.positions, profile.means, profile.stds, profile.counts), curves, said)
+    return Fitted(fit, key, len(rewards), sum(map(len, rewards)), params, plot)
+
+
+def _rows(recipe: RewardRecipe, model: RewardModel, data: str | None) -> tuple[list[TokenRow], str]:
+    """Pairs and the name of where they come from."""
+    renderer, problems = Renderer(model.tokenizer, model.end_tokens), Problems()
+    sources = [SourceRecipe(path=data)] if data is not None else recipe.data.validation
+    if not sources and recipe.data.held_out:
+        held = load_data("pair", recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)
+        return held.validation, "held_out"
+    if not sources:
+        raise InputError("the run has no validation rows; name a file of pairs with --data")
+    found = load_rows("pair", recipe.data, sources, None, renderer, "assistant", problems)
+    named = "+".join(Path(source.path).stem for source in sources)
+    if not any(found):
+        problems.require_any(", ".join(source.path for source in sources))
+    return [row for rows in found for row in rows], named
+
+
+def _details(fit: Fit) -> str:
+    """Mean and standard deviation under each position's three decimals, as published, and what else there is to know."""
+    profile = fit.profile
+    names = [f"{position:.3f}" for position in profile.positions]
+    columns = {"mean": profile.means, "std": profile.stds, "count": profile.counts}
+    content: dict[str, object] = {
+        name: {place: None if np.isnan(value) else value for place, value in zip(names, values.tolist(), strict=True)}
+        for name, values in columns.items()
+    }
+    content |= {"r2": {"mean": _number(fit.r2_mean), "std": _number(fit.r2_std)}, "floor": fit.normaliser.floor}
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else value
+
+
+def _shown(value: float) -> str:
+    return "–" if np.isnan(value) else f"{value:.3f}"

@@ -1,0 +1,247 @@
+"""An episode as the parts of a page: text, tokens with the colour of their credit, and units with theirs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from posttrain.credit.units.mixing import CreditedUnits
+from posttrain.credit.units.offsets import AlignedText, Decode, align
+from posttrain.episode import Episode, Outcome, Turn
+from posttrain.errors import PosttrainError
+from posttrain.recipe.units import UnitCreditRecipe
+from posttrain.rollout.store import StoredEpisodes, StoredStep, read_episodes, stored_steps
+from posttrain.rollout.view import unit_text, units_lines, units_of
+from posttrain.runs.directory import RunDirectory
+
+_NAMES = {1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One episode, why it is shown, and its credit where that is known."""
+
+    why: str
+    episode: Episode
+    advantages: list[np.ndarray] | None
+    """Per stream [T] float32."""
+    units: CreditedUnits | None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Episodes of one file of the store."""
+
+    title: str
+    samples: list[Sample]
+
+
+def samples_of(run: RunDirectory) -> tuple[list[Samples], list[str]]:
+    """What is shown of the run, and what could not be read."""
+    try:
+        steps = list(stored_steps(run.episodes))
+    except PosttrainError as error:
+        return [], [str(error)]
+    held_out = [one for one in steps if one.split == "evaluation"] or [one for one in steps if one.split == "final"]
+    shown = [(held_out[-1], 3)] if held_out else []
+    trained = [one for one in steps if one.split == "train"]
+    shown += [(trained[-1], 2)] if trained else []
+    found, notes = [], []
+    for step, count in shown:
+        try:
+            found.append(_of_step(step, read_episodes(step.path), count))
+        except PosttrainError as error:
+            notes.append(str(error))
+    return [one for one in found if one.samples], notes
+
+
+def by_return(episodes: Sequence[Episode], count: int) -> list[tuple[str, int]]:
+    """(why, place) of the best, the median with `count` 3, and the worst by return, among those that did not fail.
+
+    Fewer where there are fewer; all failed episodes alike where there are no others.
+    """
+    places = [i for i, one in enumerate(episodes) if one.outcome is not Outcome.FAILED] or list(range(len(episodes)))
+    order = sorted(places, key=lambda i: -episodes[i].total_reward)
+    if not order:
+        return []
+    chosen = [order[0], order[len(order) // 2], order[-1]] if count == 3 else [order[0], order[-1]]
+    chosen = list(dict.fromkeys(chosen))
+    return list(zip(_NAMES[len(chosen)], chosen, strict=True))
+
+
+def _of_step(step: StoredStep, stored: StoredEpisodes, count: int) -> Samples:
+    advantages = stored.advantages
+    samples = [
+        Sample(why, stored.episodes[i], None if advantages is None else advantages.values[i], stored.units[i])
+        for why, i in by_return(stored.episodes, count)
+    ]
+    what = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
+    mean = "" if step.mean_return is None else f", mean return {step.mean_return:.3f}"
+    failed = f", {step.failed} failed" if step.failed else ""
+    return Samples(f"Step {step.step}: {step.episodes} {what[step.split]}{mean}{failed}", samples)
+
+
+LONGEST = 12_000
+"""Characters of one message that are shown."""
+_STRONGEST = 0.5
+"""Opacity of the colour of the largest credit: text stays readable on it, in light and in dark."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of which every token has the same credit."""
+
+    text: str
+    style: str
+    """CSS, made here of numbers alone."""
+    said: str
+    """The credit in figures."""
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit of an answer."""
+
+    number: str
+    credit: str
+    tokens: int
+    text: str
+    """Where the credit of tokens is not known."""
+    pieces: tuple[Piece, ...]
+    style: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of the conversation; `text` is empty where `pieces` or `units` are shown in its place."""
+
+    role: str
+    text: str = ""
+    pieces: tuple[Piece, ...] = ()
+    units: tuple[UnitRow, ...] = ()
+    about: str = ""
+    """Reward, tokens and stop reason of a turn."""
+    rejected: str = ""
+    judged: str = ""
+
+
+@dataclass(frozen=True)
+class EpisodePage:
+    """One episode."""
+
+    title: str
+    ending: str
+    messages: list[Message]
+    units: str
+    failure: str
+
+
+def largest_advantage(samples: Sequence[Sample]) -> float:
+    """The size of the largest advantage of any token of `samples`, which has the strongest colour in all of them."""
+    streams = [stream for sample in samples for stream in sample.advantages or []]
+    return max((float(np.abs(stream).max(initial=0.0)) for stream in streams), default=0.0)
+
+
+def episode_page(sample: Sample, scale: float, decode: Decode | None, credited: UnitCreditRecipe | None) -> EpisodePage:
+    """All that is shown of one episode; `scale` is the advantage with the strongest colour.
+
+    Without `decode` token ids cannot be read, and tokens have no colours.
+    """
+    episode = sample.episode
+    messages: list[Message] = []
+    waiting = list(enumerate(episode.turns))
+    for message in episode.messages:
+        if message["role"] == "assistant" and waiting:
+            messages.append(_answer(*waiting.pop(0), sample, decode, scale))
+        else:
+            messages.append(Message(message["role"], _shown(message["content"])))
+    messages += [_answer(number, turn, sample, decode, scale) for number, turn in waiting]
+    ending = "success" if episode.success else episode.outcome.value
+    tokens = sum(turn.stop - turn.start for turn in episode.turns)
+    return EpisodePage(
+        f"{sample.why}: return {episode.total_reward:+.3f} · {_counted(len(episode.turns), 'turn')} · {_counted(tokens, 'token')} · "
+        f"seed {episode.seed} · group {episode.group} episode {episode.index}",
+        ending,
+        messages,
+        "" if sample.units is None else units_lines(sample.units, credited).plain,
+        episode.failure or "",
+    )
+
+
+def colour(value: float, scale: float) -> str:
+    """CSS of a background: blue above 0, orange below, as strong as `value` is beside `scale`."""
+    strength = _STRONGEST * min(1.0, abs(value) / scale) if scale > 0 else 0.0
+    hue = "86,180,233" if value > 0 else "230,140,0"
+    return f"background:rgba({hue},{strength:.3f})"
+
+
+def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, scale: float) -> Message:
+    about = f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}"
+    own = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
+    if own is not None and len(own):
+        low, high = float(own.min()), float(own.max())
+        spread = "" if low == high else f" ({low:+.3f} to {high:+.3f})"
+        about += f" · advantage {float(own.mean()):+.3f}{spread}"
+    judge = turn.info.get("judge")
+    empty = Message(
+        "assistant",
+        about=about,
+        rejected=str(turn.info.get("rejected") or ""),
+        judged=f"judge {judge['score']:.2f}: {judge['reason']}" if judge else "",
+    )
+    if sample.units is not None and decode is not None:
+        return replace(empty, units=tuple(_unit_rows(sample, turn, sample.units, decode, scale)))
+    if own is not None and decode is not None and len(own):
+        return replace(empty, pieces=tuple(_pieces(_aligned(sample.episode, turn, decode), own, 0, len(own), scale)))
+    return replace(empty, text=_shown(turn.answer))
+
+
+def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:
+    return align(episode.streams[turn.stream].ids[turn.start : turn.stop].tolist(), decode)
+
+
+def _pieces(aligned: AlignedText, own: np.ndarray, first: int, stop: int, scale: float) -> Iterator[Piece]:
+    """The tokens of an answer from `first` to `stop`, neighbours of equal credit together; no more than `LONGEST`
+    characters.
+
+    `own`: [n] float32, the credit of the tokens of the answer.
+    """
+    start = first
+    for value, same in groupby(own[first:stop].tolist()):
+        end = start + len(list(same))
+        many = f", {end - start} tokens" if end - start > 1 else ""
+        text = aligned.slice(start, end)
+        left = LONGEST - int(aligned.offsets[start] - aligned.offsets[first])
+        yield Piece(text[:left], colour(value, scale), f"{value:+.4f}{many}")
+        if len(text) > left:
+            yield Piece(_more(len(aligned.slice(first, stop)) - LONGEST), "", "")
+            return
+        start = end
+
+
+def _unit_rows(sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode, scale: float) -> Iterator[UnitRow]:
+    """Units in order; one that began in an earlier answer has its credit there."""
+    text, aligned = unit_text(sample.episode, turn, decode), _aligned(sample.episode, turn, decode)
+    own = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
+    largest = float(np.abs(units.credits).max(initial=0.0))
+    numbers = np.cumsum(units.spans.found)
+    for unit, start, stop, continued in units_of(sample.episode, turn, units):
+        credit, found = float(units.credits[unit]), bool(units.spans.found[unit])
+        number = "…" if continued else str(numbers[unit]) if found else "–"
+        said = "" if continued else f"{credit:+z.3f}"
+        pieces = () if own is None else tuple(_pieces(aligned, own, start - turn.start, stop - turn.start, scale))
+        yield UnitRow(number, said, stop - start, _shown(text(start, stop).plain), pieces, colour(credit, largest))
+
+
+def _shown(text: str) -> str:
+    cut = len(text) - LONGEST
+    return text if cut <= 0 else f"{text[:LONGEST]}{_more(cut)}"
+
+
+def _more(characters: int) -> str:
+    return f"\n[{characters} more characters are not shown]"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
