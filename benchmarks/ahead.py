@@ -1,6 +1,6 @@
 """Rollouts ahead of the learner: seconds per step of whole runs, for environments that wait and for one that does not.
 
-The same recipe runs with rollout.ahead 0, 1 and 2; each call of the environment takes `--waits` seconds, as one does that
+The same recipe runs with rollout.async_rollouts 0, 1 and 2; each call of the environment takes `--waits` seconds, as one does that
 asks a server. What the processor has to compute is the same on all sides, so only waiting can be hidden.
 """
 
@@ -19,9 +19,11 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
     parser.add_argument("--waits", default="0,0.2,0.5", help="seconds that a call of the environment takes, by commas")
-    parser.add_argument("--ahead", default="0,1,2", help="values of rollout.ahead, separated by commas")
+    parser.add_argument("--ahead", default="0,1,2", help="values of rollout.async_rollouts, separated by commas")
     parser.add_argument("--rule", default="finish", help="rollout.on_new_weights")
-    parser.add_argument("--passes", type=int, default=4, help="learner.passes: how much there is to learn from a step")
+    parser.add_argument(
+        "--passes", type=int, default=4, help="learner.epochs_per_step: how much there is to learn from a step"
+    )
     parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first three are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="times that every side runs")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
@@ -37,7 +39,7 @@ def main() -> None:
 
     def run(ahead: int, wait: float, number: int) -> dict[str, Any]:
         job = {"model": model, "ahead": ahead, "wait": wait, "rule": chosen.rule, "steps": chosen.steps, "seed": number}
-        job["passes"] = chosen.passes
+        job["epochs_per_step"] = chosen.passes
         return run_side("sides.ahead_worker", job, chosen.threads)
 
     rows = []
@@ -59,7 +61,7 @@ def main() -> None:
                 }
             )
     notes = [
-        f"{chosen.model}, {chosen.threads} threads, {chosen.rounds} rounds, rollout.on_new_weights {chosen.rule}, learner.passes {chosen.passes}",
+        f"{chosen.model}, {chosen.threads} threads, {chosen.rounds} rounds, rollout.on_new_weights {chosen.rule}, learner.epochs_per_step {chosen.passes}",
         "spread: standard deviation over steps and rounds",
     ]
     show("Rollouts ahead of the learner", rows, notes, chosen.json)

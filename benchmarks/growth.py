@@ -106,7 +106,7 @@ def plot(found: Sequence[Series], file: str) -> None:
 
 
 def main() -> None:
-    """Measure, print the table, and draw."""
+    """Evaluator, print the table, and draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, separated by commas")
     parser.add_argument("--points", type=int, default=5, choices=range(2, 7), help="sizes, each twice the one before")

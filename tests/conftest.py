@@ -79,7 +79,7 @@ def tiny_policy(tiny_model):
     return Policy(ModelRecipe(path=str(tiny_model)))
 
 
-LONG = ("cluster", "vllm", "distribution", "benchmarks", "tune", "training")
+LONG = ("distributed", "vllm", "benchmarks", "tune", "training")
 """Folders whose files take longest: they come first, so that no process ends long after the others."""
 
 

@@ -63,7 +63,7 @@ def learning(
         scored = _now(device)
         totals = training.learner.update(samples, ClippedLoss())
         took = {"generate": generated - begun, "score": scored - generated, "update": _now(device) - scored}
-        behaviour = np.concatenate([sample.stream.logprobs[sample.stream.sampled] for sample in samples])
+        behaviour = np.concatenate([sample.stream.rollout_logprobs[sample.stream.sampled] for sample in samples])
         apart = float(np.abs(np.concatenate(scores) - behaviour).mean())
         if totals["optimizer/skipped"][0]:
             raise RuntimeError("; ".join(training.learner.take_messages()))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.credit.units import estimators
-from posttrain.credit.units.normalizer import Normaliser, read_normaliser
+from posttrain.credit.units.normalizer import Normalizer, read_normalizer
 from posttrain.credit.units.rendering import Rendering
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Stream
@@ -63,7 +63,7 @@ class OutcomeJudge:
         return Reader(self.model, segmenter)
 
     def scores(self, streams: Sequence[Stream]) -> np.ndarray:
-        """[S] float64: normalised rewards of whole answers, each computed once."""
+        """[S] float64: normalized rewards of whole answers, each computed once."""
         import torch
 
         new = [stream for stream in streams if stream.ids.tobytes() not in self._known]
@@ -169,7 +169,7 @@ class Calculator(RewardModel):
 
 
 class UnitJudge:
-    """A reward model of units, and the normaliser of its run if there is one."""
+    """A reward model of units, and the normalizer of its run if there is one."""
 
     def __init__(self, path: Path, dtype: Literal["float32", "bfloat16", "auto"], budget: int) -> None:
         self.model, self.budget = open_model(path, dtype), budget
@@ -181,8 +181,8 @@ class UnitJudge:
         self.segmenter = units.segmenter
         self._cutter = UnitReader(self.model, units, budget)
         self._known: dict[bytes, np.ndarray] = {}
-        params = path / "normaliser" / "params.json"
-        self.normaliser: Normaliser | None = read_normaliser(params) if params.is_file() else None
+        params = path / "normalizer" / "params.json"
+        self.normalizer: Normalizer | None = read_normalizer(params) if params.is_file() else None
 
     def reader(self, segmenter: UnitsRecipe) -> Reader:
         return Reader(self.model, segmenter)
@@ -200,12 +200,12 @@ class UnitJudge:
         return np.array([own.mean() for own in self.rewards(streams)])
 
     def credits(self, streams: Sequence[Stream]) -> dict[str, Credits]:
-        """The model's rewards as they are, and normalised by place where there is a fit. They come with the score of
+        """The model's rewards as they are, and normalized by place where there is a fit. They come with the score of
         the whole, so they cost nothing besides."""
         raw = self.rewards(streams)
         found = {"unit rewards": Credits(raw, 0, 0)}
-        if self.normaliser is not None:
-            found["unit rewards, by place"] = Credits([self.normaliser.normalise(own) for own in raw], 0, 0)
+        if self.normalizer is not None:
+            found["unit rewards, by place"] = Credits([self.normalizer.normalize(own) for own in raw], 0, 0)
         return found
 
 

@@ -63,7 +63,7 @@ def main() -> None:
             **({"on_new_weights": job["rule"]} if job["ahead"] else {}),
         },
         "optimizer": {"learning_rate": 1e-5},
-        "learner": {"passes": job["passes"]},
+        "learner": {"epochs_per_step": job["epochs_per_step"]},
         "evaluation": {
             "every": 0,
             "seeds": {"start": 1_000_000, "count": 1},

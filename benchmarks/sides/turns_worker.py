@@ -24,11 +24,11 @@ def answer_length(job: dict[str, Any], seed: int, index: int, turn: int) -> int:
 
 
 def _places(job: dict[str, Any], round_number: int) -> list[Any]:
-    from posttrain.rollout.driver import Place
+    from posttrain.rollout.driver import EpisodeRequest
 
     episodes = range(job["episodes"])
     return [
-        Place(
+        EpisodeRequest(
             seed=1000 * (round_number + 1) + number // job["group"],
             group=number // job["group"],
             index=number % job["group"],
@@ -46,7 +46,7 @@ def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) 
     """The driver over the local engine, whose answers are cut to their given lengths."""
     from posttrain.data.rendering import Renderer
     from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-    from posttrain.rollout.driver import Player, play_all
+    from posttrain.rollout.driver import RolloutWorker, play_all
     from posttrain.seeds import derive_seed
 
     places = _places(job, round_number)
@@ -72,7 +72,7 @@ def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) 
 
     renderer = Renderer(policy.tokenizer, frozenset(policy.tokenizer.all_special_ids))
     rollout = RolloutRecipe(tokens_per_turn=3 * job["answer"], tokens_per_episode=job["context"])
-    player = Player(Cut(), renderer, _environment(job), rollout, SamplingRecipe(), version=0)
+    player = RolloutWorker(Cut(), renderer, _environment(job), rollout, SamplingRecipe(), version=0)
     before = replace(engine.counters)
     begun = time.perf_counter()
     episodes = play_all(player, places)

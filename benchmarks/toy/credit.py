@@ -29,7 +29,7 @@ from toy.tasks import UNITS, Task
 PERMUTATIONS = 8
 SPANS = spans(UNITS, np.arange(UNITS))
 """A token a unit."""
-_GAE = TypeAdapter(CreditRecipe).validate_python({"type": "gae", "trace_decay": 1.0})
+_GAE = TypeAdapter(CreditRecipe).validate_python({"type": "gae", "gae_lambda": 1.0})
 _BEGINNINGS = np.tril(np.ones((UNITS + 1, UNITS), bool), -1)
 _LACKING = ~np.eye(UNITS, dtype=bool)
 

@@ -43,7 +43,7 @@ class Stream:
     """[T] int64: token ids."""
     sampled: np.ndarray
     """[T] bool: the policy sampled this token; only such tokens carry loss."""
-    logprobs: np.ndarray
+    rollout_logprobs: np.ndarray
     """[T] float32: behaviour log-probability in nats where sampled, 0 elsewhere."""
     rewards: np.ndarray
     """[T] float32: reward that arrived at this token; turn rewards sit on the last sampled token of their turn."""

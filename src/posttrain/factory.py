@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Placeable(Generic[P, T]):
+class Factory(Generic[P, T]):
     """A function that makes something in this process, or, inside `placed_by`, lets another one make it."""
 
     def __init__(self, here: Callable[P, T]) -> None:

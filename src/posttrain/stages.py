@@ -42,7 +42,7 @@ def run_stage(
         return run
 
     with joined(hardware, recipe.model.device) as world, ExitStack() as held:
-        run = world.of_first(opened)
+        run = world.on_rank0(opened)
         if isinstance(recipe, RlRecipe):
             from posttrain.training import rl
 

@@ -34,14 +34,14 @@ LOSSES = [
 ]
 
 
-def expected_gradient(credit: dict, loss: dict, size: int, normaliser: str = "constant") -> np.ndarray:
+def expected_gradient(credit: dict, loss: dict, size: int, aggregation: str = "constant") -> np.ndarray:
     """[STATES, 2]: what one update moves the logits by, on average; `constant` divides by the episodes."""
-    options = {"normaliser": normaliser} | ({"constant": float(size)} if normaliser == "constant" else {})
+    options = {"aggregation": aggregation} | ({"constant": float(size)} if aggregation == "constant" else {})
     recipe = TypeAdapter(LossRecipe).validate_python(loss | options)
     choices, lengths, weights, advantages = [], [], [], []
     for chosen, probability, values in credited_groups(tuple(credit.items()), size):
         counts = [len(t.choices) for t in chosen]
-        per_stream, divisor = token_weights(recipe.normaliser, counts, recipe.constant)
+        per_stream, divisor = token_weights(recipe.aggregation, counts, recipe.constant)
         for trajectory, weight in zip(chosen, per_stream, strict=True):
             choices += trajectory.choices
             weights += [probability * weight / divisor] * len(trajectory.choices)
@@ -52,7 +52,7 @@ def expected_gradient(credit: dict, loss: dict, size: int, normaliser: str = "co
     logprobs = torch.log_softmax(parameters, dim=1)[states, tokens]
     # All groups in one batch: the loss is a sum, so weighing each group by its probability gives the expectation.
     batch = TokenBatch(
-        behaviour=logprobs.detach(),
+        rollout_logprobs=logprobs.detach(),
         advantages=torch.from_numpy(np.concatenate(advantages)),
         stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         lengths=torch.tensor(lengths),
@@ -151,10 +151,10 @@ def test_a_discount_is_biased():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("kind", ["arpo", "rloo", "remax"])
-def test_normalisers_by_random_lengths_are_biased(kind, normaliser, size):
-    assert error_of_direction(expected_gradient({"type": kind}, {"type": "reinforce"}, size, normaliser)) > 0.01
+def test_normalizers_by_random_lengths_are_biased(kind, aggregation, size):
+    assert error_of_direction(expected_gradient({"type": kind}, {"type": "reinforce"}, size, aggregation)) > 0.01
 
 
 def test_the_gradients_of_kl_estimators_are_what_they_claim():
@@ -169,12 +169,12 @@ def test_the_gradients_of_kl_estimators_are_what_they_claim():
     reverse = gradient((probabilities * (log_policy - target)).sum())
     forward = gradient((target.exp() * (target - log_policy)).sum())
     batch = TokenBatch(
-        behaviour=log_policy.detach(),
+        rollout_logprobs=log_policy.detach(),
         advantages=torch.zeros(2, dtype=torch.float64),
         stream=torch.arange(2),
         lengths=torch.ones(2, dtype=torch.int64),
         weights=probabilities.detach(),
-        reference=target,
+        ref_logprobs=target,
     )
     expected = {"k1": np.zeros(2), "k2": reverse, "k3": forward}
     for estimator, exact in expected.items():

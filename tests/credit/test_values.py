@@ -88,7 +88,7 @@ def exact_values() -> np.ndarray:
     return sums / weights
 
 
-def expected_gradient(values: np.ndarray, trace_decay: float) -> np.ndarray:
+def expected_gradient(values: np.ndarray, gae_lambda: float) -> np.ndarray:
     """[STATES, 2]: mean over all episodes of sum A_t grad log pi, with the critic's values by state."""
     total = np.zeros_like(PARAMETERS)
     for t in trajectories():
@@ -96,7 +96,7 @@ def expected_gradient(values: np.ndarray, trace_decay: float) -> np.ndarray:
         sampled = played.streams[0].sampled
         judged = np.zeros(len(sampled))
         judged[sampled] = [values[state] for state, _ in t.choices]
-        credit = assign([played], recipe(trace_decay=trace_decay), reward_streams([played]), None, [[judged]])
+        credit = assign([played], recipe(gae_lambda=gae_lambda), reward_streams([played]), None, [[judged]])
         for (state, token), advantage in zip(t.choices, credit.values[0][0][sampled], strict=True):
             gradient = -np.exp(LOG_POLICY[state])
             gradient[token] += 1.0
@@ -107,18 +107,18 @@ def expected_gradient(values: np.ndarray, trace_decay: float) -> np.ndarray:
 WRONG = np.array([0.7, -1.0, 0.4, 2.0, -0.6, 1.1])
 
 
-@pytest.mark.parametrize("trace_decay", [0.0, 0.5, 0.95, 1.0])
-def test_exact_values_make_it_unbiased_for_any_lambda(trace_decay):
-    assert np.abs(expected_gradient(exact_values(), trace_decay) - EXACT).max() < 1e-6 * np.abs(EXACT).max()
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95, 1.0])
+def test_exact_values_make_it_unbiased_for_any_lambda(gae_lambda):
+    assert np.abs(expected_gradient(exact_values(), gae_lambda) - EXACT).max() < 1e-6 * np.abs(EXACT).max()
 
 
 def test_at_lambda_one_it_is_unbiased_for_any_values():
     assert np.abs(expected_gradient(WRONG, 1.0) - EXACT).max() < 1e-6 * np.abs(EXACT).max()
 
 
-@pytest.mark.parametrize("trace_decay", [0.0, 0.5, 0.95])
-def test_wrong_values_bias_it_below(trace_decay):
-    assert np.abs(expected_gradient(WRONG, trace_decay) - EXACT).max() > 0.01 * np.abs(EXACT).max()
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95])
+def test_wrong_values_bias_it_below(gae_lambda):
+    assert np.abs(expected_gradient(WRONG, gae_lambda) - EXACT).max() > 0.01 * np.abs(EXACT).max()
 
 
 def test_exact_values_lower_the_variance():
@@ -129,7 +129,7 @@ def test_exact_values_lower_the_variance():
             sampled = played.streams[0].sampled
             judged = np.zeros(len(sampled))
             judged[sampled] = [values[state] for state, _ in t.choices]
-            credit = assign([played], recipe(trace_decay=1.0), reward_streams([played]), None, [[judged]])
+            credit = assign([played], recipe(gae_lambda=1.0), reward_streams([played]), None, [[judged]])
             gradient = np.zeros_like(PARAMETERS)
             for (state, token), advantage in zip(t.choices, credit.values[0][0][sampled], strict=True):
                 gradient[state] -= float(advantage) * np.exp(LOG_POLICY[state])

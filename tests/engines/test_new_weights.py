@@ -32,7 +32,7 @@ def test_every_token_has_the_log_probability_of_its_version_given_all_before_it(
     prompts = [tuple(draw.integers(3, 300, 20 + 9 * i).tolist()) for i in range(4)]
     engine = LocalEngine(policy, EngineRecipe(slots=3, tokens_per_forward=budget))
     engine.load_weights(0)
-    old = policy.twin()
+    old = policy.replica()
 
     def change():
         if engine.counters.sampled >= 12 and engine.version == 0:
@@ -62,8 +62,8 @@ def test_a_twin_has_weights_of_its_own_and_shares_what_is_frozen(tiny_model):
     from posttrain.recipe.model import LoraRecipe
 
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(rank=2)))
-    twin = policy.twin()
-    mine, its = dict(policy.model.named_parameters()), dict(twin.model.named_parameters())
+    replica = policy.replica()
+    mine, its = dict(policy.model.named_parameters()), dict(replica.model.named_parameters())
     assert mine.keys() == its.keys()
     for name, parameter in mine.items():
         assert (parameter.data_ptr() == its[name].data_ptr()) == (not parameter.requires_grad), name

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 import torch
-from posttrain.engines.local.engine.cpu import kernel
+from posttrain.engines.local.cpu import kernel
 
 from posttrain.engines.local.cache import KeyValuePages
 from posttrain.engines.local.cpu.kernel import decoding_kernel

@@ -4,7 +4,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
-from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
 
 from ..training.letters import Letters
 
@@ -12,7 +12,7 @@ from ..training.letters import Letters
 def play(policy, slots, monkeypatch, episodes=24, per_seed=1):
     monkeypatch.setattr(driver, "open_environment", Letters)
     engine = LocalEngine(policy, EngineRecipe(slots=slots))
-    player = Player(
+    player = RolloutWorker(
         engine=engine,
         renderer=Renderer(policy.tokenizer, policy.end_tokens),
         environment=Letters.Recipe(type="letters", max_turns=4),
@@ -20,7 +20,7 @@ def play(policy, slots, monkeypatch, episodes=24, per_seed=1):
         sampling=SamplingRecipe(),
         version=0,
     )
-    places = [Place(i // per_seed, i // per_seed, i % per_seed, (0, "test", i)) for i in range(episodes)]
+    places = [EpisodeRequest(i // per_seed, i // per_seed, i % per_seed, (0, "test", i)) for i in range(episodes)]
     return play_all(player, places), engine.counters
 
 

@@ -21,7 +21,7 @@ from posttrain.engines.vllm.engine import VllmEngine, open_vllm
 from posttrain.engines.vllm.replicas import Died, Refused, ask
 from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments
-from posttrain.engines.vllm.weights import Depot, buckets
+from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
@@ -214,18 +214,18 @@ def test_files_of_weights_go_when_the_engine_does():
 def test_files_of_a_killed_process_go_with_the_next_one():
     code = """
 import os, torch
-from posttrain.engines.vllm.weights import Depot
-depot = Depot(keep=True, wanted=1)
+from posttrain.engines.vllm.weights import WeightStore
+depot = WeightStore(keep=True, wanted=1)
 depot.put({"w": torch.ones(2)}, "w.safetensors")
 print(depot.folder, flush=True)
 os.kill(os.getpid(), 9)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    mine = Depot(keep=True, wanted=1)
+    mine = WeightStore(keep=True, wanted=1)
     killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     left = Path(killed.stdout.strip())
     assert (left / "w.safetensors").exists()
-    Depot(keep=True, wanted=1).close()
+    WeightStore(keep=True, wanted=1).close()
     assert not left.exists()
     assert mine.folder.exists()
     mine.close()
@@ -235,7 +235,7 @@ def test_buckets_are_bounded_and_keep_everything():
     weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate((10, 10, 100, 1, 1))]
     cut = list(buckets(weights, 80))
     assert [list(bucket) for bucket in cut] == [["w0", "w1"], ["w2"], ["w3", "w4"]]
-    depot = Depot(keep=False, wanted=1)
+    depot = WeightStore(keep=False, wanted=1)
     path = depot.put(cut[0], "one.safetensors")
     assert load_file(path)["w1"].tolist() == [1.0] * 10
     depot.done_with(path)
@@ -337,7 +337,7 @@ def test_refusals_say_why(served):
 
 def test_weights_cross_as_bytes(served, tmp_path):
     host, url = served
-    depot = Depot(keep=True, wanted=1)
+    depot = WeightStore(keep=True, wanted=1)
     weights = {"w": torch.randn(1000, 1001)}
     path = depot.put(weights, "w.safetensors")
     asked(url, "POST", "/weights/bucket", path, **{"content-type": "application/octet-stream"})
@@ -373,7 +373,7 @@ server.main()
 
 
 def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path):
-    own, depot = tmp_path / "own", Depot(keep=True, wanted=1)
+    own, depot = tmp_path / "own", WeightStore(keep=True, wanted=1)
     own.mkdir()
     path = depot.put({"w": torch.ones(3)}, "w.safetensors")
     announced = own / "port"

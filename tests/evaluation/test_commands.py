@@ -125,7 +125,7 @@ def test_reward_tells_which_model_it_could_not_have(tmp_path, tiny_model, capsys
     file, out = predictions(tmp_path / "p.jsonl", 0.3, items=4), tmp_path / "rewards.json"
     words = ["evaluate", "reward", str(file), "--model", str(tmp_path / "rm"), "--out", str(out)]
     assert main(words) == 0
-    assert "normalised (r - 0) / 0.5, kept with the model" in capsys.readouterr().out
+    assert "normalized (r - 0) / 0.5, kept with the model" in capsys.readouterr().out
     assert read_results(out)[0]["reward"].texts == 4
     assert main([*words, "--model", str(tmp_path / "gone")]) == 2
     said = capsys.readouterr()

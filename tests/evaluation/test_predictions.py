@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import column_names, read_predictions
-from posttrain.evaluation.text_metrics import corpus_metric, exact_match, normalised, verified
+from posttrain.evaluation.text_metrics import corpus_metric, exact_match, normalized, verified
 from tests.evaluation.made import predictions, write
 
 ROW = {"id": 0, "prompt": "What is 2 + 2?", "prediction": "4", "reference": "4"}
@@ -102,9 +102,9 @@ def test_without_any_reference_there_is_nothing_to_compare_with(tmp_path):
             measure(rows)
 
 
-def test_normalised():
-    assert normalised("  The\n ANSWER\u00a0is ﬁne ") == "the answer is fine"
-    assert normalised("a.") != normalised("a")
+def test_normalized():
+    assert normalized("  The\n ANSWER\u00a0is ﬁne ") == "the answer is fine"
+    assert normalized("a.") != normalized("a")
 
 
 def test_verifiers_of_reasoning_gym_and_rules(tmp_path):

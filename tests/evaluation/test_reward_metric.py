@@ -70,7 +70,7 @@ def test_rewards_are_scaled_as_the_model_says(models, rows):
 def test_several_models_one_of_them_without_statistics_and_one_not_there(models, rows, tmp_path):
     found = evaluate_rewards(rows, [*models, str(tmp_path)], AnswerRewards)
     assert [one.name.split("/")[0] for one in found.measured] == ["reward", "raw_reward"]
-    assert "keeps no statistics" in found.measured[1].about["normalised"]
+    assert "keeps no statistics" in found.measured[1].about["normalized"]
     assert list(found.failed) == [str(tmp_path)]
     assert "--model: " in found.failed[str(tmp_path)]
 

@@ -16,12 +16,12 @@ def batch(advantages, lengths=None, behaviour=None, old=None, weights=None):
     lengths = lengths or [n]
     tensor = lambda values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
     return TokenBatch(
-        behaviour=tensor(behaviour or [-1.0] * n),
+        rollout_logprobs=tensor(behaviour or [-1.0] * n),
         advantages=tensor(advantages),
         stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         lengths=torch.tensor(lengths),
         weights=tensor(weights or [1.0] * n),
-        old=None if old is None else tensor(old),
+        old_logprobs=None if old is None else tensor(old),
     )
 
 

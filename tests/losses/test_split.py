@@ -35,16 +35,16 @@ def partitions(items):
             yield [*rest[:i], [items[0], *part], *rest[i + 1 :]]
 
 
-def step(loss, normaliser, parts):
+def step(loss, aggregation, parts):
     """Gradient and metrics of one optimizer step in which `parts` are the micro-batches."""
     rng = np.random.default_rng(0)
     streams = [{k: rng.normal(size=n) for k in ("noise", "mismatch", "reference", "advantages")} for n in LENGTHS]
     inputs = [rng.normal(size=(n, FEATURES)) for n in LENGTHS]
     parameters = torch.tensor(rng.normal(size=FEATURES) * 0.5, requires_grad=True)
     start = parameters.detach()
-    options = {"normaliser": normaliser} | ({"constant": 7.0} if normaliser == "constant" else {})
+    options = {"aggregation": aggregation} | ({"constant": 7.0} if aggregation == "constant" else {})
     recipe = TypeAdapter(LossRecipe).validate_python(LOSSES.get(loss, {"type": "ppo"}) | options)
-    weights, divisor = token_weights(normaliser, LENGTHS, recipe.constant)
+    weights, divisor = token_weights(aggregation, LENGTHS, recipe.constant)
     totals: dict[str, np.ndarray] = {}
     for part in parts:
         joined = {k: torch.from_numpy(np.concatenate([streams[i][k] for i in part])) for k in streams[0]}
@@ -53,13 +53,13 @@ def step(loss, normaliser, parts):
         old = torch.nn.functional.logsigmoid(x @ start) + 0.2 * joined["noise"]
         lengths = torch.tensor([LENGTHS[i] for i in part])
         batch = TokenBatch(
-            behaviour=old + 0.3 * joined["mismatch"],
+            rollout_logprobs=old + 0.3 * joined["mismatch"],
             advantages=joined["advantages"],
             stream=torch.repeat_interleave(torch.arange(len(part)), lengths),
             lengths=lengths,
             weights=torch.repeat_interleave(torch.tensor([weights[i] for i in part], dtype=torch.float64), lengths),
-            reference=old + joined["reference"],
-            old=old,
+            ref_logprobs=old + joined["reference"],
+            old_logprobs=old,
         )
         if loss == "nll":
             value, metrics = nll(logprobs, batch), {}
@@ -73,23 +73,23 @@ def step(loss, normaliser, parts):
     return parameters.grad, totals
 
 
-@pytest.mark.parametrize("normaliser", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("loss", [*LOSSES, "k2", "k3", "nll"])
-def test_any_split_has_the_same_gradient_and_metrics(loss, normaliser):
-    whole, totals = step(loss, normaliser, [list(range(5))])
+def test_any_split_has_the_same_gradient_and_metrics(loss, aggregation):
+    whole, totals = step(loss, aggregation, [list(range(5))])
     assert whole.abs().max() > 1e-3
     every = list(partitions(list(range(5))))
     assert len(every) == 52
     for parts in every:
-        gradient, metrics = step(loss, normaliser, parts)
+        gradient, metrics = step(loss, aggregation, parts)
         torch.testing.assert_close(gradient, whole, atol=1e-12, rtol=0)
         for name, pair in metrics.items():
             np.testing.assert_allclose(pair, totals[name], atol=1e-10, err_msg=name)
 
 
 def test_weights_and_divisors():
-    assert token_weights("token", [3, 0, 1]) == ([1.0, 1.0, 1.0], 4.0)
-    assert token_weights("sequence", [4, 0, 1]) == ([0.25, 0.0, 1.0], 2.0)
+    assert token_weights("token_mean", [3, 0, 1]) == ([1.0, 1.0, 1.0], 4.0)
+    assert token_weights("sequence_mean", [4, 0, 1]) == ([0.25, 0.0, 1.0], 2.0)
     assert token_weights("constant", [3, 1], 10.0) == ([1.0, 1.0], 10.0)
     with pytest.raises(ValueError, match="constant"):
         token_weights("constant", [3, 1])

@@ -90,11 +90,11 @@ def test_numerical_gradients(monkeypatch):
 
 def test_a_copy_computes_with_its_own_weights():
     _, fused = both(config_of("llama"))
-    twin = copy.deepcopy(fused)
+    replica = copy.deepcopy(fused)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in replica.parameters():
             parameter.zero_()
-    assert outputs(twin).abs().max() == 0
+    assert outputs(replica).abs().max() == 0
     assert outputs(fused).abs().max() > 0
 
 

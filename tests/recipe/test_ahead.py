@@ -29,24 +29,24 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
 )
 def test_what_does_not_go_together_is_refused(given, words):
     with pytest.raises(InputError, match=words):
-        load_recipe([], ["rollout.ahead=2", *given], "rl")
+        load_recipe([], ["rollout.async_rollouts=2", *given], "rl")
 
 
 def test_what_has_no_effect_is_told():
     recipe = load_recipe([], ["rollout.on_new_weights=restart", "rollout.replay=x"], "rl")
-    found = [note for note in notes(recipe) if "rollout.ahead is 0" in note]
+    found = [note for note in notes(recipe) if "rollout.async_rollouts is 0" in note]
     assert [note.split()[0] for note in found] == ["rollout.on_new_weights", "rollout.replay"]
-    evaluation = load_recipe([], ["rollout.ahead=1"], "evaluate")
-    assert any(note.startswith("rollout.ahead has no effect") for note in notes(evaluation))
+    evaluation = load_recipe([], ["rollout.async_rollouts=1"], "evaluate")
+    assert any(note.startswith("rollout.async_rollouts has no effect") for note in notes(evaluation))
 
 
 def test_a_loss_without_importance_weights_is_told():
     def told(*given):
         return [note for note in notes(load_recipe([], list(given), "rl")) if "no importance weights" in note]
 
-    assert len(told("rollout.ahead=1", "loss.type=reinforce")) == 1
-    assert told("rollout.ahead=0", "loss.type=reinforce") == []
-    assert told("rollout.ahead=1", "loss.type=ppo") == []
+    assert len(told("rollout.async_rollouts=1", "loss.type=reinforce")) == 1
+    assert told("rollout.async_rollouts=0", "loss.type=reinforce") == []
+    assert told("rollout.async_rollouts=1", "loss.type=ppo") == []
 
 
 def test_ratios_are_clipped_where_episodes_are_of_older_weights():
@@ -54,11 +54,16 @@ def test_ratios_are_clipped_where_episodes_are_of_older_weights():
         return [n for n in notes(load_recipe([], ["loss.clip_low=0.1", *given], "rl")) if "clip" in n]
 
     assert clip_notes()
-    assert clip_notes("rollout.ahead=1") == []
+    assert clip_notes("rollout.async_rollouts=1") == []
 
 
 def test_the_plan_says_how_far_ahead_and_what_that_takes():
-    given = ["rollout.ahead=2", "learner.passes=3", "rollout.groups_per_step=4", "learner.updates_per_step=2"]
+    given = [
+        "rollout.async_rollouts=2",
+        "learner.epochs_per_step=3",
+        "rollout.groups_per_step=4",
+        "learner.updates_per_step=2",
+    ]
     recipe = load_recipe([], given, "rl")
     assert updates_behind(recipe.rollout, recipe.learner) == 12
     (line,) = [line for line in batch_arithmetic(recipe) if "ahead of it" in line]
@@ -75,11 +80,11 @@ def test_the_plan_says_how_far_ahead_and_what_that_takes():
 
 def test_the_plan_counts_the_cache_of_the_thread_s_own_engine_and_what_it_cannot_share():
     own, evaluations = "key/value cache of rollouts ahead, at most", "key/value cache, at most"
-    local = memory_estimate(load_recipe([], ["rollout.ahead=1"], "rl"), TINY)
+    local = memory_estimate(load_recipe([], ["rollout.async_rollouts=1"], "rl"), TINY)
     assert local[own][0] == local[evaluations][0] > 0
     assert own not in memory_estimate(load_recipe([], [], "rl"), TINY)
-    outside = memory_estimate(load_recipe([], ["rollout.ahead=1", "engine.type=vllm"], "rl"), TINY)
+    outside = memory_estimate(load_recipe([], ["rollout.async_rollouts=1", "engine.type=vllm"], "rl"), TINY)
     assert own not in outside
-    lora = load_recipe([], ["rollout.ahead=1", "model.lora.rank=1"], "rl")
+    lora = load_recipe([], ["rollout.async_rollouts=1", "model.lora.rank=1"], "rl")
     here, there = (memory_estimate(lora, TINY, Placement(n, n))["weights of rollouts ahead"][0] for n in (1, 2))
     assert there - here == 4 * TINY.parameters

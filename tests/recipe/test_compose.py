@@ -111,8 +111,8 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
             "the nearest is environment.format.thinking",
         ),
         (
-            ["credit.type=rloo", "credit.trace_decay=0.9"],
-            "override credit.trace_decay=0.9: there is no key credit.trace_decay; "
+            ["credit.type=rloo", "credit.gae_lambda=0.9"],
+            "override credit.gae_lambda=0.9: there is no key credit.gae_lambda; "
             "it belongs to credit.type gae, bilevel_gae, not rloo, so remove it or change the type",
         ),
         (
@@ -169,8 +169,8 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
             "override rollout.overlong.limit=3: rollout.overlong.buffer is missing; it must be a whole number, 1 or more",
         ),
         (
-            ["loss.normaliser=constant"],
-            "override loss.normaliser=constant: loss: `constant` goes with `normaliser: constant`, and with it alone",
+            ["loss.aggregation=constant"],
+            "override loss.aggregation=constant: loss: `constant` goes with `aggregation: constant`, and with it alone",
         ),
         (
             ["rollout.episodes_per_group=1", "credit.type=grpo"],
@@ -240,11 +240,11 @@ def test_a_new_type_drops_the_defaults_of_the_old_one():
 
 
 def test_a_new_type_drops_what_an_earlier_file_says_of_the_old_one(recipe_file):
-    file = recipe_file("credit: {type: gae, trace_decay: 0.9, discount: 0.99, whiten: false}\nloss: {clip_high: 0.3}\n")
+    file = recipe_file("credit: {type: gae, gae_lambda: 0.9, discount: 0.99, whiten: false}\nloss: {clip_high: 0.3}\n")
     assert load_recipe([file], ["credit.type=rloo"], "rl").credit.model_dump() == {"type": "rloo"}
     assert load_recipe([file], ["credit.type=reinforce"], "rl").credit.discount == 0.99  # both have it
     back = load_recipe([file], ["credit.type=rloo", "credit.type=gae"], "rl").credit
-    assert (back.trace_decay, back.whiten) == (0.95, True)
+    assert (back.gae_lambda, back.whiten) == (0.95, True)
     assert load_recipe([file], ["loss.type=cispo", "loss.clip_high=0.4"], "rl").loss.clip_high == 0.4
     units = recipe_file(
         "reward: {path: rm}\ncredit: {type: gae}\n"
@@ -260,8 +260,8 @@ def test_a_new_type_hides_no_mistake(recipe_file):
     file = recipe_file("credit: {type: gae, trace_decoy: 0.9}\n")
     with pytest.raises(InputError, match=r"no key credit\.trace_decoy"):
         load_recipe([file], ["credit.type=rloo"], "rl")
-    with pytest.raises(InputError, match=r"no key credit\.trace_decay"):
-        load_recipe([], ["credit.type=rloo", "credit.trace_decay=0.5"], "rl")
+    with pytest.raises(InputError, match=r"no key credit\.gae_lambda"):
+        load_recipe([], ["credit.type=rloo", "credit.gae_lambda=0.5"], "rl")
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
         assert by_name["rl"].reward.path == "runs/helpsteer3/reward/model"
     else:
         assert by_name["ppo"].reward.path == by_name["ppo"].critic.path == "runs/rlhf/reward/model"
-        assert by_name["unit_ppo"].reward.path == by_name["unit_ppo"].unit_credit.normaliser
+        assert by_name["unit_ppo"].reward.path == by_name["unit_ppo"].unit_credit.normalizer
         assert by_name["unit_ppo"].reward.path == "runs/rlhf/unit_reward/model"
 
 
@@ -215,8 +215,8 @@ def test_the_numbers_of_rl_multiply_out():
         recipe = load_recipe([f"recipes/rlhf/{name}.yaml"], [], "rl")
         sampled = recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
         assert sampled == answers * recipe.learner.updates_per_step
-        updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
-        whole = 5000 * recipe.rollout.episodes_per_group // answers * recipe.learner.passes
+        updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
+        whole = 5000 * recipe.rollout.episodes_per_group // answers * recipe.learner.epochs_per_step
         assert (updates, abs(updates - whole) <= 1) == (planned, True)
         assert f"{updates} updates" in text
         assert recipe.optimizer.warmup_updates == -(-updates * 0.03 // 1)
@@ -419,7 +419,7 @@ def test_the_rationale_pipeline_runs_on_small_data(stages, domain, tiny_model, t
         assert ("units/without" in metrics) == (stage in ("drca", "unit_ppo"))
         assert ("units/per_answer" in metrics) == (stage == "unit_ppo")  # an untrained model writes no labelled steps
     # The command says what the stage said at its end.
-    params = runs / "unit_reward" / "normaliser" / "params.json"
+    params = runs / "unit_reward" / "normalizer" / "params.json"
     fitted = params.read_text()
     params.unlink()
     capsys.readouterr()

@@ -50,7 +50,7 @@ def test_the_original_numbers():
             0.001,
         )
         assert (recipe.rollout.tokens_per_turn, recipe.model.gradient_checkpointing) == (400, True)
-        assert recipe.learner.updates_per_step == recipe.learner.passes == 1
+        assert recipe.learner.updates_per_step == recipe.learner.epochs_per_step == 1
     assert [recipe.environment.max_turns for recipe in (bandit, sokoban, lake)] == [1, 5, 5]
     assert [(r.rollout.groups_per_step, r.rollout.episodes_per_group) for r in (bandit, sokoban, lake)] == [
         (32, 1),

@@ -15,7 +15,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
-from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
 
 from ..conftest import make_tokenizer
 
@@ -75,7 +75,7 @@ def counting(monkeypatch):
 
 
 def play(seeds, engine=None, **rollout):
-    player = Player(
+    player = RolloutWorker(
         engine=engine or EchoEngine(),
         renderer=RENDERER,
         environment=EnvironmentRecipe(type="counting", max_turns=3),
@@ -83,7 +83,7 @@ def play(seeds, engine=None, **rollout):
         sampling=SamplingRecipe(),
         version=4,
     )
-    return play_all(player, [Place(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)])
+    return play_all(player, [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)])
 
 
 def test_an_episode_has_its_turns_rewards_and_streams():
@@ -99,7 +99,7 @@ def test_an_episode_has_its_turns_rewards_and_streams():
     assert stream.rewards[[turn.stop - 1 for turn in episode.turns]].tolist() == [1.0, 1.0, 1.0]
     assert stream.rewards.sum() == 3.0
     assert len(stream) == episode.turns[-1].stop
-    assert (stream.logprobs != 0).tolist() == stream.sampled.tolist()
+    assert (stream.rollout_logprobs != 0).tolist() == stream.sampled.tolist()
 
 
 def test_each_turn_continues_the_tokens_of_the_one_before():

@@ -17,8 +17,8 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
-from posttrain.rollout.driver import Place, play_all
-from posttrain.rollout.remote_worker import THOUGHTS, Faults, RemotePlayer
+from posttrain.rollout.driver import EpisodeRequest, play_all
+from posttrain.rollout.remote_worker import THOUGHTS, Faults, RemoteRolloutWorker
 from posttrain.rollout.store import read_episodes, write_episodes
 
 from .chat_server import Reply, scripted, serving
@@ -59,7 +59,7 @@ def words(monkeypatch):
 def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **engine):
     recipe = OpenAIEngineRecipe.model_validate({"url": server.url, "model": "m", "retries": 2, **engine})
     limits = RolloutRecipe.model_validate(rollout or {})
-    return RemotePlayer(
+    return RemoteRolloutWorker(
         client=chat_client("engine", recipe.url, recipe.seconds, recipe.retries, recipe.api_key_variable),
         engine=recipe,
         faults=Faults(limits.failures, count),
@@ -70,7 +70,7 @@ def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **e
 
 
 def play(server, seeds=(1,), **keys):
-    places = [Place(seed, group, 0, (0, "evaluation", group, 0)) for group, seed in enumerate(seeds)]
+    places = [EpisodeRequest(seed, group, 0, (0, "evaluation", group, 0)) for group, seed in enumerate(seeds)]
     return play_all(player(server, count=len(places), **keys), places)
 
 

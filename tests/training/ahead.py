@@ -11,7 +11,7 @@ from rich.console import Console
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.stages import Recipe
-from posttrain.rollout.driver import Player
+from posttrain.rollout.driver import RolloutWorker
 from posttrain.rollout.weight_sync import Weights
 from posttrain.stages import run_stage
 from posttrain.training.rollouts import collect
@@ -35,15 +35,15 @@ def train(recipe: dict[str, Any], resume: bool = False):
 
 
 class OneThread:
-    """What `rollout.ahead: n` with `finish` says, plainly: the episodes of step s are sampled, when they are needed, with
+    """What `rollout.async_rollouts: n` with `finish` says, plainly: the episodes of step s are sampled, when they are needed, with
     the weights as they were after step s - 1 - n."""
 
     phase = "rollout"
 
     def __init__(self, recipe, playing, tasks, trainer):
         self.recipe, self.playing, self.tasks = recipe, playing, tasks
-        self.twin = playing.policy.twin()
-        self.engine = LocalEngine(self.twin, recipe.engine)
+        self.replica = playing.policy.replica()
+        self.engine = LocalEngine(self.replica, recipe.engine)
         self.weights = {0: Weights.of(playing.policy, 0)}
 
     def __enter__(self):
@@ -53,12 +53,12 @@ class OneThread:
         pass
 
     def take(self, step):
-        weights = self.weights[max(0, step - 1 - self.recipe.rollout.ahead)]
-        weights.put_into(self.twin)
+        weights = self.weights[max(0, step - 1 - self.recipe.rollout.async_rollouts)]
+        weights.put_into(self.replica)
         self.engine.load_weights(weights.version)
-        player = Player(
+        player = RolloutWorker(
             self.engine,
-            Renderer(self.twin.tokenizer, self.twin.end_tokens),
+            Renderer(self.replica.tokenizer, self.replica.end_tokens),
             self.recipe.environment,
             self.recipe.rollout,
             self.recipe.rollout.sampling,

@@ -125,7 +125,11 @@ def episodes(run: Path) -> dict[str, list]:
     for file in sorted((run / "episodes").iterdir()):
         stored = read_episodes(file)
         found[file.name] = [
-            [(s.ids.tolist(), s.logprobs.tobytes(), s.rewards.tobytes()) for e in stored.episodes for s in e.streams],
+            [
+                (s.ids.tolist(), s.rollout_logprobs.tobytes(), s.rewards.tobytes())
+                for e in stored.episodes
+                for s in e.streams
+            ],
             stored.advantages and [[a.tobytes() for a in streams] for streams in stored.advantages.values],
             [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty) for u in stored.units],
         ]

@@ -46,9 +46,9 @@ def noisy(module, monkeypatch):
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_what_is_learned_is_what_one_thread_learns_with_weights_of_n_steps_before(n, tiny_model, tmp_path, monkeypatch):
     """With 0 this compares the plain loop with itself in other words, so all three rest on the same reading."""
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "threads", {"ahead": n}))
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "threads", {"async_rollouts": n}))
     monkeypatch.setattr(rl, "open_rollouts", ahead.OneThread)
-    other = ahead.train(ahead.values(tiny_model, tmp_path, "one", {"ahead": n}))
+    other = ahead.train(ahead.values(tiny_model, tmp_path, "one", {"async_rollouts": n}))
     assert ahead.results(run) == ahead.results(other)
     oldest = [line.get("policy/staleness_max", 0.0) for line in train_lines(run)]
     assert oldest == [2.0 * min(n, step) for step in range(5)]
@@ -58,7 +58,7 @@ def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path, monkeypatch):
     opened = []
     original = rl.open_rollouts
     monkeypatch.setattr(rl, "open_rollouts", lambda *args: opened.append(original(*args)) or opened[-1])
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "plain", {"ahead": 0}))
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
     assert isinstance(opened[0], InStep)
     assert not (run.path / "ahead").exists()
     assert not (run.path / "events.jsonl").exists()
@@ -69,7 +69,7 @@ def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rule", ["continue", "restart"])
 def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
-    rollout = {"ahead": 2, "on_new_weights": rule, "environment_seconds": 30.0}
+    rollout = {"async_rollouts": 2, "on_new_weights": rule, "environment_seconds": 30.0}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     events = EventLog(run.path).read()
     taken = [(b, w.before_pass) for b, recorded in events.items() for w in recorded.weights]
@@ -83,7 +83,7 @@ def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
 
 
 def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(tiny_model, tmp_path, noisy):
-    rollout = {"ahead": 2, "on_new_weights": "continue", "environment_seconds": 30.0}
+    rollout = {"async_rollouts": 2, "on_new_weights": "continue", "environment_seconds": 30.0}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     mixed = 0
     for step in range(1, 6):
@@ -99,7 +99,7 @@ def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(tiny_mod
 
 
 def test_a_replay_that_does_not_fit_says_so(tiny_model, tmp_path):
-    rollout = {"ahead": 1, "on_new_weights": "continue"}
+    rollout = {"async_rollouts": 1, "on_new_weights": "continue"}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     lines = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     lines[2]["digest"] = "0" * 16
@@ -114,18 +114,24 @@ def test_a_replay_that_does_not_fit_says_so(tiny_model, tmp_path):
 def test_what_the_environment_raises_reaches_the_user_as_it_is(tiny_model, tmp_path, module, monkeypatch):
     monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
     with pytest.raises(RunError, match=r"6 of 6 episodes failed, the first in group 0 .*ZeroDivisionError"):
-        ahead.train(ahead.values(tiny_model, tmp_path, "fails", {"ahead": 1}))
+        ahead.train(ahead.values(tiny_model, tmp_path, "fails", {"async_rollouts": 1}))
 
 
 def test_a_guard_stops_both_sides(tiny_model, tmp_path):
     guards = {"action": "stop", "patience": 2, "min_entropy": 50.0}
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "guarded", {"ahead": 2}, guards=guards))
+    run = ahead.train(ahead.values(tiny_model, tmp_path, "guarded", {"async_rollouts": 2}, guards=guards))
     assert [line["step"] for line in train_lines(run)] == [1, 2]
     assert (run.path / "model" / "model.safetensors").is_file()
 
 
 def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path, noisy):
-    rollout = {"ahead": 1, "on_new_weights": "continue", "stale": "drop", "stale_after": 0, "environment_seconds": 30.0}
+    rollout = {
+        "async_rollouts": 1,
+        "on_new_weights": "continue",
+        "stale": "drop",
+        "stale_after": 0,
+        "environment_seconds": 30.0,
+    }
     run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout | {"filter": {"type": "none"}}))
     lines = train_lines(run)
     assert lines[0]["rollout/stale"] == 0
@@ -137,8 +143,14 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
 @pytest.mark.parametrize("credit", ["rloo", "gae"])
 def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credit, tiny_model, tmp_path, monkeypatch):
     # Weights come too late for every second batch.
-    monkeypatch.setattr("posttrain.rollout.weight_sync.Conductor.look", lambda self: None)
-    rollout = {"ahead": 1, "on_new_weights": "continue", "stale": "drop", "stale_after": 0, "filter": {"type": "none"}}
+    monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.look", lambda self: None)
+    rollout = {
+        "async_rollouts": 1,
+        "on_new_weights": "continue",
+        "stale": "drop",
+        "stale_after": 0,
+        "filter": {"type": "none"},
+    }
     run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
     assert [line["rollout/stale"] for line in train_lines(run)] == [0, 6, 0, 6, 0]
     assert ["optimizer/gradient_norm" in line for line in train_lines(run)] == [True, False, True, False, True]
@@ -161,7 +173,7 @@ def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credi
     ids=str,
 )
 def test_every_algorithm_takes_steps_ahead(changes, tiny_model, tmp_path):
-    base = ahead.values(tiny_model, tmp_path, "small", {"ahead": 1, "on_new_weights": "continue"})
+    base = ahead.values(tiny_model, tmp_path, "small", {"async_rollouts": 1, "on_new_weights": "continue"})
     merged = {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
     run = ahead.train(base | merged | {"steps": 3})
     lines = train_lines(run)

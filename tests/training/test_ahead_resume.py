@@ -27,7 +27,7 @@ PLACES = {
 
 
 def recipe(tiny, runs):
-    return ahead.values(tiny, runs, "small", {"ahead": 2}, checkpoint={"every": 2, "keep": 2})
+    return ahead.values(tiny, runs, "small", {"async_rollouts": 2}, checkpoint={"every": 2, "keep": 2})
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def foretold(tiny, folder, **changes):
 
 def test_the_critic_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
     critic = {"clip": None, "optimizer": {"learning_rate": 1e-2, "max_gradient_norm": 10.0}}
-    learner = {"passes": 4, "tokens_per_batch": 4096}
+    learner = {"epochs_per_step": 4, "tokens_per_batch": 4096}
     task = foretold(tiny_model, tmp_path)
     run, _ = train(tiny_model, tmp_path, credit={"type": "gae"}, critic=critic, learner=learner, steps=25, **task)
     explained = [line["critic/explained_variance"] for line in lines(run, "train")]
@@ -94,10 +94,10 @@ def test_ppo_raises_the_return(tiny_model, tmp_path):
         {},
         {"critic": {"lora": {"rank": 2}}},
         {"critic": {"dtype": "bfloat16", "clip": None}},
-        {"credit": {"type": "gae", "trace_decay": 1.0, "discount": 0.99, "whiten": False}},
+        {"credit": {"type": "gae", "gae_lambda": 1.0, "discount": 0.99, "whiten": False}},
         {"kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward", "target": 0.01}},
         {"model": {"lora": {"rank": 2}}},
-        {"learner": {"passes": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
+        {"learner": {"epochs_per_step": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
         {"credit": {"type": "rloo"}},
         {"credit": {"type": "grpo"}},
         {"credit": {"type": "reinforce_pp"}},
@@ -196,7 +196,7 @@ def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_
     assert small.episodes(tmp_path / "small") == small.episodes(uninterrupted)
     last = sorted((tmp_path / "small" / "checkpoints").glob("step_*"))[-1]
     assert any(name.startswith("critic/weights/") and "lora" in name for name in read_all(last / "tensors"))
-    assert json.loads((last / "state.json").read_text())["companions"]["critic"]["optimizer"]["updates"] == 8
+    assert json.loads((last / "state.json").read_text())["checkpointables"]["critic"]["optimizer"]["updates"] == 8
 
 
 def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_model, monkeypatch):

@@ -1,4 +1,4 @@
-"""The learner: one global normaliser, skipped updates that name their episode, masters in float32."""
+"""The learner: one global aggregation, skipped updates that name their episode, masters in float32."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def samples(seed=0):
         prompt = rng.integers(3, 250, 10)
         for member in range(4):
             one = sample(prompt, rng.integers(3, 250, rng.integers(2, 30)), f"group {group} episode {member}")
-            one.stream.logprobs[one.stream.sampled] = -5.0 + rng.normal(size=one.sampled_tokens) * 0.1
+            one.stream.rollout_logprobs[one.stream.sampled] = -5.0 + rng.normal(size=one.sampled_tokens) * 0.1
             one.advantages = np.full(one.sampled_tokens, rng.normal(), dtype=np.float32)
             made.append(one)
     return made
@@ -51,9 +51,9 @@ def gradients(model, budget, objective, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("normaliser", ["token", "sequence", "constant"])
-def test_gradients_do_not_depend_on_the_split_into_micro_batches(normaliser, tiny_model, monkeypatch):
-    loss = {"type": "ppo", "normaliser": normaliser} | ({"constant": 100.0} if normaliser == "constant" else {})
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, tiny_model, monkeypatch):
+    loss = {"type": "ppo", "aggregation": aggregation} | ({"constant": 100.0} if aggregation == "constant" else {})
     objective = PolicyObjective(RlRecipe(loss=loss, entropy=0.1), 0.0)
     whole = gradients(tiny_model, 4096, objective, monkeypatch)
     assert len(pack(samples(), 4096)) == 1

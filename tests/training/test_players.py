@@ -6,14 +6,14 @@ from posttrain.environments.memory.environment import Memory
 from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.recipe.rollout import SeedRange
 from posttrain.training.evaluators import START
-from posttrain.training.rollout_manager import Playing
+from posttrain.training.rollout_manager import RolloutManager
 
 
 def test_players_of_the_environment_are_rows_of_the_final_table():
-    playing = object.__new__(Playing)
+    playing = object.__new__(RolloutManager)
     playing.environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
     playing.recipe = SimpleNamespace(evaluation=SimpleNamespace(final_seeds=SeedRange(start=5, count=6)))
-    lines = playing.references()
+    lines = playing.baselines()
     assert set(lines) == {"random", *Memory.players, "optimal"}
     rows = playing.rows({**lines, START: {"n": 6, "success": 0.5}})
     assert [row.player for row in rows][:2] == ["random policy", Memory.players[0]]

@@ -43,7 +43,7 @@ def pair_samples(seed=0):
             streams.append(TokenStream(ids, np.arange(len(ids)) >= len(prompt)))
         samples += samples_of_row(TokenRow(streams, f"row {number}", margin=0.1 * number), number)
     for sample in samples:
-        sample.reference = rng.normal(-5, 0.2, sample.sampled_tokens).astype(np.float32)
+        sample.ref_logprobs = rng.normal(-5, 0.2, sample.sampled_tokens).astype(np.float32)
     return samples
 
 
@@ -112,10 +112,10 @@ def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_mode
     start = logprobs(learner, samples)
     first.prepare(samples)
     for sample in samples:
-        sample.reference = None
+        sample.ref_logprobs = None
     first.give(samples)
     for sample, expected in zip(samples, start, strict=True):
-        np.testing.assert_allclose(sample.reference, expected, atol=2e-6)
+        np.testing.assert_allclose(sample.ref_logprobs, expected, atol=2e-6)
     learner.update(samples, PairObjective(LOSSES.validate_python({"type": "dpo"}), 0.0))
     assert np.abs(np.concatenate(logprobs(learner, samples)) - np.concatenate(start)).max() > 1e-3
 
@@ -126,10 +126,10 @@ def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_mode
     fresh = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
     again = References(recipe, fresh, learner)
     again.prepare(samples)
-    kept = [sample.reference for sample in samples]
+    kept = [sample.ref_logprobs for sample in samples]
     again.give(samples)
     for sample, before in zip(samples, kept, strict=True):
-        assert np.array_equal(sample.reference, before)
+        assert np.array_equal(sample.ref_logprobs, before)
 
 
 def run(values):

@@ -23,7 +23,7 @@ def rows():
     draws = np.random.default_rng(7)
     made = [sample(draws.integers(3, 250, 6), draws.integers(3, 250, n), "row") for n in (3, 11, 20)]
     for one in made:
-        one.taught = True
+        one.ptx = True
     return made
 
 
@@ -44,7 +44,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
 
 
 @pytest.mark.parametrize(
-    "loss", [{"type": "ppo"}, {"type": "ppo", "normaliser": "constant", "constant": 50.0}, {"type": "gspo"}]
+    "loss", [{"type": "ppo"}, {"type": "ppo", "aggregation": "constant", "constant": 50.0}, {"type": "gspo"}]
 )
 def test_loss_and_gradient_are_the_sum_of_both(loss, tiny_model, monkeypatch):
     policy = PolicyObjective(RlRecipe(loss=loss, entropy=0.01), 0.0)
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
     changes = {"ptx": ptx(tmp_path), "credit": {"type": "gae"}}
     assert small.run(small.recipe_values(tiny_model, tmp_path / "whole", **changes)) == 0
     killed = small.recipe_values(tiny_model, tmp_path / "killed", **changes)
-    assert small.run(killed, die_at=("posttrain.training.rl:TaughtRows.batch", 6)) == -9
+    assert small.run(killed, die_at=("posttrain.training.rl:PtxRows.batch", 6)) == -9
     assert small.run(killed, resume=True) == 0
     assert small.weights(tmp_path / "whole" / "small") == small.weights(tmp_path / "killed" / "small")
     assert small.metrics(tmp_path / "whole" / "small") == small.metrics(tmp_path / "killed" / "small")

@@ -24,8 +24,8 @@ def _values(tiny, folder, reward_model):
     del own["environment"]["rule"]
     return own | {
         "steps": 3,
-        "reward": {"path": str(reward_model), "normalise": "running"},
-        "credit": {"type": "gae", "trace_decay": 0.9},
+        "reward": {"path": str(reward_model), "normalize": "running"},
+        "credit": {"type": "gae", "gae_lambda": 0.9},
         "critic": {"optimizer": {"learning_rate": 1e-3}},
         "unit_credit": {"type": "shapley", "segmenter": {"type": "token"}, "permutations": 2},
         "evaluation": own["evaluation"] | {"every": 0},
@@ -62,7 +62,7 @@ def test_ahead_of_the_learner_too(tiny_model, reward_model, tmp_path):
     def own(runs):
         runs.mkdir()
         values = _values(tiny_model, runs, reward_model)
-        return values | {"rollout": values["rollout"] | {"ahead": 1}}
+        return values | {"rollout": values["rollout"] | {"async_rollouts": 1}}
 
     assert small.run(own(tmp_path / "whole")) == 0, (tmp_path / "whole" / "log.txt").read_text()
     killed = own(tmp_path / "killed")

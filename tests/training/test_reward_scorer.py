@@ -17,7 +17,7 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.conversation import Conversation
 from posttrain.training.reward_scorer import RAW, RewardScorer, RunningStatistics, open_scorer, scaled
 from posttrain.training.rl import samples_of, score
-from posttrain.training.rollouts import Collected, _apply_failure_policy
+from posttrain.training.rollouts import RolloutBatch, _apply_failure_policy
 from tests.conftest import CHATML, make_tokenizer
 
 MEAN, STD = 0.05, 0.4
@@ -208,15 +208,15 @@ def test_scoring_leaves_no_gradient_and_takes_no_graph(tiny_policy, reward_model
 
 
 @pytest.mark.parametrize(
-    ("normalise", "clip"), [("stored", None), ("stored", 0.1), ("none", None), ("none", 0.01), ("running", 0.01)]
+    ("normalize", "clip"), [("stored", None), ("stored", 0.1), ("none", None), ("none", 0.01), ("running", 0.01)]
 )
-def test_the_reward_is_added_to_the_last_turn_and_its_last_token(normalise, clip, tiny_policy, reward_model):
-    made = scorer(reward_model, tiny_policy, normalise=normalise, clip=clip)
+def test_the_reward_is_added_to_the_last_turn_and_its_last_token(normalize, clip, tiny_policy, reward_model):
+    made = scorer(reward_model, tiny_policy, normalize=normalize, clip=clip)
     episodes = [episode(tiny_policy, ["Up", answer], paid=0.25) for answer in ANSWERS]
     raw = np.array(made.scores(episodes))
     made(episodes)
-    expected = (raw - MEAN) / STD if normalise == "stored" else raw
-    if clip is not None and normalise != "running":
+    expected = (raw - MEAN) / STD if normalize == "stored" else raw
+    if clip is not None and normalize != "running":
         assert (np.abs(expected) > clip).any()
         expected = expected.clip(-clip, clip)
     for played, value, said in zip(episodes, expected, raw, strict=True):
@@ -233,7 +233,7 @@ def test_the_reward_is_added_to_the_last_turn_and_its_last_token(normalise, clip
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_no_number_fails_the_episode_and_is_no_zero(value, tiny_policy, reward_model, monkeypatch):
-    made = scorer(reward_model, tiny_policy, normalise="none")
+    made = scorer(reward_model, tiny_policy, normalize="none")
     episodes = [episode(tiny_policy, group=n) for n in range(3)]
     failed = episode(tiny_policy, group=3)
     failed.outcome, failed.failure = Outcome.FAILED, "the environment raised"
@@ -252,7 +252,7 @@ def test_a_reward_that_is_no_number_fails_the_episode_and_is_no_zero(value, tiny
     assert not episodes[1].success
     assert failed.failure == "the environment raised"
     assert [e.total_reward for e in episodes] == [1.0, 0.0, 2.0]
-    collected = Collected([], [])
+    collected = RolloutBatch([], [])
     recipe = RlRecipe(environment={"type": "bandit"}, rollout={"failures": {"policy": "drop", "max_share": 0.5}})
     kept = _apply_failure_policy([*episodes, failed], recipe, collected)
     assert kept == [episodes[0], episodes[2]]
@@ -270,16 +270,16 @@ def test_weights_that_are_no_numbers_fail_every_episode(tiny_policy, reward_mode
 
 def test_stored_statistics_have_to_be_there(tiny_policy, tmp_path):
     path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=None)
-    with pytest.raises(InputError, match=r"^reward\.normalise: .*model keeps no mean and standard deviation"):
+    with pytest.raises(InputError, match=r"^reward\.normalize: .*model keeps no mean and standard deviation"):
         scorer(path, tiny_policy)
-    for normalise in ("running", "none"):
-        scorer(path, tiny_policy, normalise=normalise)
+    for normalize in ("running", "none"):
+        scorer(path, tiny_policy, normalize=normalize)
 
 
 @pytest.mark.parametrize("statistics", [(0.1, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf), (0.0, -1.0)])
 def test_stored_statistics_have_to_be_numbers_that_can_scale(statistics, tiny_policy, tmp_path):
     path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=statistics)
-    with pytest.raises(InputError, match=r"^reward\.normalise: "):
+    with pytest.raises(InputError, match=r"^reward\.normalize: "):
         scorer(path, tiny_policy)
 
 
@@ -298,10 +298,10 @@ def test_scaling_and_clipping():
 # -- on the way to credit ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalise", ["stored", "running", "none"])
+@pytest.mark.parametrize("normalize", ["stored", "running", "none"])
 @pytest.mark.parametrize("penalty", [0.0, 0.75])
-def test_the_penalty_for_a_missing_end_reaches_credit_once(normalise, penalty, tiny_policy, reward_model):
-    made = scorer(reward_model, tiny_policy, normalise=normalise, clip=None)
+def test_the_penalty_for_a_missing_end_reaches_credit_once(normalize, penalty, tiny_policy, reward_model):
+    made = scorer(reward_model, tiny_policy, normalize=normalize, clip=None)
     episodes = [episode(tiny_policy, [ANSWERS[n]], cut=n % 2 == 1, group=0) for n in range(4)]
     raw = np.array(made.scores(episodes))
     made(episodes)
@@ -309,7 +309,7 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalise, penalty, t
         environment={"type": "bandit"},
         credit={"type": "reinforce"},
         rollout={"missing_end_penalty": penalty},
-        reward={"path": str(reward_model), "normalise": normalise, "clip": None},
+        reward={"path": str(reward_model), "normalize": normalize, "clip": None},
     )
     running = RunningStatistics(recipe.reward)
     running.include(episodes)
@@ -318,7 +318,7 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalise, penalty, t
         "stored": (raw - MEAN) / STD,
         "running": (raw - raw.mean()) / raw.std(ddof=1),
         "none": raw,
-    }[normalise] - penalty * np.array([0, 1, 0, 1])
+    }[normalize] - penalty * np.array([0, 1, 0, 1])
     for (stream,), played, value in zip(rewards.values, episodes, expected, strict=True):
         assert np.flatnonzero(stream).tolist() == [played.turns[-1].stop - 1]
         assert stream.sum() == pytest.approx(value, abs=1e-5)

@@ -299,11 +299,11 @@ def test_a_stream_without_a_usable_row_says_so_and_does_not_hang(tmp_path):
 def test_samples_carry_their_side_and_nothing_of_a_rollout():
     pair = TokenRow([row("a").streams[0], row("a", 4).streams[0]], "a", margin=1.5)
     good, bad = samples_of_row(pair, 7)
-    assert (good.side.row, good.side.good, good.side.margin) == (7, True, 1.5)
-    assert (bad.side.row, bad.side.good, bad.side.margin) == (7, False, 1.5)
+    assert (good.side.row, good.side.chosen, good.side.margin) == (7, True, 1.5)
+    assert (bad.side.row, bad.side.chosen, bad.side.margin) == (7, False, 1.5)
     assert good.stream.turn.tolist() == [-1, -1, 0, 0]
     assert not good.stream.rewards.any()
     (verdict,) = samples_of_row(TokenRow(row("a").streams, "a", good=False), 2)
-    assert (verdict.side.row, verdict.side.good) == (2, False)
+    assert (verdict.side.row, verdict.side.chosen) == (2, False)
     (plain,) = samples_of_row(row("a"))
     assert plain.side is None

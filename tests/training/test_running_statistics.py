@@ -21,7 +21,7 @@ def scored(values) -> list[Episode]:
     return episodes
 
 
-RUNNING = RewardSource(path="unread", normalise="running", clip=None)
+RUNNING = RewardSource(path="unread", normalize="running", clip=None)
 
 
 def test_running_statistics_are_those_of_all_rewards_so_far():
@@ -64,8 +64,8 @@ def test_running_statistics_come_back_from_their_state():
     assert one.correction({RAW: 0.3}) == two.correction({RAW: 0.3})
 
 
-@pytest.mark.parametrize("source", [None, RewardSource(path="unread"), RewardSource(path="unread", normalise="none")])
-def test_without_running_normalisation_nothing_is_counted_or_corrected(source):
+@pytest.mark.parametrize("source", [None, RewardSource(path="unread"), RewardSource(path="unread", normalize="none")])
+def test_without_running_normalization_nothing_is_counted_or_corrected(source):
     running = RunningStatistics(source)
     running.include(scored([1.0, 2.0]))
     assert running.count == 0

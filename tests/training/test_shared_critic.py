@@ -93,7 +93,7 @@ def by_hand(model, weight, samples, coefficient, clip):
     losses, errors = [], []
     for row, one in enumerate(samples):
         places = torch.from_numpy(np.flatnonzero(one.stream.sampled) - 1)
-        ratio = torch.exp(logprobs[row, places] - torch.from_numpy(one.stream.logprobs[one.stream.sampled]))
+        ratio = torch.exp(logprobs[row, places] - torch.from_numpy(one.stream.rollout_logprobs[one.stream.sampled]))
         advantages = torch.from_numpy(one.advantages)
         losses.append(-torch.minimum(ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.2) * advantages))
         own, old, target = values[row, places], torch.from_numpy(one.values), torch.from_numpy(one.returns)
@@ -106,7 +106,7 @@ def by_hand(model, weight, samples, coefficient, clip):
 
 
 def test_the_gradient_is_that_of_both_losses_by_plain_autograd(tiny_model, monkeypatch):
-    loss = {"type": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "normaliser": "token"}
+    loss = {"type": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean"}
     learner, critic = opened(tiny_model)
     objective = SharedObjective(PolicyObjective(recipe(tiny_model, loss=loss), 0.0), 0.3, 0.2)
     found, metrics = gradients(learner, judged(), objective, monkeypatch)
@@ -124,9 +124,11 @@ def test_the_gradient_is_that_of_both_losses_by_plain_autograd(tiny_model, monke
 
 
 @pytest.mark.parametrize("lora", [None, LoraRecipe(rank=2)], ids=["whole", "lora"])
-@pytest.mark.parametrize("normaliser", [{}, {"normaliser": "sequence"}, {"normaliser": "constant", "constant": 50.0}])
-def test_the_gradient_does_not_depend_on_the_split_and_rows_add_theirs(lora, normaliser, tiny_model, monkeypatch):
-    values = recipe(tiny_model, loss={"type": "ppo"} | normaliser)
+@pytest.mark.parametrize(
+    "aggregation", [{}, {"aggregation": "sequence_mean"}, {"aggregation": "constant", "constant": 50.0}]
+)
+def test_the_gradient_does_not_depend_on_the_split_and_rows_add_theirs(lora, aggregation, tiny_model, monkeypatch):
+    values = recipe(tiny_model, loss={"type": "ppo"} | aggregation)
     shared = SharedObjective(PolicyObjective(values, 0.0), 0.3, 0.2)
 
     def of(samples, objective, budget=4096):
@@ -212,7 +214,7 @@ def test_a_value_loss_that_is_not_finite_names_the_critics_rate(trunk, tiny_mode
 def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
     critic = {"trunk": "shared", "clip": None, "coefficient": 1.0}
     critic["optimizer"] = {"learning_rate": 3e-2, "max_gradient_norm": 10.0}
-    learner = {"passes": 4, "tokens_per_batch": 4096}
+    learner = {"epochs_per_step": 4, "tokens_per_batch": 4096}
     task = foretold(tiny_model, tmp_path, optimizer={"learning_rate": 3e-3})
     run, _ = train(tiny_model, tmp_path, credit={"type": "gae"}, critic=critic, learner=learner, steps=20, **task)
     explained = [line["critic/explained_variance"] for line in lines(run, "train")]
@@ -229,7 +231,7 @@ def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
         {"credit": {"type": "bilevel_gae"}},
         {"loss": {"type": "gspo"}},
         {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
-        {"learner": {"passes": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
+        {"learner": {"epochs_per_step": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
     ],
     ids=str,
 )
@@ -264,7 +266,7 @@ def test_the_policy_waits_for_the_heads_first_updates(tiny_model, tmp_path):
     assert weights[0] == weights[1]
     assert weights[1] != weights[2]
     state = [json.loads((path / "state.json").read_text()) for path in sorted(run.checkpoints.glob("*"))]
-    assert [one["companions"]["critic"]["optimizer"]["updates"] for one in state] == [0, 2, 4, 6]
+    assert [one["checkpointables"]["critic"]["optimizer"]["updates"] for one in state] == [0, 2, 4, 6]
     assert [one["optimizer"]["updates"] for one in state] == [0, 0, 1, 3]
 
 
@@ -298,7 +300,7 @@ def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_
     assert small.episodes(tmp_path / "small") == small.episodes(uninterrupted / "small")
     last = sorted((tmp_path / "small" / "checkpoints").glob("step_*"))[-1]
     assert read_all(last / "tensors")["critic/weights/weight"].any()
-    assert json.loads((last / "state.json").read_text())["companions"]["critic"]["optimizer"]["updates"] == 8
+    assert json.loads((last / "state.json").read_text())["checkpointables"]["critic"]["optimizer"]["updates"] == 8
 
 
 @pytest.mark.parametrize(

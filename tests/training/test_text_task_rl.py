@@ -134,9 +134,9 @@ def test_a_prompt_on_both_sides_is_told(tiny_model, tmp_path):
     assert any("6 of the held-out prompts are also trained on" in line.get("message", "") for line in lines)
 
 
-@pytest.mark.parametrize("normalise", ["stored", "running", "none"])
-def test_a_reward_model_pays_what_it_says(normalise, tiny_model, reward_model, tmp_path):
-    recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalise": normalise, "clip": None})
+@pytest.mark.parametrize("normalize", ["stored", "running", "none"])
+def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, tmp_path):
+    recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": normalize, "clip": None})
     del recipe["environment"]["rule"]
     directory, _ = run(recipe)
     paid = []
@@ -145,15 +145,15 @@ def test_a_reward_model_pays_what_it_says(normalise, tiny_model, reward_model, t
         paid.append([episode.total_reward for episode in episodes])
         for episode in episodes:
             raw = episode.turns[-1].info["reward_model"]
-            expected = (raw - 0.1) / 0.5 if normalise == "stored" else raw
+            expected = (raw - 0.1) / 0.5 if normalize == "stored" else raw
             assert episode.total_reward == pytest.approx(expected, abs=1e-5)
     state = json.loads((sorted(directory.checkpoints.glob("step_*"))[-1] / "state.json").read_text())["reward"]
-    assert state["count"] == (12 if normalise == "running" else 0)
+    assert state["count"] == (12 if normalize == "running" else 0)
     assert len({round(r, 6) for rewards in paid for r in rewards}) > 6
 
 
 def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_model, reward_model, tmp_path):
-    recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalise": "running"})
+    recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": "running"})
     recipe["rollout"]["missing_end_penalty"] = 0.5
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()

@@ -123,7 +123,7 @@ def recipe(tiny_model, folder, reward_model, unit_credit, **changes):
     own["environment"].pop("rule")
     own |= {
         "reward": {"path": str(reward_model)},
-        "credit": {"type": "gae", "trace_decay": 0.9},
+        "credit": {"type": "gae", "gae_lambda": 0.9},
         "critic": {"optimizer": {"learning_rate": 1e-3}},
         "unit_credit": unit_credit,
         "rollout": own["rollout"] | {"tokens_per_turn": 12},
@@ -183,7 +183,7 @@ def test_the_outcomes_share_of_an_all_outcome_credit_changes_nothing(tiny_model,
 
 def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_model, tmp_path):
     (tmp_path / "params.json").write_text(json.dumps({"m": {"d": {"token": {"avg": {"0": [0.1, 0.05, 0.2, 0.6]}}}}}))
-    credit = {"type": "unit_rewards", "normaliser": str(tmp_path / "params.json"), "placement": "end"}
+    credit = {"type": "unit_rewards", "normalizer": str(tmp_path / "params.json"), "placement": "end"}
     _, lines = run(recipe(tiny_model, tmp_path, unit_reward_model, credit))
     line = next(line for line in lines if line["kind"] == "train")
     assert line["units/tokens_per_unit"] == 1
@@ -204,7 +204,7 @@ def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_mode
         ({"unit_credit": {"type": "loo", "statistics": "group"}, "rollout": {"episodes_per_group": 1}}, "to 2 or more"),
         ({"reward": {"path": "rm", "tokens_per_batch": 64}}, "more than the reward model reads at a time"),
         ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
-        ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "names a fit of `normaliser`"),
+        ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "names a fit of `normalizer`"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(changes, words, tiny_model, reward_model, tmp_path):
@@ -218,8 +218,8 @@ def test_a_reward_model_that_cannot_give_the_credit_is_named(tiny_model, reward_
         run(recipe(tiny_model, tmp_path, reward_model, {"type": "unit_rewards"}, name="a"))
     with pytest.raises(InputError, match="rewards units, so an answer without some"):
         run(recipe(tiny_model, tmp_path, unit_reward_model, {"type": "prefix"}, name="b"))
-    given = {"type": "unit_rewards", "normaliser": str(tmp_path / "params.json")}
-    with pytest.raises(InputError, match=r"^unit_credit\.normaliser.* params\.json cannot be read|params\.json"):
+    given = {"type": "unit_rewards", "normalizer": str(tmp_path / "params.json")}
+    with pytest.raises(InputError, match=r"^unit_credit\.normalizer.* params\.json cannot be read|params\.json"):
         run(recipe(tiny_model, tmp_path, unit_reward_model, given, name="c"))
     other = {"m": {"d": {"peak": {"avg": {"1.5": [0.1, 0.05, 0.2, 0.6]}}}}}
     (tmp_path / "params.json").write_text(json.dumps(other))
@@ -235,7 +235,7 @@ def test_values_that_are_no_numbers_name_the_episode(tiny_model, reward_model, t
 
 def test_remax_compares_rewards_in_one_unit(tiny_model, reward_model, tmp_path):
     given = recipe(tiny_model, tmp_path, reward_model, None, credit={"type": "remax"}, steps=1)
-    given["reward"] |= {"normalise": "running"}
+    given["reward"] |= {"normalize": "running"}
     directory, _ = run(given)
     stored = read_episodes(episodes_file(directory.episodes, 1, "train"))
     raw = [episode.turns[-1].info["reward_model"] for episode in stored.episodes]

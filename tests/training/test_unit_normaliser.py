@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from posttrain.cli.main import main
-from posttrain.credit.units.normalizer import read_normalisers
+from posttrain.credit.units.normalizer import read_normalizers
 from posttrain.recipe.stages import Recipe
 from posttrain.stages import run_stage
 from tests.training.preferences import pair_rows, recipe_values, write_jsonl
@@ -31,15 +31,15 @@ def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
     assert (
         main(["fit-normalizer", str(of_units), "--data", write_jsonl(tmp_path / "more.jsonl", pair_rows(40, 50))]) == 0
     )
-    fits = read_normalisers(of_units / "normaliser" / "params.json")
+    fits = read_normalizers(of_units / "normalizer" / "params.json")
     assert [key.path for key in fits] == [("small", name, "token", "avg", "0") for name in ("validation", "more")]
     printed = capsys.readouterr().out
     made = list(fits.values())[1]
     assert f"mean(p)  = {made.slope_mean:+.4f} log p {made.intercept_mean:+.4f}" in printed
-    details = json.loads((of_units / "normaliser" / "more.json").read_text())
+    details = json.loads((of_units / "normalizer" / "more.json").read_text())
     assert details["count"]["1.000"] == 80
     assert details["mean"].keys() == details["std"].keys() == details["count"].keys()
-    assert (of_units / "plots" / "normaliser.png").read_bytes().startswith(b"\x89PNG")
+    assert (of_units / "plots" / "normalizer.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_runs_without_units_and_files_without_pairs_are_refused(of_units, tiny_model, tmp_path, capsys):

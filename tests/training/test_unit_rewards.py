@@ -156,7 +156,7 @@ def test_a_run_learns_and_its_model_scores_as_it_was_measured(segmenter, tiny_mo
     assert model.units == StoredUnits.model_validate(kept)
     assert model.statistics == pytest.approx((final["test/reward_mean"], final["test/reward_std"]), rel=0.1)
     # In RL, an episode's reward is the mean over its units, on the sampled tokens or on those of another tokenizer.
-    made_scorer = scorer(path, tiny_policy, normalise="none")
+    made_scorer = scorer(path, tiny_policy, normalize="none")
     played = episode(tiny_policy, ["Goal Goal, row 1 column 2"])
     reader = UnitReader(model, model.units, 500)
     (rewards,) = unit_rewards(model, reader, [made_scorer._sample(played)], 500, "budget")
@@ -170,7 +170,7 @@ def test_another_tokenizer_reads_all_answers(tiny_model, tiny_policy, tmp_path):
     other_tokenizer("template").save_pretrained(base)
     model, _ = made(base, {"type": "turn"})
     model.export(tmp_path / "model")
-    made_scorer = scorer(tmp_path / "model", tiny_policy, normalise="none")
+    made_scorer = scorer(tmp_path / "model", tiny_policy, normalize="none")
     assert not made_scorer.same_tokens
     sample = made_scorer._sample(episode(tiny_policy, ["Up", "no, Down"]))
     assert len(made_scorer.reader.ends([sample])[0]) == 2

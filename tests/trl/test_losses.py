@@ -165,10 +165,10 @@ def test_sft(models, policy, tmp_path):
     sampled = [row[keep.bool()].numpy() for row, keep in zip(answer, batch["attention_mask"], strict=True)]
     lengths = [int(mask.sum()) for mask in sampled]
     logprobs = policy.score(streams, sampled, 1.0, 64).logprobs
-    weights, divisor = token_weights("token", lengths)
+    weights, divisor = token_weights("token_mean", lengths)
     unused = torch.zeros_like(logprobs.detach())
     data = TokenBatch(
-        behaviour=unused,
+        rollout_logprobs=unused,
         advantages=unused,
         stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         lengths=torch.tensor(lengths),

@@ -15,7 +15,7 @@ def test_steps_of_rl_ahead_with_a_server(rule, tmp_path):
         tmp_path,
         "environment.max_turns=3",
         "steps=5",
-        "rollout.ahead=2",
+        "rollout.async_rollouts=2",
         f"rollout.on_new_weights={rule}",
         "rollout.tokens_per_turn=48",
         "evaluation.every=2",

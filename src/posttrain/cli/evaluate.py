@@ -90,7 +90,7 @@ def reward(
     out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
     tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of one forward pass.", min=16)] = 4096,
 ) -> None:
-    """Normalised reward of predictions under one or several reward models, with 95% intervals over prompts.
+    """Normalized reward of predictions under one or several reward models, with 95% intervals over prompts.
 
     A model that was trained against a reward model should also be scored by another one.
 

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 from posttrain.distributed.launch import write_end
-from posttrain.distributed.world import Lost, Told, is_loss
+from posttrain.distributed.world import AlreadyReported, Lost, is_loss
 from posttrain.errors import PosttrainError
 
 
@@ -29,7 +29,7 @@ def main(folder: Path) -> int:
     except KeyboardInterrupt as stop:
         write_end(folder, rank, stop, "", 130)
         return 0 if type(stop) is not KeyboardInterrupt else 130
-    except Told as error:
+    except AlreadyReported as error:
         write_end(folder, rank, error, "", error.exit_code)
         return 1
     except PosttrainError as error:

@@ -298,7 +298,7 @@ def fit_normalizer(
         typer.Option(metavar="PATH", help="File of pairs to fit on; without it, the run's validation pairs."),
     ] = None,
 ) -> None:
-    """Fit how the rewards of units depend on where in the answer they stand; writes RUN/normaliser/params.json.
+    """Fit how the rewards of units depend on where in the answer they stand; writes RUN/normalizer/params.json.
 
     Examples:
 

@@ -18,9 +18,9 @@ def advantages_over_values(
 ) -> list[np.ndarray]:
     """Advantages before whitening, per episode [n] float64 over its sampled tokens, as `paid` and `values` are."""
     if isinstance(recipe, ValueCredit):
-        return gae(paid, values, recipe.discount, recipe.trace_decay)
+        return gae(paid, values, recipe.discount, recipe.gae_lambda)
     turns = [turn_numbers(episode) for episode in episodes]
-    decays = (recipe.trace_decay, recipe.turn_trace_decay)
+    decays = (recipe.gae_lambda, recipe.turn_gae_lambda)
     return bilevel_gae(paid, values, turns, recipe.discount, recipe.turn_discount, *decays)
 
 

@@ -66,7 +66,7 @@ def dr_grpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy
 
     Unbiased up to the factor (n - 1) / n of a group of n, since R_i is in its own baseline: it is rloo times that
     factor. With groups of different sizes the factors differ. A group of one gets 0. The published algorithm also
-    divides the loss by a constant: `loss.normaliser: constant`.
+    divides the loss by a constant: `loss.aggregation: constant`.
     Source: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783.
 
     `returns` [N] float64, `groups` [N] int; `lengths` and `greedy` are not used. Returns [N] float64.

@@ -155,7 +155,7 @@ def gigpo(
     values, so a state that nobody came back to leaves the first part alone. One episode may visit a state twice; both
     turns are in the set.
     Source: Feng et al. 2025, "Group-in-group policy optimization", arXiv 2505.10978: R undiscounted, G discounted per
-    turn, `step_weight` its omega; `divide` false is its normaliser of 1, the default of its code. Different on purpose:
+    turn, `step_weight` its omega; `divide` false is its normalizer of 1, the default of its code. Different on purpose:
     a group of one episode has no comparison and gets 0, not its return, and G counts what R counts, such as a KL
     penalty in the rewards, where the code counts the environment's rewards alone.
 
@@ -201,15 +201,15 @@ def bilevel_gae(
     turns: Sequence[np.ndarray],
     discount: float,
     turn_discount: float,
-    trace_decay: float,
-    turn_trace_decay: float,
+    gae_lambda: float,
+    turn_gae_lambda: float,
 ) -> list[np.ndarray]:
     """A return decays by `discount` g from token to token of a turn, and by `turn_discount` h from turn to turn.
 
     Turns, from the last: B_k = sum over the turn's tokens of g^(t - b) r_t + g^(e - b) C_k - V_b, where b and e are the
-    first and last token of turn k, C_k = h (V_b' + turn_trace_decay x B_{k+1}) what is expected after it, b' the first
+    first and last token of turn k, C_k = h (V_b' + turn_gae_lambda x B_{k+1}) what is expected after it, b' the first
     token of turn k + 1; C is 0 after the last turn. Tokens of turn k, from its last: A_e = r_e + C_k - V_e and
-    A_t = r_t + g V_{t+1} - V_t + g x trace_decay x A_{t+1}.
+    A_t = r_t + g V_{t+1} - V_t + g x gae_lambda x A_{t+1}.
 
     Source: bi-level GAE of RAGEN (Wang et al. 2025, arXiv 2504.20073, algorithm.bi_level_gae), with three differences.
     Turns end where they end, not where a reward is not zero. Rewards inside a turn (a KL penalty) count once. The
@@ -225,7 +225,7 @@ def bilevel_gae(
     [n] float64.
     """
     return [
-        _episode(r, v, starts(t).tolist(), discount, turn_discount, trace_decay, turn_trace_decay)
+        _episode(r, v, starts(t).tolist(), discount, turn_discount, gae_lambda, turn_gae_lambda)
         for r, v, t in zip(rewards, values, turns, strict=True)
     ]
 
@@ -236,8 +236,8 @@ def _episode(
     begins: list[int],
     discount: float,
     turn_discount: float,
-    trace_decay: float,
-    turn_trace_decay: float,
+    gae_lambda: float,
+    turn_gae_lambda: float,
 ) -> np.ndarray:
     found, expected, stop = np.zeros(len(rewards)), 0.0, len(rewards)
     for begin in reversed(begins):
@@ -246,11 +246,11 @@ def _episode(
         for t in range(stop - 1, begin - 1, -1):
             reward, value = float(rewards[t]), float(values[t])
             # What follows the last token is the next turn's; neither a token discount nor a trace leads there.
-            running = reward + decay * after - value + decay * trace_decay * running
+            running = reward + decay * after - value + decay * gae_lambda * running
             returned = reward + decay * returned
             found[t], after, decay = running, value, discount
         first = float(values[begin])
-        expected = turn_discount * (first + turn_trace_decay * (returned - first))
+        expected = turn_discount * (first + turn_gae_lambda * (returned - first))
         stop = begin
     return found
 

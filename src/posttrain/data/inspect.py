@@ -52,7 +52,7 @@ def inspect_rows(
 
 
 def _kind(recipe: DataRecipe) -> Kind:
-    """Told from the columns of the first row that can be read, and from the labels of some more."""
+    """AlreadyReported from the columns of the first row that can be read, and from the labels of some more."""
     columns = recipe.columns
     rows: list[dict[str, Any]] = []
     unread = Problems()

@@ -2,7 +2,7 @@
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`. Shares of trained weights are
 float32 and are what the optimizer changes, so they are its masters; what computes is gathered in the model's precision.
-Gradients are added up in float32 and not divided: the loss was divided already, by a normaliser over all processes.
+Gradients are added up in float32 and not divided: the loss was divided already, by a normalizer over all processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -24,7 +24,7 @@ _PATIENCE_DAYS = 7
 """How long a process waits for another one that is alive: longer than any rollout. One that has ended is noticed at once."""
 
 
-class Told(PosttrainError):
+class AlreadyReported(PosttrainError):
     """An error that another process has told the user already."""
 
     def __init__(self, exit_code: int) -> None:
@@ -96,7 +96,7 @@ class World:
         return list(tensors)
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether this is the only process."""
         return self.size == 1
 
@@ -104,13 +104,13 @@ class World:
         """Wait until every process is here."""
         self.any(False)
 
-    def of_first(self, work: Callable[[], T]) -> T:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """What `work` gives in the first process, which alone does it; where it fails there, all fail."""
         if self.size == 1:
             return work()
         return self._told([_tried(work) if self.first else None])[0]
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """What `work` gives in each process, in the order of ranks; where it fails in one, all fail."""
         return [work()] if self.size == 1 else self._told([_tried(work)])
 
@@ -164,7 +164,7 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
     """Inside, this process is one of the world's: of those it was started with, or the only one.
 
     `device` is the recipe's `model.device`. Raises InputError for settings that do not fit. An error that leaves the
-    block is told to the user by one process; in the others it becomes `Told`.
+    block is told to the user by one process; in the others it becomes `AlreadyReported`.
     """
     if launched():
         size = int(os.environ["WORLD_SIZE"])
@@ -207,13 +207,13 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
                 if isinstance(error, KeyboardInterrupt)
                 else 1
             )
-            raise Told(code) from error
+            raise AlreadyReported(code) from error
         raise error
     _disconnect()
 
 
 @contextmanager
-def by_itself() -> Iterator[World]:
+def single_process() -> Iterator[World]:
     """Inside, this process is alone with the models that it loads; it is given the world that it belongs to, for the first
     process to do something. All meet at the end."""
     world = current()

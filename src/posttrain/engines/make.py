@@ -4,13 +4,13 @@ from pathlib import Path
 
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine
-from posttrain.factory import Placeable
+from posttrain.factory import Factory
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 
 
-@Placeable
+@Factory
 def open_engine(
     policy: Policy,
     recipe: EngineRecipe | VllmEngineRecipe,

@@ -144,7 +144,7 @@ def _binary(values: np.ndarray) -> bool:
 
 _FEW_ITEMS = 20
 _FEW_RUNS = 5
-_SAME = ("signature", "encoder", "layer", "verifier", "judge", "rubric", "normalised", "model")
+_SAME = ("signature", "encoder", "layer", "verifier", "judge", "rubric", "normalized", "model")
 """What has to be the same for two values of a metric to be compared."""
 
 

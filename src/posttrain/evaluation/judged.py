@@ -33,7 +33,7 @@ class Reply:
 
 
 Progress = Callable[[int, int, int], None]
-"""Told the number of questions that are done, of all, and of those without a verdict."""
+"""AlreadyReported the number of questions that are done, of all, and of those without a verdict."""
 
 
 def ask_all(

@@ -1,4 +1,4 @@
-"""Mean normalised reward of predictions under reward models."""
+"""Mean normalized reward of predictions under reward models."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -69,9 +69,9 @@ def _measure(name: str, path: str, predictions: Predictions, model: Rewards) -> 
     plain = [own for own in raw if math.isfinite(own)]
     about = {"model": path, "mean of raw rewards": math.fsum(plain) / len(plain)}
     if model.statistics is None:
-        title, about["normalised"] = f"raw_{name}", "no, for the model keeps no statistics of its rewards"
+        title, about["normalized"] = f"raw_{name}", "no, for the model keeps no statistics of its rewards"
     else:
-        title, about["normalised"] = name, f"(r - {mean:.4g}) / {std:.4g}, kept with the model"
+        title, about["normalized"] = name, f"(r - {mean:.4g}) / {std:.4g}, kept with the model"
     return Measured(title, item_means("mean", values), "higher", len(values), left_out, about)
 
 

@@ -13,7 +13,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, digest_of
 from posttrain.recipe.judge import FIELD, Anchor, PointsScale, Rubric
 from posttrain.recipe.sources import Layer, read_text
-from posttrain.recipe.validation import complaints
+from posttrain.recipe.validation import validation_errors
 
 _PACKAGED = Path(__file__).parent.parent / "rubrics"
 _ONE = (
@@ -67,7 +67,7 @@ def load_rubric(named: str) -> Rubric:
         if not sentences:
             return Rubric.model_validate_json(json.dumps(layer.values, default=str), strict=True)
     except ValidationError as error:
-        sentences = complaints(error, Rubric, layer, Rubric)
+        sentences = validation_errors(error, Rubric, layer, Rubric)
     raise InputError("\n".join(one if one.startswith(str(file)) else f"{file}: {one}" for one in sentences))
 
 
@@ -144,7 +144,7 @@ def _wrong_anchors(layer: Layer) -> list[str]:
                 Anchor.model_validate_json(json.dumps(anchor, default=str), strict=True)
             except ValidationError as error:
                 own = layer.part("scale", "anchors", str(place))
-                sentences += complaints(error, Anchor, own, Anchor)
+                sentences += validation_errors(error, Anchor, own, Anchor)
     return sentences
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.episode import Episode, Outcome
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe
-from posttrain.rollout.driver import EpisodePlayer, Place, play_all
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, play_all
 
 PASS = "pass@k/"
 """What the keys of pass@k begin with in a line of the metrics log."""
@@ -176,7 +176,7 @@ def _average(values: Sequence[float]) -> float:
 
 
 def evaluate(
-    player: EpisodePlayer[Any], recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
+    player: EpisodeWorker[Any], recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
 ) -> tuple[Evaluation, list[Episode]]:
     """Play every held-out seed that is not `left_out`; returns the summary and the episodes.
 
@@ -184,7 +184,7 @@ def evaluate(
     the policy and by nothing else. `player.sampling` should be `recipe.sampling`.
     """
     places = [
-        Place(seed, group, index, (run_seed, "evaluation", group, index))
+        EpisodeRequest(seed, group, index, (run_seed, "evaluation", group, index))
         for group, seed in enumerate(range(recipe.seeds.start, recipe.seeds.stop))
         if seed not in left_out
         for index in range(recipe.episodes_per_seed)

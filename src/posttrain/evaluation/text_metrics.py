@@ -41,14 +41,14 @@ def corpus_metric(name: Literal["bleu", "chrf"], rows: Sequence[Prediction]) -> 
 
 
 def exact_match(rows: Sequence[Prediction]) -> Measured:
-    """Share of predictions that are the reference, after `normalised`."""
+    """Share of predictions that are the reference, after `normalized`."""
     known, missing = with_reference(rows)
-    hits = ((row.item, float(normalised(row.text) == normalised(row.reference or ""))) for row in known)
-    about = {"normalised": "Unicode NFKC, case folded, white space as one space, none at the ends"}
+    hits = ((row.item, float(normalized(row.text) == normalized(row.reference or ""))) for row in known)
+    about = {"normalized": "Unicode NFKC, case folded, white space as one space, none at the ends"}
     return Measured("exact", item_means("rate", hits), "higher", len(known), missing, about)
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """NFKC, case folded, runs of white space as one space, none at the ends; punctuation counts."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 

@@ -14,7 +14,7 @@ Metrics = dict[str, tuple[float, float]]
 class TokenBatch:
     """The N sampled tokens of the S streams of one micro-batch, stream after stream; a stream is never divided."""
 
-    behaviour: torch.Tensor
+    rollout_logprobs: torch.Tensor
     """[N] float: log-probabilities, in nats, of the policy that sampled."""
     advantages: torch.Tensor
     """[N] float."""
@@ -23,10 +23,10 @@ class TokenBatch:
     lengths: torch.Tensor
     """[S] int64: sampled tokens of each stream."""
     weights: torch.Tensor
-    """[N] float: the normaliser's weight of each token; the learner divides the weighted sum, once."""
-    reference: torch.Tensor | None = None
+    """[N] float: the aggregation's weight of each token; the learner divides the weighted sum, once."""
+    ref_logprobs: torch.Tensor | None = None
     """[N] float: log-probabilities under the reference model."""
-    old: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
     """[N] float: the learner's own log-probabilities before the step's updates; None takes `behaviour` for them."""
 
     def stream_means(self, values: torch.Tensor) -> torch.Tensor:
@@ -37,26 +37,28 @@ class TokenBatch:
         return (sums / self.lengths.clamp(min=1))[self.stream]
 
 
-Normaliser = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
-def token_weights(kind: Normaliser, lengths: Sequence[int], constant: float | None = None) -> tuple[list[float], float]:
+def token_weights(
+    kind: Aggregation, lengths: Sequence[int], constant: float | None = None
+) -> tuple[list[float], float]:
     """Weight of each stream's tokens, and the divisor of their weighted sum.
 
     `lengths`: sampled tokens of *all* streams of the optimizer step, also of those left out of the computation.
 
-    - `token`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is random and goes with
+    - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is random and goes with
       the returns where lengths do.
-    - `sequence`: weight 1 / length, divisor number of streams with sampled tokens (GRPO, arXiv 2402.03300). Biased:
+    - `sequence_mean`: weight 1 / length, divisor number of streams with sampled tokens (GRPO, arXiv 2402.03300). Biased:
       a short answer's tokens move the policy more than a long one's.
     - `constant`: weight 1, divisor `constant` (Dr. GRPO, arXiv 2503.20783). Unbiased up to that constant.
 
     ValueError when `constant` is needed and not given. A step without sampled tokens gets divisor 1.
     """
-    if kind == "sequence":
+    if kind == "sequence_mean":
         return [1.0 / n if n else 0.0 for n in lengths], float(sum(n > 0 for n in lengths) or 1)
-    if kind == "token":
+    if kind == "token_mean":
         return [1.0] * len(lengths), float(sum(lengths) or 1)
     if constant is None:
-        raise ValueError("the normaliser `constant` needs its constant")
+        raise ValueError("the aggregation `constant` needs its constant")
     return [1.0] * len(lengths), constant

@@ -41,19 +41,19 @@ def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> 
 
     On policy, the gradient of k2 is in expectation that of KL(pi, pi_ref); that of k3 is the gradient of
     KL(pi_ref, pi); that of k1 is zero in expectation, so the recipe refuses it here.
-    ValueError when `batch.reference` is missing.
+    ValueError when `batch.ref_logprobs` is missing.
     """
-    if batch.reference is None:
+    if batch.ref_logprobs is None:
         raise ValueError("KL needs the reference model's log-probabilities in `reference`")
-    estimates = estimate_kl(estimator, logprobs - batch.reference)
+    estimates = estimate_kl(estimator, logprobs - batch.ref_logprobs)
     return (batch.weights * estimates).sum(), kl_to_reference(logprobs, batch)
 
 
 def kl_to_reference(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
     """`policy/kl` by k3, whichever estimator the penalty uses; nothing without a reference model."""
-    if batch.reference is None:
+    if batch.ref_logprobs is None:
         return {}
-    return {"policy/kl": total(estimate_kl("k3", logprobs.detach() - batch.reference))}
+    return {"policy/kl": total(estimate_kl("k3", logprobs.detach() - batch.ref_logprobs))}
 
 
 def penalise(rewards: RewardStreams, kl: PerToken, coefficient: float) -> RewardStreams:

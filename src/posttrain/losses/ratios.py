@@ -10,7 +10,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """pi / pi_old at each token [N], differentiable; pi_old is `batch.old`, or the behaviour policy without it."""
+    """pi / pi_old at each token [N], differentiable; pi_old is `batch.old_logprobs`, or the behaviour policy without it."""
     return bounded_exp(logprobs - before(batch))
 
 
@@ -24,7 +24,7 @@ def stream_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 def before(batch: TokenBatch) -> torch.Tensor:
     """[N]: log-probabilities that the ratio is taken to."""
-    return batch.behaviour if batch.old is None else batch.old
+    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -41,11 +41,11 @@ def correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[torch.Tenso
       stays. Source: Ling team 2025, "Every step evolves" (IcePop), arXiv 2510.18855.
     - level `sequence`: w = exp(mean of the stream's log w), the geometric mean.
 
-    Biased by the truncation, with bounded variance. ValueError when `batch.old` is missing.
+    Biased by the truncation, with bounded variance. ValueError when `batch.old_logprobs` is missing.
     """
-    if batch.old is None:
+    if batch.old_logprobs is None:
         raise ValueError("a correction needs the learner's own log-probabilities in `old`")
-    log_weights = (batch.old - batch.behaviour).detach()
+    log_weights = (batch.old_logprobs - batch.rollout_logprobs).detach()
     if recipe.level == "sequence":
         log_weights = batch.stream_means(log_weights)
     weights = bounded_exp(log_weights)
@@ -59,13 +59,13 @@ def correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[torch.Tenso
         "correction/weight": total(applied),
         "correction/truncated": total(outside & ~dropped),
         "correction/dropped": total(dropped),
-        "correction/mismatch": total((batch.old - batch.behaviour).abs()),
+        "correction/mismatch": total((batch.old_logprobs - batch.rollout_logprobs).abs()),
     }
 
 
 def distance(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
     """How far the policy is from the one that sampled: mean ratio, and KL(behaviour, policy) by k1 and k3."""
-    log_ratio = (logprobs.detach() - batch.behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = (logprobs.detach() - batch.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {
         "policy/ratio": total(log_ratio.exp()),
         "policy/kl_behaviour_k1": total(-log_ratio),

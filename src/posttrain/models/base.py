@@ -104,7 +104,7 @@ class TrainedModel:
         """Write the trained weights for a checkpoint: the whole model, or the adapters alone. Every process calls it, and
         the first one writes."""
         tensors = self.whole_tensors(dict(self.trainable())) if self.recipe.lora is not None else self.whole_tensors()
-        current().of_first(lambda: self._write(self.model, directory, tensors))
+        current().on_rank0(lambda: self._write(self.model, directory, tensors))
 
     def whole_tensors(self, chosen: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
         """The `chosen` tensors, or all of the model's state, gathered in the first process; None where nothing is divided
@@ -147,7 +147,7 @@ class TrainedModel:
             self.save(directory)
             return
         tensors = self.whole_tensors()
-        current().of_first(lambda: self._write(self._merged(tensors), directory, None))
+        current().on_rank0(lambda: self._write(self._merged(tensors), directory, None))
 
     def _restore_shares(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Set this process's shares; returns names that the file has too many, or lacks."""

@@ -34,7 +34,7 @@ class _ProjectedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count, vocabulary = len(hidden), len(weight)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        normalisers, logprobs, entropies = (hidden.new_empty(count, dtype=wide) for _ in range(3))
+        normalizers, logprobs, entropies = (hidden.new_empty(count, dtype=wide) for _ in range(3))
         chunk = min(count, max(1, elements // vocabulary))
         rows = max(1, ELEMENTS_IN_CACHE // vocabulary) if hidden.device.type == "cpu" else chunk
         buffer = hidden.new_empty(chunk, vocabulary)
@@ -46,11 +46,11 @@ class _ProjectedScores(torch.autograd.Function):
                 scores = _divided(logits[first - start : last - start].to(wide), divisor)
                 probabilities = torch.softmax(scores, -1)
                 # The largest probability is 1 / sum exp(score - largest score).
-                normaliser = scores.amax(-1) - probabilities.amax(-1).log()
-                normalisers[first:last] = normaliser
-                logprobs[first:last] = scores.gather(1, targets[first:last, None])[:, 0] - normaliser
-                entropies[first:last] = normaliser - torch.linalg.vecdot(probabilities, scores)
-        ctx.save_for_backward(hidden, weight, targets, normalisers, logprobs, entropies)
+                normalizer = scores.amax(-1) - probabilities.amax(-1).log()
+                normalizers[first:last] = normalizer
+                logprobs[first:last] = scores.gather(1, targets[first:last, None])[:, 0] - normalizer
+                entropies[first:last] = normalizer - torch.linalg.vecdot(probabilities, scores)
+        ctx.save_for_backward(hidden, weight, targets, normalizers, logprobs, entropies)
         ctx.how = (divisor, elements)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -60,23 +60,23 @@ class _ProjectedScores(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: torch.Tensor | None, of_entropies: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, normalisers, logprobs, entropies = ctx.saved_tensors
+        hidden, weight, targets, normalizers, logprobs, entropies = ctx.saved_tensors
         divisor, elements = ctx.how
         count, vocabulary = len(hidden), len(weight)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         upstream = torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs
         # d logprob / d score_v = [v is the target] - p_v; d entropy / d score_v = -p_v (log p_v + entropy).
         # p_v = exp(score_v - shift) * rest with a shift that the dtype of the scores holds exactly.
-        shift = normalisers.to(hidden.dtype)
-        rest = (shift - normalisers).exp() / divisor
+        shift = normalizers.to(hidden.dtype)
+        rest = (shift - normalizers).exp() / divisor
         factor = -upstream * rest
         at_target = -upstream * torch.expm1(logprobs) / divisor
         if of_entropies is not None:
-            factor = factor - of_entropies * rest * (entropies + shift - normalisers)
+            factor = factor - of_entropies * rest * (entropies + shift - normalizers)
             at_target = at_target - of_entropies * logprobs.exp() * (logprobs + entropies) / divisor
             slope = -(of_entropies * rest).to(hidden.dtype)[:, None]
         factor, at_target = factor.to(hidden.dtype)[:, None], at_target.to(hidden.dtype)
-        hidden_gradient = torch.zeros_like(hidden, dtype=normalisers.dtype) if wants_hidden else None
+        hidden_gradient = torch.zeros_like(hidden, dtype=normalizers.dtype) if wants_hidden else None
         weight_gradient = torch.empty_like(weight) if wants_weight else None
         columns = min(vocabulary, max(COLUMNS, elements // count // COLUMNS * COLUMNS))
         buffer = hidden.new_empty(count * columns)

@@ -27,22 +27,22 @@ class Policy(TrainedModel):
     def load(self) -> torch.nn.Module:
         return load_model(self.recipe, self.place)
 
-    def twin(self) -> "Policy":
+    def replica(self) -> "Policy":
         """A policy with whole trained weights and a tokenizer of its own, for another thread of this process to use.
 
-        Frozen weights are shared where this process has them whole. Where weights are divided among processes the twin is
+        Frozen weights are shared where this process has them whole. Where weights are divided among processes the replica is
         loaded anew, with those that training began with; no other process takes part.
         """
         if self.sharded is not None:
             with torch.random.fork_rng(devices=[]):
                 return Policy(self.recipe, self.seed, trained=False)
-        twin = copy.copy(self)
+        replica = copy.copy(self)
         frozen = {id(parameter): parameter for parameter in self.model.parameters() if not parameter.requires_grad}
-        twin.model = copy.deepcopy(self.model, frozen)
+        replica.model = copy.deepcopy(self.model, frozen)
         # A tokenizer refuses to be used by two threads at a time.
-        twin.tokenizer = copy.deepcopy(self.tokenizer)
-        twin._reference = None
-        return twin
+        replica.tokenizer = copy.deepcopy(self.tokenizer)
+        replica._reference = None
+        return replica
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole tensors of the model as it is now, under the names that `export` writes, adapters folded in."""

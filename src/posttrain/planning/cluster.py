@@ -143,12 +143,15 @@ def _candidates(
         engines = {"hardware.engines.count": hardware.processes, "hardware.engines.devices": 1}
         yield engines, "engines of one GPU need not agree twice a layer"
     elif "ahead" in type(recipe.rollout).model_fields and not hardware.engines.colocated:
-        yield {"rollout.ahead": 1}, "engines sample while the learners learn, with weights one step old"
+        yield {"rollout.async_rollouts": 1}, "engines sample while the learners learn, with weights one step old"
     if unit_texts(recipe):
         other = {} if hasattr(recipe.unit_credit, "probe") else {"unit_credit.type": "prefix"}
         yield other | {"unit_credit.probe": "one_pass"}, "the reward after each unit, read in one pass; another credit"
-    if recipe.learner.updates_per_step * recipe.learner.passes > 1:
-        yield {"learner.updates_per_step": 1, "learner.passes": 1}, "fewer updates: another run, and often a better one"
+    if recipe.learner.updates_per_step * recipe.learner.epochs_per_step > 1:
+        yield (
+            {"learner.updates_per_step": 1, "learner.epochs_per_step": 1},
+            "fewer updates: another run, and often a better one",
+        )
     if getattr(recipe.engine, "enforce_eager", None):
         yield {"engine.enforce_eager": False}, "a decoding step is one graph and not a start for each kernel"
     slots = getattr(recipe.engine, "slots", 0)

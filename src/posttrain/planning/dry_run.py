@@ -172,7 +172,7 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
 def _rl(recipe: RlRecipe) -> list[str]:
     rollout, learner = recipe.rollout, recipe.learner
     groups, size = rollout.groups_per_step, rollout.episodes_per_group
-    episodes, updates = groups * size, learner.updates_per_step * learner.passes
+    episodes, updates = groups * size, learner.updates_per_step * learner.epochs_per_step
     per_update = math.ceil(groups / learner.updates_per_step) * size
     passes = math.ceil(per_update / (learner.tokens_per_batch // rollout.tokens_per_episode))
     tasks = recipe.steps * groups
@@ -183,8 +183,8 @@ def _rl(recipe: RlRecipe) -> list[str]:
     )
     return [
         f"{groups} {_plural('group', groups)} x {size} {_plural('episode', size)} = {episodes} episodes per step",
-        f"{learner.updates_per_step} {_plural('update', learner.updates_per_step)} per step x {learner.passes} "
-        f"{_plural('pass', learner.passes)} over its episodes = {updates} optimizer {_plural('step', updates)} per step, "
+        f"{learner.updates_per_step} {_plural('update', learner.updates_per_step)} per step x {learner.epochs_per_step} "
+        f"{_plural('pass', learner.epochs_per_step)} over its episodes = {updates} optimizer {_plural('step', updates)} per step, "
         f"each on about {per_update} episodes",
         f"an optimizer step takes forward passes of at most {learner.tokens_per_batch} tokens, at most {passes} of them "
         f"where every episode is {rollout.tokens_per_episode} tokens long",
@@ -199,7 +199,7 @@ def _rl(recipe: RlRecipe) -> list[str]:
 def _ahead(recipe: RlRecipe) -> list[str]:
     """How far sampling may be ahead of learning, and what happens to episodes then."""
     rollout = recipe.rollout
-    if not rollout.ahead:
+    if not rollout.async_rollouts:
         return []
     behind = updates_behind(rollout, recipe.learner)
     rules = {
@@ -208,7 +208,7 @@ def _ahead(recipe: RlRecipe) -> list[str]:
         "restart": "begin again with the new ones",
     }
     lines = [
-        f"a step's episodes begin at most {rollout.ahead} {_plural('step', rollout.ahead)} ahead of it, with weights at most "
+        f"a step's episodes begin at most {rollout.async_rollouts} {_plural('step', rollout.async_rollouts)} ahead of it, with weights at most "
         f"{behind} optimizer {_plural('step', behind)} old; when newer weights are there they {rules[rollout.on_new_weights]}"
     ]
     if rollout.stale_after is not None:

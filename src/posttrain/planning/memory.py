@@ -26,7 +26,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
-    if isinstance(recipe, RlRecipe) and recipe.rollout.ahead:
+    if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts:
         rows |= _ahead(recipe, sizes, width, placement)
     if placement.colocated:
         rows |= engine_memory(recipe, sizes, placement)
@@ -158,7 +158,7 @@ def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement
     """What the first process keeps for the thread that samples: trained weights of other steps, those that are sampled
     with and those that wait until they are, and the cache of an engine of its own."""
     rollout = recipe.rollout
-    copies = 2 + (rollout.ahead if rollout.on_new_weights == "finish" or rollout.replay is not None else 0)
+    copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" or rollout.replay is not None else 0)
     trained = trained_parameters(recipe.model, sizes)
     how = f"{copies} copies of the trained weights: those in use, and those that wait for it"
     count = copies * width * trained

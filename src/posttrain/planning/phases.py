@@ -171,11 +171,11 @@ def _rl(
     if recipe.needs_reference:
         found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
         phases.append(Phase("reference log-probabilities", found, devices, words, tokens=tokens.count))
-    updates = learner.updates_per_step * learner.passes
+    updates = learner.updates_per_step * learner.epochs_per_step
     if recipe.has_critic and recipe.critic.trunk == "own":
         phases += _critic(recipe, sizes, device, placement, tokens)
     phases += _learning(
-        recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.passes
+        recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step
     )
     if placement.engines:
         sent = sync_seconds(sizes, device, placement, width)
@@ -187,9 +187,9 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes, device: Device, placement: Plac
     """Values before the updates, and the updates, of a critic as large as the policy; its head is one number a token."""
     learner = recipe.learner
     model, bare = recipe.critic.model(recipe.model), Tokens(tokens.count, tokens.pairs)
-    width, updates = _width(model.dtype, device), learner.updates_per_step * learner.passes
+    width, updates = _width(model.dtype, device), learner.updates_per_step * learner.epochs_per_step
     values = forward_seconds(sizes, device, placement, bare, width, learner.tokens_per_batch)
-    parts = _learning(model, sizes, device, placement, bare, learner.tokens_per_batch, updates, learner.passes)
+    parts = _learning(model, sizes, device, placement, bare, learner.tokens_per_batch, updates, learner.epochs_per_step)
     return [
         Phase("values", values, placement.devices, f"{bare.count:,.0f} tokens", tokens=bare.count),
         Phase(

@@ -11,7 +11,7 @@ from posttrain.recipe.components import ENVIRONMENTS, environment_class
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
-from posttrain.recipe.validation import complaints, nearest_type
+from posttrain.recipe.validation import nearest_type, validation_errors
 
 
 def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
@@ -27,7 +27,7 @@ def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
 def merge_typed(layers: list[Layer], stage: str) -> Layer:
     """The layers merged left to right, those of a section's old type without the keys that only that type has.
 
-    So one recipe serves many algorithms: `credit.type=rloo` over a file with `credit: {type: gae, trace_decay: 0.95}`.
+    So one recipe serves many algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`.
     """
     merged = Layer({})
     for layer in layers:
@@ -70,7 +70,7 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
     try:
         recipe = schema.model_validate_json(json.dumps(checked), strict=True)
     except ValidationError as error:
-        sentences += complaints(error, schema, given, schema)
+        sentences += validation_errors(error, schema, given, schema)
     if sentences:
         raise InputError("\n".join(sentences))
     return recipe
@@ -115,7 +115,7 @@ def _environment_complaints(given: Layer, schema: type[Part]) -> list[str]:
     except InputError as error:
         return [f"{place}{error}{nearest_type(name, list(ENVIRONMENTS))}"]
     except ValidationError as error:
-        return complaints(error, part, given, schema, ("environment",))
+        return validation_errors(error, part, given, schema, ("environment",))
     except Exception as error:
         return [
             f"{place}environment.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"

@@ -81,7 +81,7 @@ class ValueCredit(Part):
     """`gae`: generalised advantage estimation, the credit of PPO."""
     discount: float = Field(1.0, gt=0, le=1)
     """gamma: discount per sampled token."""
-    trace_decay: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
     """lambda: 1 takes the rewards that came, 0 the critic's word for all but the next; between, a mixture."""
     whiten: bool = True
     """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
@@ -96,9 +96,9 @@ class BilevelValueCredit(Part):
     """Discount per sampled token within a turn."""
     turn_discount: float = Field(0.95, gt=0, le=1)
     """Discount per turn."""
-    trace_decay: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
     """lambda within a turn: 1 takes the rewards that came, 0 the critic's word for all but the next."""
-    turn_trace_decay: float = Field(0.95, ge=0, le=1)
+    turn_gae_lambda: float = Field(0.95, ge=0, le=1)
     """lambda from turn to turn."""
     whiten: bool = True
     """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
@@ -150,7 +150,7 @@ class CriticRecipe(Part):
     coefficient: float = Field(0.1, gt=0)
     """Weight of the value loss beside the policy's loss, with `trunk: shared`. 0.1 is usual for language models; control tasks often take 0.5."""
     path: str | None = None
-    """Where its weights start: a language model (its head then starts at 0), or a reward model with its head, as `posttrain reward` exports one (its values are then scaled as `reward.normalise: stored` scales rewards); it must have the policy's tokenizer. Null is `model.path`. In a pipeline, `stage:NAME`. For `trunk: own`."""
+    """Where its weights start: a language model (its head then starts at 0), or a reward model with its head, as `posttrain reward` exports one (its values are then scaled as `reward.normalize: stored` scales rewards); it must have the policy's tokenizer. Null is `model.path`. In a pipeline, `stage:NAME`. For `trunk: own`."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of its weights in use, for `trunk: own`; its head always computes in float32."""
     lora: LoraRecipe | None = None

@@ -19,17 +19,17 @@ class CorrectionRecipe(Part):
 
 
 class _PolicyLoss(Part):
-    normaliser: Literal["token", "sequence", "constant"] = "token"
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """The one divisor of the loss: sampled tokens of the optimizer step, streams of it (each stream by its own length first), or a constant."""
     constant: float | None = Field(None, gt=0)
-    """The divisor when `normaliser` is `constant` (Dr. GRPO: episodes x longest answer)."""
+    """The divisor when `aggregation` is `constant` (Dr. GRPO: episodes x longest answer)."""
     correction: CorrectionRecipe | None = None
     """Correction for an engine that is not the learner; it needs a second pass for the learner's log-probabilities."""
 
     @model_validator(mode="after")
     def _constant_is_given(self):
-        if (self.normaliser == "constant") != (self.constant is not None):
-            raise ValueError("`constant` goes with `normaliser: constant`, and with it alone")
+        if (self.aggregation == "constant") != (self.constant is not None):
+            raise ValueError("`constant` goes with `aggregation: constant`, and with it alone")
         return self
 
 
@@ -51,7 +51,7 @@ class GspoLoss(_PolicyLoss):
 
     type: Literal["gspo", "gspo_token"]
     """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
-    normaliser: Literal["token", "sequence", "constant"] = "sequence"
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
     """The one divisor of the loss: sampled tokens of the optimizer step, streams of it, or a constant."""
     clip_low: float = Field(3e-4, gt=0, lt=1)
     """The stream's ratio is clipped below at 1 - clip_low."""

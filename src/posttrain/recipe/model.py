@@ -47,11 +47,11 @@ class RewardSource(Part):
     path: str
     """A hub id or directory of a reward model: `posttrain reward` exports one, and others load as
     `AutoModelForSequenceClassification(num_labels=1)`. In a pipeline, `stage:NAME`."""
-    normalise: Literal["stored", "running", "none"] = "stored"
+    normalize: Literal["stored", "running", "none"] = "stored"
     """`stored`: (r - mean) / std with the statistics kept with the model. `running`: with those of all training
     rewards so far, for credit alone; what is shown and evaluated stays raw. `none`: as the model says."""
     clip: float | None = Field(10.0, gt=0)
-    """Rewards are clipped to [-clip, clip] after normalisation; null is off."""
+    """Rewards are clipped to [-clip, clip] after normalization; null is off."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of its weights."""
     tokens_per_batch: int = Field(4096, ge=16)
@@ -88,7 +88,7 @@ class LearnerRecipe(Part):
     """The memory dial: most tokens in one forward pass. A longer stream is an error, never cut."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps on each step's episodes; whole groups are divided among them."""
-    passes: int = Field(1, ge=1)
+    epochs_per_step: int = Field(1, ge=1)
     """Times that each step's episodes are gone through (PPO epochs)."""
     logits_per_chunk: int = Field(512, ge=1)
     """Positions whose logits exist at one time when log-probabilities are computed."""

@@ -137,11 +137,11 @@ class RlRecipe(PlayedRecipe):
                 f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
                 f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
             )
-        if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.passes > 1):
+        if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.epochs_per_step > 1):
             raise ValueError(
                 "`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more"
             )
-        updates = self.steps * self.learner.updates_per_step * self.learner.passes
+        updates = self.steps * self.learner.updates_per_step * self.learner.epochs_per_step
         if self.has_critic and self.critic.updates_before_policy >= updates:
             raise ValueError(
                 f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "

@@ -78,7 +78,7 @@ class RolloutRecipe(Part):
     failures: FailureRecipe = FailureRecipe()
     filter: FilterRecipe = FilterRecipe()
     overlong: OverlongRecipe | None = None
-    ahead: int = Field(0, ge=0)
+    async_rollouts: int = Field(0, ge=0)
     """Steps by which sampling may run ahead of learning: a step's episodes begin once the weights after the step `ahead + 1` before it exist. 0 samples, then learns."""
     on_new_weights: Literal["finish", "continue", "restart"] = "finish"
     """What becomes of episodes in flight when newer weights are there: `finish` with the old ones, `continue` with the new ones from the next token on, or `restart` with them."""
@@ -89,7 +89,7 @@ class RolloutRecipe(Part):
     replay: str | None = None
     """Directory of a run whose order of events is followed: new weights come to the episodes where they came there. Null takes them as they come."""
     missing_end_penalty: float = Field(0.0, ge=0)
-    """Subtracted in training from the reward of an episode whose last answer was cut off before its end, after the reward is normalised."""
+    """Subtracted in training from the reward of an episode whose last answer was cut off before its end, after the reward is normalized."""
 
 
 class SeedRange(Part):
@@ -144,7 +144,7 @@ class EvaluationRecipe(Part):
 
 def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
     """The most optimizer updates between the weights that a step's episodes begin with and those that learn from them."""
-    return rollout.ahead * learner.updates_per_step * learner.passes
+    return rollout.async_rollouts * learner.updates_per_step * learner.epochs_per_step
 
 
 def refuse_ahead(
@@ -162,12 +162,12 @@ def refuse_ahead(
             "`rollout.stale: drop` and `rollout.stale_after` belong together: the latter says how old an episode may be; "
             "give both or neither"
         )
-    if rollout.ahead and processes > 1 and scored:
+    if rollout.async_rollouts and processes > 1 and scored:
         raise ValueError(
-            "with `rollout.ahead` above 0 the first process samples and scores by itself, and with `hardware.processes` above "
+            "with `rollout.async_rollouts` above 0 the first process samples and scores by itself, and with `hardware.processes` above "
             "1 the reward model of `reward.path` is divided among all; set one of the three otherwise"
         )
-    if rollout.ahead and rollout.on_new_weights == "continue" and ray:
+    if rollout.async_rollouts and rollout.on_new_weights == "continue" and ray:
         raise ValueError(
             "engines of a Ray cluster take new weights between rollouts alone, so `rollout.on_new_weights: continue` cannot be "
             "kept; use finish or restart"
@@ -176,6 +176,6 @@ def refuse_ahead(
     if rollout.stale_after is not None and rollout.on_new_weights == "finish" and rollout.stale_after < behind:
         raise ValueError(
             f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is learned from "
-            f"(`rollout.ahead` {rollout.ahead} x updates per step), so `rollout.stale_after` = {rollout.stale_after} would "
+            f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.stale_after` = {rollout.stale_after} would "
             "drop them all; raise it, or use continue or restart"
         )

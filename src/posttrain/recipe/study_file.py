@@ -14,7 +14,7 @@ from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics
-from posttrain.recipe.validation import complaints, nearest_type
+from posttrain.recipe.validation import nearest_type, validation_errors
 
 _TRAINED = ("sft", "reward", "dpo", "rl")
 """Stages that have a learning curve."""
@@ -165,7 +165,7 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
     try:
         study = StudyRecipe.model_validate_json(json.dumps({"stage": "tune", **values}), strict=True)
     except ValidationError as error:
-        sentences += complaints(error, StudyRecipe, Layer(values, given.origins), StudyRecipe)
+        sentences += validation_errors(error, StudyRecipe, Layer(values, given.origins), StudyRecipe)
     if sentences:
         raise InputError("\n".join(sentence if ": " in sentence else f"{source}: {sentence}" for sentence in sentences))
     return study
@@ -183,7 +183,7 @@ def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[Part],
         try:
             part.model_validate_json(json.dumps(section), strict=True)
         except ValidationError as error:
-            sentences += complaints(error, part, given, StudyRecipe, (*path, name))
+            sentences += validation_errors(error, part, given, StudyRecipe, (*path, name))
             sound = {"low": 0.0, "high": 1.0} if part is Range else {"most": 0.0}
             _replace(values, (*path, name), sound)
     return sentences

@@ -125,15 +125,15 @@ class LearnedCredit(_Placed, _Mixed):
     """`unit_rewards`: what a reward model trained with `units` says of each unit."""
     beta: float = Field(1.0, ge=0, le=1)
     """Share of the units' rewards; the rest is their mean, as a reward of the outcome."""
-    normaliser: str | None = None
-    """`params.json` of `posttrain fit-normalizer`, or the run it was made for; in a pipeline, `stage:NAME`. Rewards are then normalised by where their unit stands. null: by `reward.normalise`, the same for all places."""
+    normalizer: str | None = None
+    """`params.json` of `posttrain fit-normalizer`, or the run it was made for; in a pipeline, `stage:NAME`. Rewards are then normalized by where their unit stands. null: by `reward.normalize`, the same for all places."""
     fit: str | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
     """Which fit of the file, as `model > dataset > method > aggregate > threshold`; not needed where there is only one."""
 
     @model_validator(mode="after")
     def _fit_of_a_file(self) -> "LearnedCredit":
-        if self.fit is not None and self.normaliser is None:
-            raise ValueError("`fit` names a fit of `normaliser`, which is not given; set it, or remove `fit`")
+        if self.fit is not None and self.normalizer is None:
+            raise ValueError("`fit` names a fit of `normalizer`, which is not given; set it, or remove `fit`")
         return self
 
 

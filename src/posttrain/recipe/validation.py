@@ -15,7 +15,7 @@ from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
 
 
-def complaints(
+def validation_errors(
     error: ValidationError, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath = ()
 ) -> list[str]:
     """Sentences for the problems that pydantic found in the section `prefix` of the recipe `given`.

@@ -105,7 +105,7 @@ def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe,
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
     """What has no effect where an update is made on rows."""
-    unused = [key for key in ("updates_per_step", "passes") if _given(recipe.learner, key)]
+    unused = [key for key in ("updates_per_step", "epochs_per_step") if _given(recipe.learner, key)]
     found = [_without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update a step") for key in unused]
     data = recipe.data
     if recipe.steps is not None and recipe.epochs != 1:
@@ -177,9 +177,13 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         if rollout.failures.policy != policy and _given(rollout.failures, key):
             reason = f"rollout.failures.policy is {rollout.failures.policy}"
             found.append(_without_effect(f"rollout.failures.{key}", reason))
-    if rollout.ahead == 0:
-        found += [_without_effect(f"rollout.{key}", "rollout.ahead is 0") for key in _AHEAD[1:] if _given(rollout, key)]
-    once = learner.updates_per_step == 1 and learner.passes == 1 and rollout.ahead == 0
+    if rollout.async_rollouts == 0:
+        found += [
+            _without_effect(f"rollout.{key}", "rollout.async_rollouts is 0")
+            for key in _AHEAD[1:]
+            if _given(rollout, key)
+        ]
+    once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and rollout.async_rollouts == 0
     if recipe.has_critic:
         found += _critic_without_effect(recipe.critic, once)
     elif recipe.critic != type(recipe.critic)():
@@ -209,12 +213,12 @@ def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
 
 def _many_updates(recipe: RlRecipe) -> list[str]:
     learner = recipe.learner
-    count = learner.updates_per_step * learner.passes
+    count = learner.updates_per_step * learner.epochs_per_step
     if count <= _UPDATES:
         return []
     return [
         f"{count} updates are made on the same episodes (learner.updates_per_step {learner.updates_per_step} x "
-        f"learner.passes {learner.passes}); the last ones train a policy that did not play them, which has made runs "
+        f"learner.epochs_per_step {learner.epochs_per_step}); the last ones train a policy that did not play them, which has made runs "
         f"collapse; {_UPDATES} or fewer are usual"
     ]
 
@@ -244,9 +248,9 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
         )
     found += _many_updates(recipe) + _steep_kl(recipe)
-    if recipe.rollout.ahead > 0 and loss.type == "reinforce" and loss.correction is None:
+    if recipe.rollout.async_rollouts > 0 and loss.type == "reinforce" and loss.correction is None:
         found.append(
-            "loss.type reinforce has no importance weights, and with rollout.ahead above 0 it takes episodes of older "
+            "loss.type reinforce has no importance weights, and with rollout.async_rollouts above 0 it takes episodes of older "
             "weights for those of the newest; use ppo, or set loss.correction"
         )
     if isinstance(recipe.engine, VllmEngineRecipe) and loss.correction is None:
@@ -258,7 +262,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
         found.append("model.lora.dropout above 0 makes the engine and the learner different policies")
     if lora is None and optimizer.learning_rate > 1e-4:
         found.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for training all weights by rl")
-    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
+    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     own = updates - (recipe.critic.updates_before_policy if recipe.has_critic else 0)
     if optimizer.warmup_updates >= own:
         found.append(f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {own} updates of the run")

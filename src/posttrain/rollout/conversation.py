@@ -110,7 +110,7 @@ class _Growing:
         return Stream(
             ids=np.array(self.ids[:length], dtype=np.int64),
             sampled=turn >= 0,
-            logprobs=np.array(self.logprobs[:length], dtype=np.float32),
+            rollout_logprobs=np.array(self.logprobs[:length], dtype=np.float32),
             rewards=np.array(self.rewards[:length], dtype=np.float32),
             turn=turn,
             versions=np.array(self.versions[:length], dtype=np.int32),

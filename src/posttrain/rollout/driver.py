@@ -1,4 +1,4 @@
-"""Playing episodes: the policy answers, the environment steps, until the episode ends."""
+"""RolloutManager episodes: the policy answers, the environment steps, until the episode ends."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class EpisodeRequest:
     """Where an episode stands: its task, its group, and the name of its random numbers."""
 
     seed: int
@@ -84,7 +84,7 @@ class Dialogue(Protocol):
 D = TypeVar("D", bound=Dialogue)
 
 
-class EpisodePlayer(ABC, Generic[D]):
+class EpisodeWorker(ABC, Generic[D]):
     """Everything an episode needs besides its place. A subclass says who answers, and how."""
 
     environment: EnvironmentRecipe
@@ -105,13 +105,13 @@ class EpisodePlayer(ABC, Generic[D]):
         """An episode's dialogue, which opens with `messages`; each answer begins with `primer`."""
 
     @abstractmethod
-    async def answer(self, dialogue: D, place: Place, attempt: int) -> str | None:
+    async def answer(self, dialogue: D, place: EpisodeRequest, attempt: int) -> str | None:
         """The policy's next answer as text, kept as a turn of `dialogue`; None where it has no room left.
 
         Raises RemoteFailure where whoever answers could not be asked.
         """
 
-    async def play(self, place: Place) -> Episode:
+    async def play(self, place: EpisodeRequest) -> Episode:
         """One episode. A failing environment fails this episode alone, after the retries the recipe allows."""
         failures = self.rollout.failures
         attempts = failures.retries + 1 if failures.policy == "retry" else 1
@@ -121,7 +121,7 @@ class EpisodePlayer(ABC, Generic[D]):
                 break
         return episode
 
-    async def _attempt(self, place: Place, attempt: int) -> Episode:
+    async def _attempt(self, place: EpisodeRequest, attempt: int) -> Episode:
         environment = open_environment(self.environment)
         dialogue: D | None = None
         failure: str | None = None
@@ -144,7 +144,7 @@ class EpisodePlayer(ABC, Generic[D]):
             messages=dialogue.messages if dialogue else [],
         )
 
-    async def _turns(self, environment: Environment, dialogue: D, place: Place, attempt: int) -> Outcome:
+    async def _turns(self, environment: Environment, dialogue: D, place: EpisodeRequest, attempt: int) -> Outcome:
         """Turns until the end; returns how the episode ended."""
         while True:
             answer = await self.answer(dialogue, place, attempt)
@@ -180,7 +180,7 @@ class EpisodePlayer(ABC, Generic[D]):
 
 
 @dataclass(frozen=True)
-class Player(EpisodePlayer[Conversation]):
+class RolloutWorker(EpisodeWorker[Conversation]):
     """The policy's own weights answer, through an engine in this process."""
 
     engine: Engine
@@ -200,12 +200,12 @@ class Player(EpisodePlayer[Conversation]):
     def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> Conversation:
         return Conversation(self.renderer, messages, primer, state)
 
-    async def play(self, place: Place) -> Episode:
+    async def play(self, place: EpisodeRequest) -> Episode:
         """One episode, open in the engine until it ends."""
         with self.engine.episode(place.group):
             return await super().play(place)
 
-    async def answer(self, dialogue: Conversation, place: Place, attempt: int) -> str | None:
+    async def answer(self, dialogue: Conversation, place: EpisodeRequest, attempt: int) -> str | None:
         """The next answer, its tokens appended; None where the episode has no room for one."""
         room = self.rollout.tokens_per_episode - len(dialogue.context)
         if room <= 0 and not dialogue.turns:
@@ -230,32 +230,34 @@ class EnvironmentFailure(Exception):
     """An environment raised, timed out or paid a reward that is not a number."""
 
 
-def play_all(player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
+def play_all(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
     """Play all episodes, `player.capacity` at a time; returns them in the order of `places`. Several processes share the
     playing as `player.sharing` says, and score together."""
     world = current()
     if player.sharing is Sharing.NONE:
         played = _play_here(player, places)
     elif player.sharing is Sharing.FIRST:
-        played = world.of_first(lambda: _play_here(player, places))
+        played = world.on_rank0(lambda: _play_here(player, places))
     else:
         groups = {group: number for number, group in enumerate(dict.fromkeys(place.group for place in places))}
         owners = [groups[place.group] % world.size for place in places]
         own = [place for place, owner in zip(places, owners, strict=True) if owner == world.rank]
-        parts = [iter(part) for part in world.together(lambda: _play_here(player, own))]
+        parts = [iter(part) for part in world.on_all_ranks(lambda: _play_here(player, own))]
         played = [next(parts[owner]) for owner in owners]
     if player.scorer is not None:
         player.scorer(played)
     return played
 
 
-def _play_here(player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
+def _play_here(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
     episodes: dict[int, Episode] = {}
     play_each(player, places, episodes.__setitem__)
     return [episodes[number] for number in range(len(places))]
 
 
-def play_each(player: EpisodePlayer[Any], places: Sequence[Place], ended: Callable[[int, Episode], None]) -> None:
+def play_each(
+    player: EpisodeWorker[Any], places: Sequence[EpisodeRequest], ended: Callable[[int, Episode], None]
+) -> None:
     """Play all episodes, `player.capacity` at a time; `ended` is called with the number of a place, from 0, and its
     episode as soon as that has ended. Nothing is scored.
 

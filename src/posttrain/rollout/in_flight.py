@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from posttrain.episode import Episode
-from posttrain.rollout.driver import Place, Player
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker
 
 LOOK_SECONDS = 0.05
 """How often it is looked for newer weights where the engine does not say when it could take them."""
 
 
-class Flights:
+class InFlight:
     """The episodes that are being played, in one event loop at a time."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Flights:
         """Called again and again while episodes are in flight, for engines that compute elsewhere."""
         self.restarts = 0
         """Episodes begun again so far."""
-        self._open: dict[asyncio.Task[Any], Place] = {}
+        self._open: dict[asyncio.Task[Any], EpisodeRequest] = {}
         self._given_up: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -30,7 +30,7 @@ class Flights:
         """What `watch` raised: nobody else would hear of it."""
         self._stopped = False
 
-    async def play(self, place: Place, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
+    async def play(self, place: EpisodeRequest, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
         """The episode that `attempt` plays, begun anew as often as `begin_again` asks for it."""
         self._loop = asyncio.get_running_loop()
         if self._stopped:  # looked at after the loop is known, so that a `stop` meanwhile misses neither
@@ -56,7 +56,7 @@ class Flights:
         finally:
             del self._open[task]
 
-    def begin_again(self) -> list[Place]:
+    def begin_again(self) -> list[EpisodeRequest]:
         """Give up what is in flight and begin it anew; returns the places of those episodes.
 
         They draw the same random numbers again. With fresh ones, those that are long would be given up more often than
@@ -96,12 +96,12 @@ def _cancel_all() -> None:
 
 
 @dataclass(frozen=True)
-class AheadPlayer(Player):
+class AsyncRolloutWorker(RolloutWorker):
     """A player whose episodes can be begun again."""
 
-    flights: Flights = field(default_factory=Flights)
+    flights: InFlight = field(default_factory=InFlight)
 
-    async def play(self, place: Place) -> Episode:
+    async def play(self, place: EpisodeRequest) -> Episode:
         episode = await self.flights.play(place, partial(super().play, place))
         own = episode.versions
         episode.version = int(own[0]) if len(own) else self.version

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from posttrain.episode import Episode
 from posttrain.errors import InputError, RunError
-from posttrain.rollout.driver import EpisodePlayer, Place, play_each
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, play_each
 from posttrain.rollout.store import dump_line, episode_of, episode_values
 from posttrain.runs.files import storage_errors, sync_directory, write_atomically
 
@@ -53,7 +53,7 @@ class BatchJournal:
         if self._file is not None:
             self._file.close()
 
-    def play(self, player: EpisodePlayer[Any], places: Sequence[Place]) -> list[Episode]:
+    def play(self, player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
         """As `play_all`, but episodes that the file has are not played again, and those played are written to it."""
         missing = [place for place in places if place.stream not in self._episodes]
         if missing and self.complete:
@@ -73,7 +73,7 @@ class BatchJournal:
         self._append(dump_line({"end": said}), sync=True)
         self.end = said
 
-    def _write(self, place: Place, episode: Episode) -> None:
+    def _write(self, place: EpisodeRequest, episode: Episode) -> None:
         record = dump_line({"place": place.stream, "episode": episode_values(episode)})
         self._append(record)
         # What is learned from is what can be read back, whether the run is killed or not.
@@ -189,7 +189,7 @@ class EventLog:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise InputError(
-                f"{self.path} cannot be read ({error.strerror}); a run records its events where rollout.ahead is above 0"
+                f"{self.path} cannot be read ({error.strerror}); a run records its events where rollout.async_rollouts is above 0"
             ) from error
         found = {}
         for number, line in enumerate(lines):

@@ -14,7 +14,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe, has_thinking, no_primer
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodePlayer, Place, Scorer
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Scorer
 
 THOUGHTS = "thoughts"
 """Key of a turn's info that holds what the server gave as thinking, where the environment's format has none."""
@@ -22,7 +22,7 @@ _SEEDS = 2**31
 """Seeds are below this: some servers take 32 bits."""
 
 
-def server_seed(place: Place, attempt: int, turn: int) -> int:
+def server_seed(place: EpisodeRequest, attempt: int, turn: int) -> int:
     """The seed that a server is sent with the request of a turn."""
     return place.request_seed(attempt, turn) % _SEEDS
 
@@ -98,7 +98,7 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class RemotePlayer(EpisodePlayer[Chat]):
+class RemoteRolloutWorker(EpisodeWorker[Chat]):
     """The model of `engine` answers. What fails at its server fails the episode, and is no answer."""
 
     client: Any
@@ -121,13 +121,13 @@ class RemotePlayer(EpisodePlayer[Chat]):
             raise InputError(no_primer(self.environment, primer))
         return Chat(messages, state)
 
-    async def play(self, place: Place) -> Episode:
+    async def play(self, place: EpisodeRequest) -> Episode:
         """One episode; RunError where it is the failure that is one too many."""
         episode = await super().play(place)
         self.faults.count(episode)
         return episode
 
-    async def answer(self, dialogue: Chat, place: Place, attempt: int) -> str:
+    async def answer(self, dialogue: Chat, place: EpisodeRequest, attempt: int) -> str:
         """The next answer. Raises RemoteFailure where the server gives none."""
         seed = server_seed(place, attempt, len(dialogue.turns))
         written = await self._asked(dialogue.seen, seed)

@@ -28,7 +28,7 @@ Split = Literal["train", "evaluation", "final"]
 
 FORMAT = 1
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
-_ARRAYS = ("ids", "sampled", "logprobs", "rewards", "turn", "versions")
+_ARRAYS = ("ids", "sampled", "rollout_logprobs", "rewards", "turn", "versions")
 _CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
 _CHANNEL_OF = {kind: name for name, kind in _CHANNELS.items()}
 

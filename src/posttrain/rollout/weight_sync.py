@@ -13,7 +13,7 @@ import torch
 from posttrain.engines.protocol import Engine
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
-from posttrain.rollout.in_flight import Flights
+from posttrain.rollout.in_flight import InFlight
 from posttrain.rollout.journal import NewWeights, Recorded
 
 
@@ -103,7 +103,7 @@ class Published:
 Rule = Literal["finish", "continue", "restart"]
 
 
-class Conductor:
+class WeightSync:
     """Gives the engine its weights, batch by batch and within a batch. Used by the thread that samples."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Conductor:
         policy: Policy,
         engine: Engine,
         published: Published,
-        flights: Flights,
+        flights: InFlight,
         recorded: Mapping[int, Recorded] | None,
     ) -> None:
         """`policy` is what `engine` samples with, and the conductor's alone; `recorded`: events to follow, by batch."""
@@ -183,7 +183,7 @@ class Conductor:
         if weights.step < self._batch - 1 - self._ahead:
             raise RunError(
                 f"internal error: batch {self._batch} was given the weights after step {weights.step}, which are older than "
-                f"rollout.ahead = {self._ahead} allows"
+                f"rollout.async_rollouts = {self._ahead} allows"
             )
         if self._loaded is None or weights.step != self._loaded.step:
             weights.put_into(self._policy)

@@ -133,11 +133,11 @@ def _reward_model(recipe: "Recipe") -> list[tuple[str, str]]:
         return []
     clipped = "" if source.clip is None else f", clipped to [-{source.clip:g}, {source.clip:g}]"
     units = {
-        "stored": f"normalised with the mean and standard deviation kept with it{clipped}",
-        "running": f"as it says, not normalised; credit alone takes them normalised with those of training so far{clipped}",
-        "none": f"as it says, not normalised{clipped}",
+        "stored": f"normalized with the mean and standard deviation kept with it{clipped}",
+        "running": f"as it says, not normalized; credit alone takes them normalized with those of training so far{clipped}",
+        "none": f"as it says, not normalized{clipped}",
     }
-    return [("reward model", f"`{source.path}`"), ("its rewards in returns", units[source.normalise])]
+    return [("reward model", f"`{source.path}`"), ("its rewards in returns", units[source.normalize])]
 
 
 def _commit(git: dict[str, Any] | None) -> str:

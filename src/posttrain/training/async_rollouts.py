@@ -1,6 +1,6 @@
 """Sampling that runs ahead of learning: a thread with an engine of its own makes the batches that the learner takes.
 
-The thread plays batch after batch, in the order of steps; `rollout.ahead` says how far it may be ahead. What it has
+The thread plays batch after batch, in the order of steps; `rollout.async_rollouts` says how far it may be ahead. What it has
 sampled is on disk until a checkpoint covers it, so a run that is killed goes on with it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from posttrain.data.rendering import Renderer
-from posttrain.distributed.world import by_itself, current
+from posttrain.distributed.world import current, single_process
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.errors import InputError
@@ -24,13 +24,13 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.filters import ages, without_stale
-from posttrain.rollout.in_flight import AheadPlayer, Flights
+from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
 from posttrain.rollout.journal import BatchJournal, EventLog, Recorded, digest_of, remove_batches, require_as_recorded
-from posttrain.rollout.weight_sync import Conductor, Published, Weights
+from posttrain.rollout.weight_sync import Published, Weights, WeightSync
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors
-from posttrain.training.rollout_manager import Playing
-from posttrain.training.rollouts import Collected, TaskOrder, collect
+from posttrain.training.rollout_manager import RolloutManager
+from posttrain.training.rollouts import RolloutBatch, TaskOrder, collect
 from posttrain.training.trainer import Trainer
 
 STOP_SECONDS = 60.0
@@ -42,7 +42,7 @@ class Batch:
     """The episodes of a step, and the state of the order of tasks after they were drawn."""
 
     step: int
-    collected: Collected
+    collected: RolloutBatch
     tasks: dict[str, Any]
     waited: float
     """Seconds for which the thread waited for weights before it."""
@@ -51,12 +51,12 @@ class Batch:
 class Sampler:
     """A thread that makes the batches of a run, in the order of steps. What it has sampled is on disk until it is removed."""
 
-    def __init__(self, recipe: RlRecipe, playing: Playing, published: Published) -> None:
+    def __init__(self, recipe: RlRecipe, playing: RolloutManager, published: Published) -> None:
         """`published`: the weights that it may sample with; `playing`: what evaluates beside it."""
         self._recipe, self._playing, self._published = recipe, playing, published
         self._own_engine = isinstance(playing.engine, LocalEngine)
         """Whether it has an engine besides that of evaluation; one outside this process is there once."""
-        self._flights = Flights()
+        self._flights = InFlight()
         self._events = EventLog(playing.run.path)
         self._replayed = replayed_events(recipe) if recipe.rollout.replay is not None else None
         self._batches: deque[Batch] = deque()
@@ -64,9 +64,9 @@ class Sampler:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, twin: Policy, tasks: TaskOrder, first: int) -> None:
-        """Begin with the batch of step `first`, whose tasks are the next of `tasks`. `twin` is the thread's own policy."""
-        self._twin = twin
+    def start(self, replica: Policy, tasks: TaskOrder, first: int) -> None:
+        """Begin with the batch of step `first`, whose tasks are the next of `tasks`. `replica` is the thread's own policy."""
+        self._replica = replica
         work = (tasks.copy(), first)
         self._thread = threading.Thread(target=self._work, args=work, name="rollout", daemon=True)
         self._thread.start()
@@ -104,19 +104,25 @@ class Sampler:
 
     def _sample(self, tasks: TaskOrder, first: int) -> None:
         """Batch after batch: first those that an earlier process left on disk, then new ones."""
-        recipe, directory, twin = self._recipe, journals_of(self._playing.run), self._twin
+        recipe, directory, replica = self._recipe, journals_of(self._playing.run), self._replica
         rollout, engine = recipe.rollout, self._playing.engine
         with storage_errors(directory):
             directory.mkdir(exist_ok=True)
         if self._own_engine:
             assert isinstance(recipe.engine, EngineRecipe)
-            engine = LocalEngine(twin, recipe.engine)
-        conductor = Conductor(
-            rollout.on_new_weights, rollout.ahead, twin, engine, self._published, self._flights, self._replayed
+            engine = LocalEngine(replica, recipe.engine)
+        conductor = WeightSync(
+            rollout.on_new_weights,
+            rollout.async_rollouts,
+            replica,
+            engine,
+            self._published,
+            self._flights,
+            self._replayed,
         )
-        player = AheadPlayer(
+        player = AsyncRolloutWorker(
             engine=engine,
-            renderer=Renderer(twin.tokenizer, twin.end_tokens),
+            renderer=Renderer(replica.tokenizer, replica.end_tokens),
             environment=recipe.environment,
             rollout=rollout,
             sampling=rollout.sampling,
@@ -134,7 +140,9 @@ class Sampler:
                     self._events.keep_until(step - 1)
                 self._hand_over(self._batch(journal, conductor, player, tasks))
 
-    def _batch(self, journal: BatchJournal, conductor: Conductor, player: AheadPlayer, tasks: TaskOrder) -> Batch:
+    def _batch(
+        self, journal: BatchJournal, conductor: WeightSync, player: AsyncRolloutWorker, tasks: TaskOrder
+    ) -> Batch:
         """The episodes of a step, from the journal or sampled."""
         if journal.end is not None:
             collected = collect(player, self._recipe, tasks, journal.step, journal.play)
@@ -165,18 +173,18 @@ class Sampler:
 
     @contextmanager
     def _engine_in_use(self, engine: Engine) -> Iterator[None]:
-        """Inside, an engine that evaluation uses too is the thread's alone, and has the twin's weights."""
+        """Inside, an engine that evaluation uses too is the thread's alone, and has the replica's weights."""
         if self._own_engine:
             yield
             return
-        with self._playing.alone:
-            engine.policy = self._twin
+        with self._playing.lock:
+            engine.policy = self._replica
             try:
                 yield
             finally:
                 engine.policy = self._playing.policy
 
-    def _thrown_away(self, collected: Collected, before: int, restarts: int) -> None:
+    def _thrown_away(self, collected: RolloutBatch, before: int, restarts: int) -> None:
         """Count what `restart` gave up; `before`: sampled tokens of the batch that an earlier process left."""
         if self._recipe.rollout.on_new_weights != "restart":
             return
@@ -187,7 +195,7 @@ class Sampler:
             "tokens/discarded": float(collected.counters.sampled - used),
         }
 
-    def _record(self, step: int, conductor: Conductor, collected: Collected) -> None:
+    def _record(self, step: int, conductor: WeightSync, collected: RolloutBatch) -> None:
         """Write the events of the batch, before the journal says that it is complete."""
         taken, passes = conductor.end()
         recorded = Recorded(step, taken, passes, digest_of([*collected.sampled, *collected.greedy.values()]))
@@ -233,19 +241,19 @@ class Ahead:
 
     phase = "waited_for_rollout"
 
-    def __init__(self, recipe: RlRecipe, playing: Playing, tasks: TaskOrder, trainer: Trainer[Any]) -> None:
+    def __init__(self, recipe: RlRecipe, playing: RolloutManager, tasks: TaskOrder, trainer: Trainer[Any]) -> None:
         """`tasks` is what a checkpoint holds: as it was after the batches that were learned from."""
         self.recipe, self.playing, self.tasks, self.trainer = recipe, playing, tasks, trainer
         rollout = recipe.rollout
         self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
         """Whether a batch needs the weights of one certain step, and not the newest."""
-        self._published = Published(rollout.ahead + 1 if self._exact else 1)
+        self._published = Published(rollout.async_rollouts + 1 if self._exact else 1)
         self._sampler = Sampler(recipe, playing, self._published)
         self._world = trainer.world
         self._older: list[Weights] = []
         self._versions: dict[int, int] = {}
         """Step -> version of the weights after it, for the last steps."""
-        trainer.companions["ahead"] = self
+        trainer.checkpointables["ahead"] = self
 
     # -- the learner's side -------------------------------------------------------------------------------------------
 
@@ -254,10 +262,10 @@ class Ahead:
             # While transformers loads a model, torch's default precision is that of the model, in all threads.
             with self.playing.policy.as_reference():
                 pass
-        with by_itself() as world:
-            twin = self.playing.policy.twin() if world.first else None
-        if twin is not None:
-            self._sampler.start(twin, self.tasks, self.trainer.step + 1)
+        with single_process() as world:
+            replica = self.playing.policy.replica() if world.first else None
+        if replica is not None:
+            self._sampler.start(replica, self.tasks, self.trainer.step + 1)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -267,11 +275,11 @@ class Ahead:
             )
         self._remove_covered()
 
-    def take(self, step: int) -> Collected:
+    def take(self, step: int) -> RolloutBatch:
         """The episodes of `step`; waits for them. Whatever stopped the thread is raised here. Where several processes
         learn, the first one samples and all get what it sampled."""
         begun = time.perf_counter()
-        batch = self._world.of_first(self._sampler.next)
+        batch = self._world.on_rank0(self._sampler.next)
         self._remove_covered()
         assert batch.step == step, f"batch {batch.step} for step {step}"
         collected, waited = batch.collected, time.perf_counter() - begun
@@ -292,7 +300,7 @@ class Ahead:
     def learned(self, step: int) -> None:
         """The weights are those after `step` now. Call it where no signal interrupts."""
         self._versions[step] = self.trainer.model.version
-        for old in [known for known in self._versions if known < step - self.recipe.rollout.ahead]:
+        for old in [known for known in self._versions if known < step - self.recipe.rollout.async_rollouts]:
             del self._versions[old]
         weights = Weights.of(self.playing.policy, step)
         if self._world.first:
@@ -324,7 +332,7 @@ class Ahead:
         if not (self._exact and self._world.first):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
-        steps = [max(0, self.trainer.step - back) for back in range(1, self.recipe.rollout.ahead + 1)]
+        steps = [max(0, self.trainer.step - back) for back in range(1, self.recipe.rollout.async_rollouts + 1)]
         return [kept[step] if kept else Weights.unread(self.playing.policy) for step in steps]
 
     def _remove_covered(self) -> None:
@@ -332,16 +340,16 @@ class Ahead:
         if self._world.first:
             remove_batches(journals_of(self.playing.run), 0, max(self.trainer.checkpoints.steps(), default=0))
 
-    def _check_bound(self, step: int, collected: Collected) -> None:
-        oldest = self._versions.get(max(0, step - 1 - self.recipe.rollout.ahead), 0)
+    def _check_bound(self, step: int, collected: RolloutBatch) -> None:
+        oldest = self._versions.get(max(0, step - 1 - self.recipe.rollout.async_rollouts), 0)
         for episode in collected.sampled:
             if len(episode.versions) and episode.versions.min() < oldest:
                 raise AssertionError(
-                    f"step {step} got a token of version {episode.versions.min()} and rollout.ahead = "
-                    f"{self.recipe.rollout.ahead} allows version {oldest} or newer"
+                    f"step {step} got a token of version {episode.versions.min()} and rollout.async_rollouts = "
+                    f"{self.recipe.rollout.async_rollouts} allows version {oldest} or newer"
                 )
 
-    def _drop_stale(self, collected: Collected, version: int) -> None:
+    def _drop_stale(self, collected: RolloutBatch, version: int) -> None:
         rollout = self.recipe.rollout
         if rollout.stale_after is None:
             return
@@ -365,7 +373,7 @@ class Rollouts(Protocol):
 
     def __exit__(self, *error: object) -> None: ...
 
-    def take(self, step: int) -> Collected:
+    def take(self, step: int) -> RolloutBatch:
         """The episodes that `step` learns from."""
         ...
 
@@ -375,11 +383,11 @@ class Rollouts(Protocol):
 
 
 class InStep:
-    """First sample, then learn: `rollout.ahead: 0`."""
+    """First sample, then learn: `rollout.async_rollouts: 0`."""
 
     phase = "rollout"
 
-    def __init__(self, recipe: RlRecipe, playing: Playing, tasks: TaskOrder) -> None:
+    def __init__(self, recipe: RlRecipe, playing: RolloutManager, tasks: TaskOrder) -> None:
         self.recipe, self.playing, self.tasks = recipe, playing, tasks
         self.world = current()
 
@@ -389,7 +397,7 @@ class InStep:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def take(self, step: int) -> Collected:
+    def take(self, step: int) -> RolloutBatch:
         begun, counters = time.perf_counter(), replace(self.playing.engine.counters)
         with self.playing.player(self.recipe.rollout.sampling) as player:
             collected = collect(player, self.recipe, self.tasks, step)
@@ -403,6 +411,6 @@ class InStep:
         pass
 
 
-def open_rollouts(recipe: RlRecipe, playing: Playing, tasks: TaskOrder, trainer: Trainer[Any]) -> Rollouts:
+def open_rollouts(recipe: RlRecipe, playing: RolloutManager, tasks: TaskOrder, trainer: Trainer[Any]) -> Rollouts:
     """The rollouts of the recipe; `tasks` are in the trainer's checkpoints, and what else must be is added to them."""
-    return Ahead(recipe, playing, tasks, trainer) if recipe.rollout.ahead else InStep(recipe, playing, tasks)
+    return Ahead(recipe, playing, tasks, trainer) if recipe.rollout.async_rollouts else InStep(recipe, playing, tasks)

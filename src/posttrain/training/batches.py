@@ -11,12 +11,12 @@ from posttrain.models.packing import prompt_length
 
 
 @dataclass(frozen=True)
-class Side:
+class PreferenceSide:
     """Which answer of which row of preference data a stream is."""
 
     row: int
     """Unique within an update; the two answers of a pair share it and stay in one forward pass."""
-    good: bool
+    chosen: bool
     margin: float = 0.0
     """How much better the good answer of a pair is, in units of reward."""
 
@@ -30,18 +30,18 @@ class Sample:
     """Names the episode in messages."""
     advantages: np.ndarray
     """[n] float32: credit of each sampled token."""
-    reference: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
     """[n] float32: log-probabilities under the reference model."""
-    old: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
     """[n] float32: the learner's own log-probabilities before the step's updates; None takes the engine's."""
     values: np.ndarray | None = None
     """[n] float32: the critic's values before the step's updates, in units of reward."""
     returns: np.ndarray | None = None
     """[n] float32: what the critic's values should have been."""
-    taught: bool = False
+    ptx: bool = False
     """A row of text that joins an update of reinforcement learning, and not an episode."""
 
-    side: Side | None = None
+    side: PreferenceSide | None = None
     """For preference data."""
 
     @property

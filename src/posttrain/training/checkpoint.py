@@ -70,10 +70,10 @@ class Checkpoints:
 
         with storage_errors(target):
             try:
-                world.of_first(begin)
+                world.on_rank0(begin)
                 model.save(aside / "policy")
                 write_tensors(aside / "tensors", tensors)
-                world.of_first(conclude)
+                world.on_rank0(conclude)
             except BaseException:
                 if world.first:
                     shutil.rmtree(aside, ignore_errors=True)
@@ -83,7 +83,7 @@ class Checkpoints:
     def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
         """The directories of the policy and of the tensors, and the trainer's state of `step`, verified."""
         path = self.path(step)
-        current().of_first(lambda: self.verify(path))
+        current().on_rank0(lambda: self.verify(path))
         return path / "policy", path / "tensors", json.loads((path / "state.json").read_text())
 
     def verify(self, path: Path) -> None:

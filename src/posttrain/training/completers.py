@@ -11,8 +11,8 @@ from posttrain.errors import RunError
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.generate import GenerateRecipe
 from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe
-from posttrain.rollout.driver import Player
-from posttrain.rollout.remote_worker import RemotePlayer
+from posttrain.rollout.driver import RolloutWorker
+from posttrain.rollout.remote_worker import RemoteRolloutWorker
 from posttrain.runs.answers import AnswerLog
 from posttrain.training.questions import Question, key_of, task_of, too_long
 
@@ -50,9 +50,9 @@ class LocalAnswerer:
             if any(key_of(*asked) not in there for asked in window):
                 yield window
 
-    def player(self) -> Player:
+    def player(self) -> RolloutWorker:
         """A player with an engine that has computed nothing yet."""
-        return Player(
+        return RolloutWorker(
             engine=self._engine(),
             renderer=self.renderer,
             environment=task_of(self.recipe),
@@ -93,9 +93,9 @@ class RemoteAnswerer:
         if missing:
             yield missing
 
-    def player(self) -> RemotePlayer:
+    def player(self) -> RemoteRolloutWorker:
         """A player that gives up where the server is down."""
-        return RemotePlayer(
+        return RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
             faults=_Patience(max(_FAILURES_IN_A_ROW, 2 * self.engine.workers)),

@@ -23,7 +23,7 @@ from posttrain.recipe.loss import KtoLoss
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
-from posttrain.training.evaluators import PreferenceMeasure, choice_of
+from posttrain.training.evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, VerdictObjective, logprobs, token_forward
 from posttrain.training.rows import load_data, samples_of_row, stream_of
@@ -73,7 +73,7 @@ class References:
                 found = logprobs(self.learner, unknown)
             once = dict(zip([_name(s.stream) for s in unknown], found, strict=True))
         for sample, name in zip(samples, names, strict=True):
-            sample.reference = self._known[name] if name in self._known else once[name]
+            sample.ref_logprobs = self._known[name] if name in self._known else once[name]
 
     def _file(self, names: Sequence[bytes]) -> Path | None:
         if self._directory is None:
@@ -84,7 +84,7 @@ class References:
     def _found(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
         """Whether the file had what was missing, for all processes: the first one reads it."""
         before = set(self._known)
-        if not current().of_first(lambda: self._read(file, samples, names)):
+        if not current().on_rank0(lambda: self._read(file, samples, names)):
             return False
         read = {name: values for name, values in self._known.items() if name not in before}
         self._known |= current().broadcast(read)
@@ -157,7 +157,7 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) 
         references.prepare([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
     objective_for = partial(_objective, recipe, trainer.learner, references)
     if data.validation or data.test:
-        trainer.measures.append(PreferenceMeasure(trainer.learner, recipe, data, objective_for))
+        trainer.evaluators.append(PreferenceEvaluator(trainer.learner, recipe, data, objective_for))
     if data.validation:
         trainer.choice = choice_of(recipe.evaluation.metric)
     train_on(trainer, batches, objective_for, resume, console)
@@ -184,8 +184,8 @@ def _reference_point(
     references.give(mismatched)
     ratios = []
     for sample, scores in zip(mismatched, logprobs(learner, mismatched), strict=True):
-        assert sample.reference is not None
-        ratios.append(float(scores.sum(dtype="float64") - sample.reference.sum(dtype="float64")))
+        assert sample.ref_logprobs is not None
+        ratios.append(float(scores.sum(dtype="float64") - sample.ref_logprobs.sum(dtype="float64")))
     return kto_kl(torch.tensor(ratios, dtype=torch.float32))
 
 

@@ -7,7 +7,7 @@ from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
-from posttrain.training.evaluators import EVALUATED, HeldOut
+from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator
 from posttrain.training.results import write_tables
 from posttrain.training.rollouts import check_tasks, too_long
 
@@ -21,7 +21,7 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     # Before anything is recorded: a run that ends here, as without its server, leaves its name free.
     final = playing.final(0)
     with MetricsLog(directory, recipe.sinks) as log:
-        for name, values in playing.references().items():
+        for name, values in playing.baselines().items():
             log.write(0, "baseline", {"player": name, **values})
         log.write(0, "final", {"player": EVALUATED, **final})
     tables = write_tables(directory, [playing])
@@ -34,20 +34,20 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     console.print(f"report: {directory.report}", highlight=False)
 
 
-def _local(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[HeldOut, list[str]]:
+def _local(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[EpisodeEvaluator, list[str]]:
     """The model of `model.path`, and what to know of the prompts that are too long for it."""
     from posttrain.models.policy import Policy
     from posttrain.training.reward_scorer import open_scorer
-    from posttrain.training.rollout_manager import Playing
+    from posttrain.training.rollout_manager import RolloutManager
 
     policy = Policy(recipe.model, recipe.seed)
-    playing = Playing(recipe, policy, directory, open_scorer(recipe.reward, policy))
+    playing = RolloutManager(recipe, policy, directory, open_scorer(recipe.reward, policy))
     playing.left_out, about_prompts = too_long(recipe, playing.renderer)
     return playing, about_prompts
 
 
-def _remote(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[HeldOut, list[str]]:
+def _remote(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[EpisodeEvaluator, list[str]]:
     """The model behind the server. How many tokens its prompts have is the server's to know."""
-    from posttrain.training.rollout_manager import RemotePlaying
+    from posttrain.training.rollout_manager import RemoteRolloutManager
 
-    return RemotePlaying(recipe, directory), []
+    return RemoteRolloutManager(recipe, directory), []

@@ -20,7 +20,7 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.rollout import SCORES, SamplingRecipe, SeedRange
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, RewardRecipe, RlRecipe, SftRecipe
-from posttrain.rollout.driver import EpisodePlayer
+from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import PlayRow, Table, play_tables
@@ -34,11 +34,11 @@ TRAINED = "trained"
 EVALUATED = "evaluated"
 
 
-class Measure(Protocol):
+class Evaluator(Protocol):
     """One kind of held-out measurement. Values are those of a line of the metrics log; keys of two kinds differ."""
 
-    def references(self) -> dict[str, dict[str, Any]]:
-        """Player -> values of what the model is compared with: random and optimal players, where there are any."""
+    def baselines(self) -> dict[str, dict[str, Any]]:
+        """RolloutWorker -> values of what the model is compared with: random and optimal players, where there are any."""
         ...
 
     def curve(self, step: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Measure(Protocol):
         ...
 
 
-class HeldOut(ABC):
+class EpisodeEvaluator(ABC):
     """Plays the held-out seeds of a recipe, beside the reference players of its environment."""
 
     evaluated = "model"
@@ -79,14 +79,14 @@ class HeldOut(ABC):
         """What to know of the episodes played last besides their summary."""
 
     @abstractmethod
-    def player(self, sampling: SamplingRecipe) -> AbstractContextManager[EpisodePlayer[Any]]:
+    def player(self, sampling: SamplingRecipe) -> AbstractContextManager[EpisodeWorker[Any]]:
         """A player as it is now, for the time of the block."""
 
     def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
         """What chooses the best checkpoint among evaluations: `metric`, or success where it is known, else the return."""
         return lambda values: values[metric or ("success" if "success" in values else "return")]
 
-    def references(self) -> dict[str, dict[str, Any]]:
+    def baselines(self) -> dict[str, dict[str, Any]]:
         """Values of the random and the optimal player on the final seeds, as far as the environment can compute them."""
         seeds = self.recipe.evaluation.final_seeds
         found = environment_class(self.environment.type).baselines(self.environment, range(seeds.start, seeds.stop))
@@ -184,7 +184,7 @@ def _remarks(episodes: Sequence[Episode], most: int) -> list[str]:
     return found
 
 
-class LossMeasure:
+class LossEvaluator:
     """Nats per trained token, over all rows and over those of each domain."""
 
     def __init__(self, learner: Learner[TokenScores], recipe: SftRecipe, data: DataSet) -> None:
@@ -192,7 +192,7 @@ class LossMeasure:
         self.recipe = recipe
         self.data = data
 
-    def references(self) -> dict[str, dict[str, Any]]:
+    def baselines(self) -> dict[str, dict[str, Any]]:
         return {}
 
     def curve(self, step: int) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
     return lambda values: -math.inf if math.isnan(values["validation/accuracy"]) else values["validation/accuracy"]
 
 
-class PreferenceMeasure(Generic[Output]):
+class PreferenceEvaluator(Generic[Output]):
     """Accuracy, loss and margin, over all rows and over those of each domain."""
 
     def __init__(
@@ -286,7 +286,7 @@ class PreferenceMeasure(Generic[Output]):
         self.renderer = renderer
         self._shown: list[str] = []
 
-    def references(self) -> dict[str, dict[str, Any]]:
+    def baselines(self) -> dict[str, dict[str, Any]]:
         return {}
 
     def curve(self, step: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.generate import GenerateRecipe
-from posttrain.rollout.driver import Place, play_each
+from posttrain.rollout.driver import EpisodeRequest, play_each
 from posttrain.runs import events
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
@@ -213,7 +213,7 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, wanted: int) -> tu
     return values, lines
 
 
-def _places(recipe: GenerateRecipe, window: list[Asked]) -> list[Place]:
+def _places(recipe: GenerateRecipe, window: list[Asked]) -> list[EpisodeRequest]:
     return [question.place(recipe, sample) for question, sample in window]
 
 

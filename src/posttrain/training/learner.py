@@ -1,6 +1,6 @@
 """The learner: samples become one optimizer step. It does not know the algorithm, nor what the model computes.
 
-The loss is divided once, by a normaliser that is global over the optimizer step, so gradients are the same to float
+The loss is divided once, by a normalizer that is global over the optimizer step, so gradients are the same to float
 rounding for any split into micro-batches. Several processes divide the micro-batches among them: each sees all samples of an
 update, and one without a micro-batch of its own computes another one's for nothing, so that all do the same.
 """

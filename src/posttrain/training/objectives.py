@@ -27,7 +27,7 @@ class Judgement:
     """What a model makes of P preference rows, in the order in which they first appear among the samples."""
 
     rows: list[int]
-    """`Side.row` of each."""
+    """`PreferenceSide.row` of each."""
     losses: torch.Tensor
     """[P]."""
     chosen: torch.Tensor
@@ -114,7 +114,7 @@ class VerdictObjective(_PerRow):
     def judge(self, output: TokenScores, samples: Sequence[Sample]) -> Judgement:
         logps, _ = stream_sums(output, samples)
         ratios = logps - _reference_sums(samples, logps.device)
-        good = torch.tensor([sample.side is not None and sample.side.good for sample in samples], device=logps.device)
+        good = torch.tensor([sample.side is not None and sample.side.chosen for sample in samples], device=logps.device)
         losses = kto_losses(self.loss, ratios, good, self.kl.to(logps.device))
         rewards, nothing = self.loss.beta * ratios.detach(), torch.full_like(ratios.detach(), torch.nan)
         rows = [_row(sample) for sample in samples]
@@ -154,7 +154,7 @@ def pair_places(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[i
     places: dict[int, dict[bool, int]] = {}
     for place, sample in enumerate(samples):
         assert sample.side is not None
-        places.setdefault(sample.side.row, {})[sample.side.good] = place
+        places.setdefault(sample.side.row, {})[sample.side.chosen] = place
     return list(places), [sides[True] for sides in places.values()], [sides[False] for sides in places.values()]
 
 
@@ -167,7 +167,7 @@ def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.T
 
 
 def _reference_sums(samples: Sequence[Sample], device: torch.device) -> torch.Tensor:
-    references = [sample.reference for sample in samples]
+    references = [sample.ref_logprobs for sample in samples]
     return torch.tensor([float(r.sum()) for r in references if r is not None], dtype=torch.float32, device=device)
 
 
@@ -215,25 +215,25 @@ def scores(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[tup
 
 
 def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: torch.device) -> TokenBatch:
-    """The sampled tokens of whole streams, flat; `weights[i]` is the normaliser's weight of stream i's tokens."""
+    """The sampled tokens of whole streams, flat; `weights[i]` is the normalizer's weight of stream i's tokens."""
     lengths = [s.sampled_tokens for s in samples]
 
     def flat(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:
         given = [part for part in parts if part is not None]
         return torch.from_numpy(np.concatenate(given)).float().to(device) if len(given) == len(parts) else None
 
-    behaviour = flat([s.stream.logprobs[s.stream.sampled] for s in samples])
+    rollout_logprobs = flat([s.stream.rollout_logprobs[s.stream.sampled] for s in samples])
     advantages = flat([s.advantages for s in samples])
-    assert behaviour is not None
+    assert rollout_logprobs is not None
     assert advantages is not None
     return TokenBatch(
-        behaviour=behaviour,
+        rollout_logprobs=rollout_logprobs,
         advantages=advantages,
         stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
         lengths=torch.tensor(lengths, device=device),
         weights=torch.from_numpy(np.repeat(np.array(weights, dtype=np.float32), lengths)).to(device),
-        reference=flat([s.reference for s in samples]),
-        old=flat([s.old for s in samples]),
+        ref_logprobs=flat([s.ref_logprobs for s in samples]),
+        old_logprobs=flat([s.old_logprobs for s in samples]),
     )
 
 
@@ -247,7 +247,7 @@ class PolicyObjective:
         self.entropy_coefficient = recipe.entropy
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights(self.loss.normaliser, [s.sampled_tokens for s in samples], self.loss.constant)
+        return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit add nothing, unless KL or entropy pull at them."""
@@ -258,12 +258,12 @@ class PolicyObjective:
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
         loss, metrics = policy_loss(self.loss, output.logprobs, batch)
-        weighted, count = float(batch.weights.sum()), float(len(batch.behaviour))
+        weighted, count = float(batch.weights.sum()), float(len(batch.rollout_logprobs))
         metrics["loss/policy"] = (float(loss.detach()), weighted)
         metrics["policy/entropy"] = (float(output.entropies.detach().sum()), count)
-        metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.behaviour).abs().sum()), count)
+        metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.rollout_logprobs).abs().sum()), count)
         if self.kl_coefficient > 0:
-            assert batch.reference is not None
+            assert batch.ref_logprobs is not None
             penalty, more = kl_loss(self.kl.estimator, output.logprobs, batch)
             loss = loss + self.kl_coefficient * penalty
             metrics |= more
@@ -281,31 +281,31 @@ class MixedObjective:
 
     def __init__(self, policy: "PolicyObjective | SharedObjective", coefficient: float) -> None:
         self.policy = policy
-        self.taught = SupervisedObjective()
+        self.ptx = SupervisedObjective()
         self.coefficient = coefficient
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor; a taught token weighs so much that its share comes out after division."""
-        own, divisor = self.policy.weigh([s for s in samples if not s.taught])
-        _, tokens = self.taught.weigh([s for s in samples if s.taught])
+        own, divisor = self.policy.weigh([s for s in samples if not s.ptx])
+        _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
         weights = iter(own)
-        return [self.coefficient * divisor / tokens if s.taught else next(weights) for s in samples], divisor
+        return [self.coefficient * divisor / tokens if s.ptx else next(weights) for s in samples], divisor
 
     def has_signal(self, sample: Sample) -> bool:
-        return sample.taught or self.policy.has_signal(sample)
+        return sample.ptx or self.policy.has_signal(sample)
 
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        mask = np.repeat([s.taught for s in samples], [s.sampled_tokens for s in samples])
+        mask = np.repeat([s.ptx for s in samples], [s.sampled_tokens for s in samples])
         loss = output.logprobs.new_zeros(())
         metrics: Totals = {}
         for taught in (False, True):
-            chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.taught == taught]
+            chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.ptx == taught]
             if chosen:
                 places = torch.from_numpy(np.flatnonzero(mask == taught)).to(output.logprobs.device)
                 scores = output.at(places)
-                objective = self.taught if taught else self.policy
+                objective = self.ptx if taught else self.policy
                 part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
                 loss = loss + part
                 # The entropy of the policy is that of what it sampled.
@@ -320,7 +320,7 @@ class ValueObjective:
         self.clip = clip
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights("token", [s.sampled_tokens for s in samples])
+        return token_weights("token_mean", [s.sampled_tokens for s in samples])
 
     def has_signal(self, sample: Sample) -> bool:
         return sample.sampled_tokens > 0
@@ -377,7 +377,7 @@ class SupervisedObjective:
     """Negative log-likelihood of the trained tokens, a mean over the tokens of the optimizer step."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights("token", [s.sampled_tokens for s in samples])
+        return token_weights("token_mean", [s.sampled_tokens for s in samples])
 
     def has_signal(self, sample: Sample) -> bool:
         return True
@@ -387,7 +387,7 @@ class SupervisedObjective:
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
         loss = nll(output.logprobs, batch)
-        count = float(len(batch.behaviour))
+        count = float(len(batch.rollout_logprobs))
         return loss, {
             "loss/nll": (float(loss.detach()), count),
             "policy/entropy": (float(output.entropies.detach().sum()), count),

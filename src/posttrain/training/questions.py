@@ -17,7 +17,7 @@ from posttrain.environments.text_task import TextTask, TextTaskRecipe, prompt_ta
 from posttrain.episode import CUT_OFF, Episode, Turn
 from posttrain.errors import InputError
 from posttrain.recipe.generate import GenerateRecipe
-from posttrain.rollout.driver import Place
+from posttrain.rollout.driver import EpisodeRequest
 from posttrain.rollout.remote_worker import THOUGHTS, server_seed
 from posttrain.runs.answers import Key, line_of
 
@@ -39,9 +39,9 @@ class Question:
     """The columns of `keep`."""
     origin: str
 
-    def place(self, recipe: GenerateRecipe, sample: int) -> Place:
+    def place(self, recipe: GenerateRecipe, sample: int) -> EpisodeRequest:
         """Where the episode of a sample stands."""
-        return Place(self.number, self.number, sample, (recipe.seed, "generate", self.number, sample))
+        return EpisodeRequest(self.number, self.number, sample, (recipe.seed, "generate", self.number, sample))
 
     def asked(self, recipe: GenerateRecipe, sample: int) -> dict[str, Any]:
         """What is known of an answer before it is there. `seed` is null where the engine gets none."""

@@ -15,7 +15,7 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.runs.plots import draw_plots
 from posttrain.runs.report import write_report
 from posttrain.runs.tables import PlayRow, Table
-from posttrain.training.evaluators import START, TRAINED, HeldOut, Measure
+from posttrain.training.evaluators import START, TRAINED, EpisodeEvaluator, Evaluator
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Trainer
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def measure_start(trainer: "Trainer") -> None:
     """Log what the run is compared with: reference players, and the model as it starts, on the final data."""
     values: dict[str, Any] = {}
-    for measure in trainer.measures:
-        for player, reference in measure.references().items():
+    for measure in trainer.evaluators:
+        for player, reference in measure.baselines().items():
             trainer.log.write(0, "baseline", {"player": player, **reference})
         trainer.progress.message(f"{measure.cost()} with the model as it is")
         values |= measure.final(0)
@@ -38,7 +38,7 @@ def finish(trainer: "Trainer", console: Console) -> None:
     step = trainer.restore_best()
     values: dict[str, Any] = {}
     which = "best" if trainer.choice is not None else "last"
-    for measure in trainer.measures:
+    for measure in trainer.evaluators:
         trainer.progress.message(f"{measure.cost()} with the {which} checkpoint, step {step}")
         values |= measure.final(trainer.step)
     trainer.warn(events.take())
@@ -48,30 +48,32 @@ def finish(trainer: "Trainer", console: Console) -> None:
         trainer.log.write(trainer.step, "final", line)
     directory = trainer.run.path / "model"
     trainer.model.export(directory)
-    trainer.world.of_first(lambda: _report(trainer, directory, console))
+    trainer.world.on_rank0(lambda: _report(trainer, directory, console))
 
 
 def _report(trainer: "Trainer", directory: Path, console: Console) -> None:
     """Write tables, plots and report, and say where they are."""
-    tables = write_tables(trainer.run, trainer.measures)
+    tables = write_tables(trainer.run, trainer.evaluators)
     draw_plots(trainer.run)
     write_report(trainer.run, tables, model_directory=directory)
     for table in tables:
         console.print(table.rich())
-    for measure in trainer.measures:
+    for measure in trainer.evaluators:
         for text in measure.artefacts():
             console.print(text, highlight=False, markup=False)
     console.print(f"report: {trainer.run.report}\nmodel: {directory}", highlight=False)
 
 
-def write_tables(run: RunDirectory, measures: Sequence[Measure]) -> list[Table]:
+def write_tables(run: RunDirectory, measures: Sequence[Evaluator]) -> list[Table]:
     """The final tables, from the metrics; `results.json` holds them for programs."""
     lines: dict[str, dict[str, Any]] = {}
     for line in read_metrics(run.metrics):
         if line["kind"] in ("baseline", "final"):
             lines[line["player"]] = line
     tables = [table for measure in measures for table in measure.tables(lines)]
-    players = [asdict(row) for measure in measures if isinstance(measure, HeldOut) for row in measure.rows(lines)]
+    players = [
+        asdict(row) for measure in measures if isinstance(measure, EpisodeEvaluator) for row in measure.rows(lines)
+    ]
     content = {"tables": [table.values() for table in tables], "players": players}
     write_atomically(run.path / "results.json", json.dumps(content, indent=1) + "\n")
     return tables

@@ -7,14 +7,14 @@ from rich.console import Console
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
-from posttrain.distributed.world import by_itself
+from posttrain.distributed.world import single_process
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.recipe.units import stored_units
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
-from posttrain.training.evaluators import PreferenceMeasure, choice_of
+from posttrain.training.evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, train_on
@@ -34,8 +34,8 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
     trainer: Trainer[Any] = Trainer(recipe, run, model, forward, total, total)
     trainer.messages = [*data.problems.summary(), *renderer.remarks()]
     if data.validation or data.test:
-        trainer.measures.append(
-            PreferenceMeasure(trainer.learner, recipe, data, lambda samples: objective, model, renderer)
+        trainer.evaluators.append(
+            PreferenceEvaluator(trainer.learner, recipe, data, lambda samples: objective, model, renderer)
         )
     else:
         trainer.messages.append("there are no validation rows, so the model keeps no statistics of its rewards")
@@ -43,7 +43,7 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
         trainer.choice = choice_of(recipe.evaluation.metric)
     train_on(trainer, batches, lambda samples: objective, resume, console)
     if recipe.units is not None and data.validation and (run.path / "model").is_dir():
-        with by_itself() as world:
+        with single_process() as world:
             if world.first:
                 _fit(run, console)
 
@@ -53,7 +53,7 @@ def _fit(run: RunDirectory, console: Console) -> None:
     try:
         lines = fit_run(run, None).lines()
     except InputError as error:
-        lines = [f"warning: no normaliser was fitted: {error}"]
+        lines = [f"warning: no normalizer was fitted: {error}"]
     for line in lines:
         console.print(line, highlight=False, markup=False)
 

@@ -14,7 +14,7 @@ from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
 from posttrain.episode import CUT_OFF, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError
-from posttrain.factory import Placeable
+from posttrain.factory import Factory
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -41,16 +41,16 @@ class RewardScorer:
     def __init__(self, source: RewardSource, policy: Policy) -> None:
         """`InputError` when `source` names no reward model, or one without the statistics that it should be scaled by."""
         self.source = source
-        self.alone = threading.Lock()
+        self.lock = threading.Lock()
         """Held while the reward model is in use: rollouts ahead of the learner are scored in another thread."""
         self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype), new_head=False)
         self.statistics = (0.0, 1.0)
-        if source.normalise == "stored":
+        if source.normalize == "stored":
             stored = self.model.statistics
             if stored is None or not (math.isfinite(stored[0]) and 0 < stored[1] < math.inf):
                 kept = "no mean and standard deviation" if stored is None else "the mean {} and standard deviation {}"
                 raise InputError(
-                    f"reward.normalise: {source.path} keeps {kept.format(*stored or ())} of its rewards; train it with "
+                    f"reward.normalize: {source.path} keeps {kept.format(*stored or ())} of its rewards; train it with "
                     "validation rows, or use `running` or `none`"
                 )
             self.statistics = stored
@@ -63,14 +63,14 @@ class RewardScorer:
     def __call__(self, episodes: Sequence[Episode]) -> None:
         """Score all that did not fail. A reward that is not a number fails the episode."""
         played = [e for e in episodes if e.outcome is not Outcome.FAILED and e.turns]
-        with self.alone:
+        with self.lock:
             scores = self.scores(played)
         for episode, raw in zip(played, scores, strict=True):
             if not math.isfinite(raw):
                 episode.outcome, episode.failure = Outcome.FAILED, f"the reward model gave {raw}"
                 continue
             last = episode.turns[-1]
-            reward = scaled(raw, *self.statistics, self.source.clip if self.source.normalise != "running" else None)
+            reward = scaled(raw, *self.statistics, self.source.clip if self.source.normalize != "running" else None)
             last.info = {**last.info, RAW: raw}
             last.reward += reward
             episode.streams[last.stream].rewards[last.stop - 1] += reward
@@ -124,7 +124,7 @@ def _until_last_answer(episode: Episode) -> Stream:
     return stream_of(stream.ids[: last.stop], stream.sampled[: last.stop])
 
 
-@Placeable
+@Factory
 def open_scorer(source: RewardSource | None, policy: Policy) -> RewardScorer | None:
     """The scorer of the recipe; None where there is no reward model."""
     return RewardScorer(source, policy) if source is not None else None
@@ -145,7 +145,7 @@ class RunningStatistics:
 
     @property
     def active(self) -> bool:
-        return self.source is not None and self.source.normalise == "running"
+        return self.source is not None and self.source.normalize == "running"
 
     def include(self, episodes: Sequence[Episode]) -> None:
         """Count the rewards of a step's episodes."""
@@ -187,7 +187,7 @@ class AnswerRewards:
 
     def __init__(self, path: str, tokens_per_batch: int = 4096) -> None:
         """InputError where `path` holds no reward model."""
-        source = RewardSource(path=path, normalise="none", clip=None, tokens_per_batch=tokens_per_batch)
+        source = RewardSource(path=path, normalize="none", clip=None, tokens_per_batch=tokens_per_batch)
         try:
             tokenizer = load_tokenizer(ModelRecipe(path=path))
             self._scorer = RewardScorer(source, _Tokenizer(tokenizer))  # type: ignore[arg-type]

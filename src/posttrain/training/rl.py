@@ -35,14 +35,14 @@ from posttrain.training.objectives import (
 )
 from posttrain.training.results import finish, measure_start
 from posttrain.training.reward_scorer import RunningStatistics, open_scorer
-from posttrain.training.rollout_manager import Playing
-from posttrain.training.rollouts import Collected, StepCounters, TaskOrder, check_tasks, rollout_metrics, too_long
+from posttrain.training.rollout_manager import RolloutManager
+from posttrain.training.rollouts import RolloutBatch, StepCounters, TaskOrder, check_tasks, rollout_metrics, too_long
 from posttrain.training.rows import DataSet, load_data, samples_of_row
 from posttrain.training.trainer import Trainer
 from posttrain.training.unit_credit import StepUnits, UnitCreditor, open_creditor
 
 
-class TaughtRows:
+class PtxRows:
     """Rows of text that join every update of the policy."""
 
     def __init__(self, recipe: PtxRecipe, renderer: Renderer, seed: int) -> None:
@@ -55,13 +55,13 @@ class TaughtRows:
         """The rows of the run's update `update`, counted from 0."""
         samples = [sample for row in self.data.train.batch(update) for sample in samples_of_row(row)]
         for sample in samples:
-            sample.taught = True
+            sample.ptx = True
         return samples
 
 
 def updates_of(recipe: RlRecipe) -> int:
     """Optimizer steps of the whole run, where no step has fewer groups than updates."""
-    return recipe.steps * recipe.learner.updates_per_step * recipe.learner.passes
+    return recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
 
 
 def reference_and_old(
@@ -73,20 +73,20 @@ def reference_and_old(
         with policy.as_reference():
             references = logprobs(learner, samples)
         for sample, reference in zip(samples, references, strict=True):
-            sample.reference = reference
+            sample.ref_logprobs = reference
     if recipe.loss.correction is not None:
         for sample, (old, values) in zip(samples, scores(learner, samples), strict=True):
-            sample.old, sample.values = old, values
+            sample.old_logprobs, sample.values = old, values
 
 
 def make_updates(
     trainer: Trainer[TokenScores],
     recipe: RlRecipe,
-    collected: Collected,
+    collected: RolloutBatch,
     samples: Sequence[Sample],
     kl: float,
     critic: CriticLearner | None,
-    rows: TaughtRows | None,
+    rows: PtxRows | None,
 ) -> Totals:
     """`passes` times over the episodes, whole groups divided among the updates; the critic learns from the same ones."""
     shared = critic is not None and critic.head is not None
@@ -94,9 +94,9 @@ def make_updates(
     groups = [e.group for e in collected.episodes for _ in e.streams]
     order = sorted(set(groups))
     count = min(recipe.learner.updates_per_step, len(order))
-    first = trainer.step * recipe.learner.updates_per_step * recipe.learner.passes
+    first = trainer.step * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     totals: Totals = {}
-    for number in range(recipe.learner.passes * count):
+    for number in range(recipe.learner.epochs_per_step * count):
         part = set(order[number % count :: count])
         chosen = [s for s, g in zip(samples, groups, strict=True) if g in part]
         alone = critic is not None and critic.learns_alone
@@ -115,7 +115,7 @@ def make_updates(
     return totals
 
 
-def _objective(recipe: RlRecipe, kl: float, shared: bool, rows: TaughtRows | None) -> Objective[TokenScores]:
+def _objective(recipe: RlRecipe, kl: float, shared: bool, rows: PtxRows | None) -> Objective[TokenScores]:
     """What an update of the policy minimises; `shared`: with the loss of the values that its trunk carries."""
     policy, critic = PolicyObjective(recipe, kl), recipe.critic
     objective = SharedObjective(policy, critic.coefficient, critic.clip) if shared else policy
@@ -123,16 +123,16 @@ def _objective(recipe: RlRecipe, kl: float, shared: bool, rows: TaughtRows | Non
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """The parts of a run; those that a recipe does not ask for are None."""
 
     policy: Policy
     critic: CriticLearner | None
     trainer: Trainer[TokenScores]
     """It checkpoints all of them that have state."""
-    playing: Playing
+    playing: RolloutManager
     creditor: UnitCreditor | None
-    rows: TaughtRows | None
+    rows: PtxRows | None
     tasks: TaskOrder
     kl: KlController
     guards: Guards
@@ -144,7 +144,7 @@ class Parts:
         return [*self.trainer.learner.take_messages(), *about_critic]
 
 
-def open_parts(recipe: RlRecipe, run: RunDirectory) -> Parts:
+def open_parts(recipe: RlRecipe, run: RunDirectory) -> Components:
     """All that `recipe` asks for; `InputError` where something of it does not fit together."""
     updates = updates_of(recipe)
     about_tasks = check_tasks(recipe)
@@ -157,20 +157,20 @@ def open_parts(recipe: RlRecipe, run: RunDirectory) -> Parts:
     if critic is not None:
         critic.train_with(trainer.learner)
     scorer = open_scorer(recipe.reward, policy)
-    playing = Playing(recipe, policy, run, scorer)
+    playing = RolloutManager(recipe, policy, run, scorer)
     playing.left_out, about_prompts = too_long(recipe, playing.renderer)
     creditor = open_creditor(recipe, scorer, policy)
-    rows = TaughtRows(recipe.ptx, playing.renderer, recipe.seed) if recipe.ptx is not None else None
+    rows = PtxRows(recipe.ptx, playing.renderer, recipe.seed) if recipe.ptx is not None else None
     about_rows = rows.data.problems.summary() if rows is not None else []
     about_units = creditor.messages if creditor is not None else []
     trainer.messages = [*about_tasks, *about_prompts, *about_rows, *about_units, *playing.about_the_template()]
-    trainer.measures = [playing]
+    trainer.evaluators = [playing]
     trainer.choice = playing.choice(recipe.evaluation.metric)
     tasks = TaskOrder(recipe.seeds, recipe.seed, left_out=playing.left_out)
     kl, guards, running = KlController(recipe.kl), Guards(recipe.guards), RunningStatistics(recipe.reward)
     trainer.stateful = {"tasks": tasks, "kl": kl, "guards": guards, "reward": running}
-    trainer.companions = {"critic": critic} if critic is not None else {}
-    return Parts(policy, critic, trainer, playing, creditor, rows, tasks, kl, guards, running)
+    trainer.checkpointables = {"critic": critic} if critic is not None else {}
+    return Components(policy, critic, trainer, playing, creditor, rows, tasks, kl, guards, running)
 
 
 def samples_of(episodes: Sequence[Episode], step: int) -> list[Sample]:
@@ -209,7 +209,7 @@ def score(
     return rewards
 
 
-def greedy_returns(collected: Collected, running: RunningStatistics) -> dict[int, float]:
+def greedy_returns(collected: RolloutBatch, running: RunningStatistics) -> dict[int, float]:
     """Group -> return of its greedy episode, in the units of the other episodes' rewards."""
     return {
         group: episode.total_reward + running.correction(episode.turns[-1].info)
@@ -225,9 +225,11 @@ def _kl_per_token(episodes: Sequence[Episode], samples: Sequence[Sample], recipe
         found.append([])
         for stream in episode.streams:
             sample = next(left)
-            assert sample.reference is not None
+            assert sample.ref_logprobs is not None
             kl = np.zeros(len(stream), dtype=np.float32)
-            kl[stream.sampled] = estimate_kl(recipe.kl.estimator, stream.logprobs[stream.sampled] - sample.reference)
+            kl[stream.sampled] = estimate_kl(
+                recipe.kl.estimator, stream.rollout_logprobs[stream.sampled] - sample.ref_logprobs
+            )
             found[-1].append(kl)
     return found
 

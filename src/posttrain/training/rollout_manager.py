@@ -1,4 +1,4 @@
-"""Playing an environment with the policy in training: for rollouts, and as a measurement."""
+"""RolloutManager an environment with the policy in training: for rollouts, and as a measurement."""
 
 import threading
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
-from posttrain.rollout.driver import Player, Scorer, Sharing
-from posttrain.rollout.remote_worker import Faults, RemotePlayer
+from posttrain.rollout.driver import RolloutWorker, Scorer, Sharing
+from posttrain.rollout.remote_worker import Faults, RemoteRolloutWorker
 from posttrain.runs.directory import RunDirectory
-from posttrain.training.evaluators import HeldOut
+from posttrain.training.evaluators import EpisodeEvaluator
 
 
 def sharing_of(engine: Engine) -> Sharing:
     """An engine in the process plays its process's groups; one outside is the first process's."""
-    if current().alone:
+    if current().is_single_process:
         return Sharing.NONE
     return Sharing.GROUPS if isinstance(engine, LocalEngine) else Sharing.FIRST
 
 
-class Playing(HeldOut):
-    """The engine, and held-out episodes as a `Measure`."""
+class RolloutManager(EpisodeEvaluator):
+    """The engine, and held-out episodes as a `Evaluator`."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Playing(HeldOut):
     ) -> None:
         """`scorer` adds a reward model's rewards to the episodes played."""
         super().__init__(recipe, run)
-        assert not isinstance(recipe.engine, OpenAIEngineRecipe), "a remote model plays through `RemotePlaying`"
+        assert not isinstance(recipe.engine, OpenAIEngineRecipe), "a remote model plays through `RemoteRolloutManager`"
         self.policy = policy
         self.scorer = scorer
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
         # Log-probabilities matter where they are learned from.
         sampling = recipe.rollout.sampling if isinstance(recipe, RlRecipe) else recipe.evaluation.sampling
         self.engine = open_engine(policy, recipe.engine, recipe.rollout.tokens_per_episode, sampling, run.logs)
-        self.alone = threading.Lock()
+        self.lock = threading.Lock()
         """Held while the engine is in use: one outside this process also samples ahead of the learner."""
 
     def about_the_template(self) -> list[str]:
@@ -63,13 +63,13 @@ class Playing(HeldOut):
         return found
 
     @contextmanager
-    def player(self, sampling: SamplingRecipe) -> Iterator[Player]:
+    def player(self, sampling: SamplingRecipe) -> Iterator[RolloutWorker]:
         """A player with the current policy; outside, the engine sleeps. It starts without memories: what a step samples
         must not depend on whether an evaluation, or a resume, came before it.
         """
-        with self.alone:
+        with self.lock:
             self.engine.load_weights(self.policy.version)
-            yield Player(
+            yield RolloutWorker(
                 engine=self.engine,
                 renderer=self.renderer,
                 environment=self.environment,
@@ -82,8 +82,8 @@ class Playing(HeldOut):
             self.engine.sleep()
 
 
-class RemotePlaying(HeldOut):
-    """The server's client, and held-out episodes as a `Measure`. Needs no torch and loads no model."""
+class RemoteRolloutManager(EpisodeEvaluator):
+    """The server's client, and held-out episodes as a `Evaluator`. Needs no torch and loads no model."""
 
     def __init__(self, recipe: EvaluateRecipe, run: RunDirectory) -> None:
         """InputError for an environment that begins the answers itself, or a key that is named and not set."""
@@ -98,10 +98,10 @@ class RemotePlaying(HeldOut):
         self.client = chat_client("engine", *how)
 
     @contextmanager
-    def player(self, sampling: SamplingRecipe) -> Iterator[RemotePlayer]:
+    def player(self, sampling: SamplingRecipe) -> Iterator[RemoteRolloutWorker]:
         """A player for the final seeds, which counts failures anew."""
         evaluation = self.recipe.evaluation
-        yield RemotePlayer(
+        yield RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
             faults=Faults(self.recipe.rollout.failures, evaluation.final_seeds.count * evaluation.episodes_per_seed),

@@ -17,7 +17,7 @@ from posttrain.evaluation.summary import knows_success, reported
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe
-from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
 from posttrain.rollout.filters import has_signal, uncertainty
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
@@ -57,7 +57,7 @@ class TaskOrder:
 
 
 @dataclass
-class Collected:
+class RolloutBatch:
     """What one step sampled."""
 
     episodes: list[Episode]
@@ -75,14 +75,16 @@ class Collected:
     """Time that sampling took."""
 
 
-Play = Callable[[Player, Sequence[Place]], list[Episode]]
+Play = Callable[[RolloutWorker, Sequence[EpisodeRequest]], list[Episode]]
 """Plays the episodes of places and returns them in that order, with all that they are paid."""
 
 
-def collect(player: Player, recipe: RlRecipe, tasks: TaskOrder, step: int, play: Play = play_all) -> Collected:
+def collect(
+    player: RolloutWorker, recipe: RlRecipe, tasks: TaskOrder, step: int, play: Play = play_all
+) -> RolloutBatch:
     """Sample a step's groups; with the `dynamic` filter, again until enough of them have signal or rounds run out."""
     wanted = recipe.rollout.groups_per_step
-    collected = Collected([], [])
+    collected = RolloutBatch([], [])
     kept: list[list[Episode]] = []
     rounds = recipe.rollout.filter.max_rounds if recipe.rollout.filter.type == "dynamic" else 1
     for _ in range(rounds):
@@ -100,19 +102,19 @@ def collect(player: Player, recipe: RlRecipe, tasks: TaskOrder, step: int, play:
 
 
 def _play_groups(
-    player: Player,
+    player: RolloutWorker,
     recipe: RlRecipe,
     seeds: Sequence[int],
     step: int,
     first: int,
-    collected: Collected,
+    collected: RolloutBatch,
     play: Play,
 ) -> list[list[Episode]]:
     """Play one group per seed; group ids go on from those already sampled in this step."""
     size = recipe.rollout.episodes_per_group
     ids = [first // size + i for i in range(len(seeds))]
     places = [
-        Place(seed, group, index, (recipe.seed, "sampling", step, group, index))
+        EpisodeRequest(seed, group, index, (recipe.seed, "sampling", step, group, index))
         for group, seed in zip(ids, seeds, strict=True)
         for index in range(size)
     ]
@@ -121,7 +123,7 @@ def _play_groups(
     usable = _apply_failure_policy(episodes, recipe, collected)
     if recipe.credit.type == "remax":
         greedy = replace(player, sampling=SamplingRecipe(temperature=0.0))
-        probes = [Place(s, g, size, (recipe.seed, "greedy", step, g)) for g, s in zip(ids, seeds, strict=True)]
+        probes = [EpisodeRequest(s, g, size, (recipe.seed, "greedy", step, g)) for g, s in zip(ids, seeds, strict=True)]
         baselines = play(greedy, probes)
         collected.greedy |= {e.group: e for e in baselines if e.outcome is not Outcome.FAILED}
         without = sorted(set(ids) - set(collected.greedy))
@@ -133,7 +135,7 @@ def _play_groups(
     return [[e for e in usable if e.group == group] for group in ids]
 
 
-def _apply_failure_policy(episodes: list[Episode], recipe: RlRecipe, collected: Collected) -> list[Episode]:
+def _apply_failure_policy(episodes: list[Episode], recipe: RlRecipe, collected: RolloutBatch) -> list[Episode]:
     """Drop failed episodes, or give them the recipe's reward; too many of them stop the run."""
     failed = [e for e in episodes if e.outcome is Outcome.FAILED]
     failures = recipe.rollout.failures
@@ -218,7 +220,7 @@ def _ranges(recipe: RlRecipe | EvaluateRecipe) -> tuple[range, list[range]]:
     return range(recipe.seeds.start, recipe.seeds.stop), [curve, final]
 
 
-def rollout_metrics(collected: Collected, recipe: RlRecipe) -> dict[str, float]:
+def rollout_metrics(collected: RolloutBatch, recipe: RlRecipe) -> dict[str, float]:
     """Success, return, lengths and spread over all sampled episodes, those that a filter removed included."""
     episodes = collected.sampled
     played = [e for e in episodes if e.outcome is not Outcome.FAILED]
@@ -259,7 +261,7 @@ class StepCounters:
         self.trainer = trainer
         self._trained = trainer.learner.trained_tokens
 
-    def metrics(self, collected: Collected) -> dict[str, float]:
+    def metrics(self, collected: RolloutBatch) -> dict[str, float]:
         """Counts of the step that learns from `collected`; the speed is sampled tokens per second of sampling."""
         engine, seconds = collected.counters, collected.seconds
         return {

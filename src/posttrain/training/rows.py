@@ -17,7 +17,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample, Side
+from posttrain.training.batches import PreferenceSide, Sample
 
 
 class Rows(Protocol):
@@ -231,10 +231,10 @@ def stream_of(ids: np.ndarray, trained: np.ndarray) -> Stream:
 
 def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:
     """The row's streams as samples. With `number` >= 0 it is preference data, and `number` tells rows apart."""
-    sides: list[Side | None] = [None] * len(row.streams)
+    sides: list[PreferenceSide | None] = [None] * len(row.streams)
     if number >= 0:
         goods = [True, False] if len(row.streams) == 2 else [row.good]
-        sides = [Side(number, good, row.margin) for good in goods]
+        sides = [PreferenceSide(number, good, row.margin) for good in goods]
     return [
         Sample(
             stream=stream_of(stream.ids, stream.trained),

@@ -10,11 +10,11 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
-from posttrain.training.evaluators import LossMeasure
+from posttrain.training.evaluators import LossEvaluator
 from posttrain.training.experts import expert_episodes
 from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.rl import samples_of
-from posttrain.training.rollout_manager import Playing
+from posttrain.training.rollout_manager import RolloutManager
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, SampleBatches, train_on
 from posttrain.training.trainer import Trainer
@@ -35,10 +35,10 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
     if data is not None:
         trainer.messages = [*data.problems.summary(), *renderer.remarks()]
         if data.validation or data.test:
-            trainer.measures.append(LossMeasure(trainer.learner, recipe, data))
+            trainer.evaluators.append(LossEvaluator(trainer.learner, recipe, data))
     if recipe.environment is not None:
-        playing = Playing(recipe, policy, run)
-        trainer.measures.append(playing)
+        playing = RolloutManager(recipe, policy, run)
+        trainer.evaluators.append(playing)
         trainer.messages += [text for text in playing.about_the_template() if text not in trainer.messages]
         metric = recipe.evaluation.metric
         trainer.choice = playing.choice(metric if metric != "loss" else None)

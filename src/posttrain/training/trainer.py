@@ -25,7 +25,7 @@ from posttrain.runs.progress import Progress
 from posttrain.seeds import derive_seed
 from posttrain.training.batches import Sample
 from posttrain.training.checkpoint import Checkpoints
-from posttrain.training.evaluators import Measure
+from posttrain.training.evaluators import Evaluator
 from posttrain.training.interrupts import Interrupts
 from posttrain.training.learner import Learner
 from posttrain.training.optimizer import Optimizer
@@ -42,7 +42,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Companion(Protocol):
+class Checkpointable(Protocol):
     """Something whose state belongs in a checkpoint, as tensors and, besides, as plain JSON."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ class Trainer(Generic[Output]):
         self.model = model
         self.optimizer = Optimizer(model.trainable(), recipe.optimizer, total_updates)
         self.learner = Learner(model, self.optimizer, recipe.learner, forward)
-        self.measures: list[Measure] = []
+        self.evaluators: list[Evaluator] = []
         """What is measured on held-out data, for the learning curve and for the final table."""
         self.choice: Callable[[dict[str, Any]], float] | None = None
         """From an evaluation's values, what chooses the best checkpoint (larger is better); None keeps the last."""
@@ -91,7 +91,7 @@ class Trainer(Generic[Output]):
         self.interrupts = Interrupts()
         self.world = current()
         self.log: MetricsLog | NoLog = NoLog()
-        self.world.of_first(lambda: self._open_log(recipe))
+        self.world.on_rank0(lambda: self._open_log(recipe))
         self.step = 0
         self.finished = False
         """All steps are made: the newest checkpoint is the last one, and the weights may be swapped for the best."""
@@ -99,7 +99,7 @@ class Trainer(Generic[Output]):
         self.evaluated = -1
         """The last step that was evaluated for the learning curve."""
         self.stateful: dict[str, Stateful] = {}
-        self.companions: dict[str, Companion] = {}
+        self.checkpointables: dict[str, Checkpointable] = {}
         """Models that learn beside the one that is trained; they may change only where no signal interrupts."""
         self._state: dict[str, Any] = {}
         self.seconds: dict[str, float] = defaultdict(float)
@@ -110,7 +110,7 @@ class Trainer(Generic[Output]):
         """Go on from the newest checkpoint, or from the start where there is none yet."""
         steps = self.world.broadcast(self.checkpoints.steps())
         if not steps:
-            self.world.of_first(lambda: self._forget_after(-1))
+            self.world.on_rank0(lambda: self._forget_after(-1))
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
@@ -123,15 +123,15 @@ class Trainer(Generic[Output]):
         if random in own:
             torch.set_rng_state(own[random])
         self.optimizer.load_state_dict(state["optimizer"])
-        for name, companion in self.companions.items():
-            companion.load_state_dict(state["companions"][name])
+        for name, checkpointable in self.checkpointables.items():
+            checkpointable.load_state_dict(state["checkpointables"][name])
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.model.version = state["version"]
         self.learner.skipped_in_a_row = state["skipped_in_a_row"]
         self.best = Best(**state["best"]) if state["best"] else None
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        self.world.of_first(lambda: self._forget_after(self.step))
+        self.world.on_rank0(lambda: self._forget_after(self.step))
         self._remember()
 
     def _open_log(self, recipe: TrainingRecipe) -> None:
@@ -207,7 +207,7 @@ class Trainer(Generic[Output]):
     def _evaluate_curve(self) -> bool:
         values: dict[str, Any] = {}
         with self.phase("evaluation"):
-            for measure in self.measures:
+            for measure in self.evaluators:
                 values |= measure.curve(self.step)
         value = self.choice(values) if self.choice is not None else 0.0
         improved = self.choice is not None and (self.best is None or value > self.best.value)
@@ -227,15 +227,17 @@ class Trainer(Generic[Output]):
         state = self._state | {
             "processes": self.world.size,
             "optimizer": self.optimizer.state_dict(),
-            "companions": {name: companion.state_dict() for name, companion in self.companions.items()},
+            "checkpointables": {
+                name: checkpointable.state_dict() for name, checkpointable in self.checkpointables.items()
+            },
         }
         return self.checkpoints.save(self.step, self.model, self._tensors(), state, best)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint but the model's; random numbers are those of this process."""
         found = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
-        for owner, companion in self.companions.items():
-            found |= {f"{owner}/{name}": tensor for name, tensor in companion.tensors().items()}
+        for owner, checkpointable in self.checkpointables.items():
+            found |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
         return found | {f"random/{self.world.rank}": torch.get_rng_state()}
 
     def _remember(self) -> None:

@@ -40,7 +40,7 @@ from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample, on_stream, pack
 from posttrain.training.reward_scorer import OF_UNITS, RAW, RewardScorer, RunningStatistics, scaled
 from posttrain.training.rows import stream_of
-from posttrain.training.unit_normalizer import open_normaliser
+from posttrain.training.unit_normalizer import open_normalizer
 from posttrain.training.unit_rewards import entropies_under
 
 _KEY = "reward.tokens_per_batch"
@@ -54,7 +54,7 @@ class JudgedAnswer:
     """Up to the last sampled token."""
     units: Spans
     outcome: float
-    """R, normalised."""
+    """R, normalized."""
     label: str
     """Names the episode in messages."""
 
@@ -65,7 +65,7 @@ class UnitValuer:
     def __init__(
         self, model: RewardModel, tokens_per_batch: int, scale: Callable[[float], float], clip: float | None = None
     ) -> None:
-        """`scale`: from what the model says to the normalised reward, which it clips to [-clip, clip]."""
+        """`scale`: from what the model says to the normalized reward, which it clips to [-clip, clip]."""
         self.model = model
         self.budget = tokens_per_batch
         self.scale = scale
@@ -237,7 +237,7 @@ class UnitCreditor:
                 f"unit_credit: the chat template of {recipe.model.path} rewrites earlier turns, so an episode of "
                 "`environment.max_turns` above 1 is no one text with units; use another template, or one turn"
             )
-        self.normaliser, self.messages = open_normaliser(unit_credit, scorer)
+        self.normalizer, self.messages = open_normalizer(unit_credit, scorer)
         self.decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def credit(
@@ -247,7 +247,7 @@ class UnitCreditor:
 
         RunError for an episode in several streams, which the reward model does not read as a whole.
         """
-        with self.scorer.alone:
+        with self.scorer.lock:
             return self._credit(episodes, samples, step, running)
 
     def _credit(
@@ -360,12 +360,12 @@ class UnitCreditor:
         return [share(a.outcome, len(a.units)) for a in answers]
 
     def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
-        """Unit rewards [K], normalised by place or, without a fit, all alike, and clipped as the outcome is."""
+        """Unit rewards [K], normalized by place or, without a fit, all alike, and clipped as the outcome is."""
         raw = np.array([reward for _, reward in episode.turns[-1].info[OF_UNITS]], dtype=np.float64)
-        if self.normaliser is None:
+        if self.normalizer is None:
             return np.array([scale(value) for value in raw.tolist()])
         clip = self.scorer.source.clip
-        normal = self.normaliser.normalise(raw)
+        normal = self.normalizer.normalize(raw)
         return normal if clip is None else np.clip(normal, -clip, clip)
 
 

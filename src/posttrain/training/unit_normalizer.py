@@ -1,4 +1,4 @@
-"""Fitting the location-aware normaliser of a run's unit-level reward model on pairs."""
+"""Fitting the location-aware normalizer of a run's unit-level reward model on pairs."""
 
 import json
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ import numpy as np
 from posttrain.credit.units.normalizer import (
     Fit,
     FitKey,
-    Normaliser,
-    fit_normaliser,
+    Normalizer,
+    fit_normalizer,
     key_in,
     key_of,
-    read_normaliser,
+    read_normalizer,
     same,
-    with_normaliser,
+    with_normalizer,
 )
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
@@ -37,27 +37,27 @@ WEAK = 0.05
 """R² below which the position says next to nothing."""
 
 
-def open_normaliser(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Normaliser | None, list[str]]:
+def open_normalizer(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Normalizer | None, list[str]]:
     """The fit of the recipe, None where it names none, and a message where the fit explains next to nothing.
 
     `InputError` where it is not to be had, or is of other units than the reward model's.
     """
-    if not isinstance(recipe, LearnedCredit) or recipe.normaliser is None:
+    if not isinstance(recipe, LearnedCredit) or recipe.normalizer is None:
         return None, []
     units = scorer.model.units
     assert units is not None
-    path = Path(recipe.normaliser)
+    path = Path(recipe.normalizer)
     if path.is_dir():
-        run = path if (path / "normaliser").is_dir() else path.parent  # a run, or the model that it exported
-        path = run / "normaliser" / "params.json"
+        run = path if (path / "normalizer").is_dir() else path.parent  # a run, or the model that it exported
+        path = run / "normalizer" / "params.json"
     try:
-        key, found = read_normaliser(path, key_in(recipe.fit) if recipe.fit is not None else None)
+        key, found = read_normalizer(path, key_in(recipe.fit) if recipe.fit is not None else None)
     except InputError as error:
-        raise InputError(f"unit_credit.normaliser, unit_credit.fit: {error}") from error
+        raise InputError(f"unit_credit.normalizer, unit_credit.fit: {error}") from error
     own = key_of(key.model, key.dataset, units.segmenter)
     if not same(key, own):
         raise InputError(
-            f"unit_credit.normaliser: {path} has the fit {key}, but {scorer.source.path} rewards units of {own.method}, "
+            f"unit_credit.normalizer: {path} has the fit {key}, but {scorer.source.path} rewards units of {own.method}, "
             f"threshold {own.threshold}; fit it anew with `posttrain fit-normalizer`"
         )
     return found, _doubts(path, key)
@@ -72,8 +72,8 @@ def _doubts(path: Path, key: FitKey) -> list[str]:
     if r2 is not None and r2 >= WEAK:
         return []
     return [
-        f"unit_credit.normaliser: the place of a unit explains next to nothing of its mean reward in {key} (R² "
-        f"{'none' if r2 is None else f'{r2:.3f}'}); look at plots/normaliser.png of the reward model's run"
+        f"unit_credit.normalizer: the place of a unit explains next to nothing of its mean reward in {key} (R² "
+        f"{'none' if r2 is None else f'{r2:.3f}'}); look at plots/normalizer.png of the reward model's run"
     ]
 
 
@@ -90,7 +90,7 @@ class Fitted:
 
     def lines(self) -> list[str]:
         """What a person is told."""
-        made = self.fit.normaliser
+        made = self.fit.normalizer
         tokens = f"{self.units} units of {self.answers} answers, {len(self.fit.profile.positions)} positions"
         found = [
             f"{self.key}: {tokens}",
@@ -102,7 +102,7 @@ class Fitted:
             if not r2 >= WEAK:
                 found.append(
                     f"warning: the line explains next to nothing of the {what} of rewards by place (R² below "
-                    f"{WEAK:g}); look at the plot before rewards are normalised by it"
+                    f"{WEAK:g}); look at the plot before rewards are normalized by it"
                 )
         return [*found, f"params: {self.params}", f"plot: {self.plot}"]
 
@@ -110,8 +110,8 @@ class Fitted:
 def fit_run(run: RunDirectory, data: str | None) -> Fitted:
     """Score the units of the run's validation pairs, or of those at `data`, with its exported model, and fit.
 
-    Writes `normaliser/params.json` (the published layout; other fits in it stay), `normaliser/DATASET.json` (mean, std
-    and count by position, and R²) and `plots/normaliser.png` of the run. `InputError` for a run that has no unit-level
+    Writes `normalizer/params.json` (the published layout; other fits in it stay), `normalizer/DATASET.json` (mean, std
+    and count by position, and R²) and `plots/normalizer.png` of the run. `InputError` for a run that has no unit-level
     reward model, and for pairs that are missing or too few.
     """
     recipe, path = run.load_recipe(), run.path / "model"
@@ -132,19 +132,19 @@ def fit_run(run: RunDirectory, data: str | None) -> Fitted:
     samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
     rewards = unit_rewards(model, UnitReader(model, units, budget), samples, budget, "learner.tokens_per_batch")
     try:
-        fit = fit_normaliser(rewards)
+        fit = fit_normalizer(rewards)
     except ValueError as error:
         raise InputError(f"{dataset}: the unit rewards of its {len(rows)} pairs cannot be fitted: {error}") from error
     key = key_of(recipe.name, Path(dataset).stem, units.segmenter)
-    folder = run.path / "normaliser"
+    folder = run.path / "normalizer"
     with storage_errors(folder):
         folder.mkdir(exist_ok=True)
-    params, plot = folder / "params.json", run.plots / "normaliser.png"
-    write_atomically(params, with_normaliser(params, key, fit.normaliser))
+    params, plot = folder / "params.json", run.plots / "normalizer.png"
+    write_atomically(params, with_normalizer(params, key, fit.normalizer))
     write_atomically(folder / f"{key.dataset}.json", _details(fit))
-    profile, normaliser = fit.profile, fit.normaliser
+    profile, normalizer = fit.profile, fit.normalizer
     grid = np.geomspace(profile.positions[0], 1, 200)
-    curves = (grid, normaliser.mean(grid), normaliser.sigma(grid))
+    curves = (grid, normalizer.mean(grid), normalizer.sigma(grid))
     said = (f"fit, R² {_shown(fit.r2_mean)}", f"fit, R² {_shown(fit.r2_std)}")
     draw_profile(plot, str(key), (profile.positions, profile.means, profile.stds, profile.counts), curves, said)
     return Fitted(fit, key, len(rewards), sum(map(len, rewards)), params, plot)
@@ -175,7 +175,7 @@ def _details(fit: Fit) -> str:
         name: {place: None if np.isnan(value) else value for place, value in zip(names, values.tolist(), strict=True)}
         for name, values in columns.items()
     }
-    content |= {"r2": {"mean": _number(fit.r2_mean), "std": _number(fit.r2_std)}, "floor": fit.normaliser.floor}
+    content |= {"r2": {"mean": _number(fit.r2_mean), "std": _number(fit.r2_std)}, "floor": fit.normalizer.floor}
     return json.dumps(content, indent=1) + "\n"
 
 

@@ -8,19 +8,19 @@ from posttrain.credit.returns import gae
 from posttrain.credit.turns import bilevel_gae
 
 
-def published(rewards, values, turns, discount, turn_discount, trace_decay):
+def published(rewards, values, turns, discount, turn_discount, gae_lambda):
     """The published two passes, with turn ends handed in: the turn level rests on values of the last tokens."""
     ends = np.flatnonzero(np.diff(turns, append=turns[-1] + 1))
     targets, advantage, after = {}, 0.0, 0.0
     for e in ends[::-1]:
-        advantage = rewards[e] + turn_discount * after - values[e] + turn_discount * trace_decay * advantage
+        advantage = rewards[e] + turn_discount * after - values[e] + turn_discount * gae_lambda * advantage
         targets[int(e)], after = advantage + values[e], values[e]
     found, running = np.zeros(len(rewards)), 0.0
     for t in range(len(rewards) - 1, -1, -1):
         if t in targets:
             running = targets[t] - values[t]
         else:
-            running = discount * values[t + 1] - values[t] + discount * trace_decay * running
+            running = discount * values[t + 1] - values[t] + discount * gae_lambda * running
         found[t] = running
     return found
 

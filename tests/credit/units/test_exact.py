@@ -27,7 +27,7 @@ EMPTY = 0.75
 BETAS = [0.0, 0.5, 1.0]
 BY_RETURN = [{"type": "arpo"}, {"type": "rloo"}, {"type": "dr_grpo"}]
 """Credit by the whole return of an episode."""
-FROM_TOKEN_ON = [{"type": "reinforce"}, {"type": "gae", "trace_decay": 1.0, "whiten": False}]
+FROM_TOKEN_ON = [{"type": "reinforce"}, {"type": "gae", "gae_lambda": 1.0, "whiten": False}]
 """Credit by what is paid from a token on, the second over values that are wrong."""
 WRONG = np.array([0.75, -1.0, 0.5, 2.0, -0.25, 1.125])
 

@@ -1,4 +1,4 @@
-"""The location-aware normaliser: known coefficients come back, sigma has a floor, files keep their layout."""
+"""The location-aware normalizer: known coefficients come back, sigma has a floor, files keep their layout."""
 
 import json
 
@@ -11,22 +11,22 @@ from scipy.optimize import minimize
 from posttrain.credit.units.normalizer import (
     EPSILON,
     FitKey,
-    Normaliser,
-    fit_normaliser,
+    Normalizer,
+    fit_normalizer,
     huber_line,
     key_of,
     profile_of,
-    read_normaliser,
-    read_normalisers,
+    read_normalizer,
+    read_normalizers,
     relative_positions,
-    with_normaliser,
+    with_normalizer,
 )
 from posttrain.errors import InputError
 from posttrain.recipe.units import EntropyUnits, StepUnits, WholeUnits
 from posttrain.seeds import random_stream
 
-PHI = Normaliser(0.7668, 0.2569, 0.4705, 2.8339)
-LLAMA_TOKENS = Normaliser(1.7340, 0.9906, 1.3212, 5.4513)
+PHI = Normalizer(0.7668, 0.2569, 0.4705, 2.8339)
+LLAMA_TOKENS = Normalizer(1.7340, 0.9906, 1.3212, 5.4513)
 PUBLISHED = {
     "phi3-instruct": {
         "preference700K": {
@@ -51,8 +51,8 @@ def drawn(true, answers, most=30, seed=0):
 
 
 def test_known_coefficients_come_back():
-    fit = fit_normaliser(drawn(PHI, 10_000))
-    assert fit.normaliser.numbers == pytest.approx(PHI.numbers, abs=0.04)
+    fit = fit_normalizer(drawn(PHI, 10_000))
+    assert fit.normalizer.numbers == pytest.approx(PHI.numbers, abs=0.04)
     assert fit.r2_mean > 0.95
     assert fit.r2_std > 0.85
     # The point of the weights: positions of few answers pull an unweighted line about.
@@ -60,8 +60,8 @@ def test_known_coefficients_come_back():
     several = profile.counts > 1
     logs = np.log(profile.positions[several])
     _, unweighted = huber_line(logs, profile.stds[several], np.ones(several.sum()))
-    assert abs(fit.normaliser.intercept_std - 2.8339) <= abs(unweighted - 2.8339) + 5e-3
-    normal = np.concatenate([fit.normaliser.normalise(answer) for answer in drawn(PHI, 4000, seed=1)])
+    assert abs(fit.normalizer.intercept_std - 2.8339) <= abs(unweighted - 2.8339) + 5e-3
+    normal = np.concatenate([fit.normalizer.normalize(answer) for answer in drawn(PHI, 4000, seed=1)])
     assert abs(normal.mean()) < 0.02
     assert abs(normal.std() - 1) < 0.02
 
@@ -69,7 +69,7 @@ def test_known_coefficients_come_back():
 def test_outliers_hardly_move_it():
     answers = drawn(PHI, 5_000)
     spoiled = [*answers, *(np.array([1e3] * 31) for _ in range(20))]  # at positions that no other answer has
-    plain, robust = fit_normaliser(answers).normaliser, fit_normaliser(spoiled).normaliser
+    plain, robust = fit_normalizer(answers).normalizer, fit_normalizer(spoiled).normalizer
     assert robust.numbers == pytest.approx(plain.numbers, abs=0.25)
 
 
@@ -123,18 +123,18 @@ def test_the_profile_by_hand():
 
 def test_answers_of_one_unit_give_one_mean_and_deviation():
     rewards = random_stream(0, "outcomes").standard_normal(500) * 2 - 0.5
-    fit = fit_normaliser([np.array([reward]) for reward in rewards])
-    assert fit.normaliser.numbers == pytest.approx([0, 0, rewards.mean(), rewards.std(ddof=1)])
+    fit = fit_normalizer([np.array([reward]) for reward in rewards])
+    assert fit.normalizer.numbers == pytest.approx([0, 0, rewards.mean(), rewards.std(ddof=1)])
     assert np.isnan(fit.r2_mean)
 
 
 def test_what_cannot_be_fitted_is_refused():
     with pytest.raises(ValueError, match="no position has two rewards"):
-        fit_normaliser([np.array([1.0, 2.0, 3.0])])
+        fit_normalizer([np.array([1.0, 2.0, 3.0])])
     with pytest.raises(ValueError, match="standard deviation above 0"):
-        fit_normaliser([np.array([1.0, 2.0])] * 3)
+        fit_normalizer([np.array([1.0, 2.0])] * 3)
     with pytest.raises(ValueError, match="not finite"):
-        fit_normaliser([np.array([1.0, np.nan])] * 3)
+        fit_normalizer([np.array([1.0, np.nan])] * 3)
 
 
 # -- what it does to rewards -------------------------------------------------------------------------------------------
@@ -149,25 +149,25 @@ def test_sigma_has_a_floor_where_the_published_fit_goes_negative():
     # No reward changes its sign against the mean, at any length.
     for units in (1, 245, 246, 1534, 4000):
         positions = relative_positions(units)
-        above = LLAMA_TOKENS.normalise(LLAMA_TOKENS.mean(positions) + 1)
+        above = LLAMA_TOKENS.normalize(LLAMA_TOKENS.mean(positions) + 1)
         assert (above > 0).all()
     # Where the line is above the floor, the floor changes nothing.
     assert LLAMA_TOKENS.sigma(np.array([0.5])) == pytest.approx([0.9906 * np.log(0.5) + 5.4513])
-    assert Normaliser(0, 1, 0, 2, floor=0.5).sigma(np.array([1e-9, 1.0])).tolist() == pytest.approx([1, 2])
+    assert Normalizer(0, 1, 0, 2, floor=0.5).sigma(np.array([1e-9, 1.0])).tolist() == pytest.approx([1, 2])
 
 
-def test_normalising_by_hand():
-    made = Normaliser(2.0, 1.0, 0.5, 4.0)
+def test_normalizing_by_hand():
+    made = Normalizer(2.0, 1.0, 0.5, 4.0)
     half = np.log(0.5)
     expected = [(3 - (2 * half + 0.5)) / (half + 4), (3 - 0.5) / 4]
-    assert made.normalise(np.array([3.0, 3.0])).tolist() == pytest.approx(expected)
-    assert made.normalise(np.zeros(0)).tolist() == []
+    assert made.normalize(np.array([3.0, 3.0])).tolist() == pytest.approx(expected)
+    assert made.normalize(np.zeros(0)).tolist() == []
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, 0, 0), (0, 0, 0, -1), (np.nan, 0, 0, 1), (0, np.inf, 0, 1)])
 def test_numbers_that_can_scale_nothing_are_refused(numbers):
     with pytest.raises(ValueError, match="above 0 at the end"):
-        Normaliser(*numbers)
+        Normalizer(*numbers)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ def test_numbers_that_can_scale_nothing_are_refused(numbers):
 def test_a_published_file_is_read(tmp_path):
     file = tmp_path / "params.json"
     file.write_text(json.dumps(PUBLISHED))
-    assert len(read_normalisers(file)) == 3
+    assert len(read_normalizers(file)) == 3
     segmenter = EntropyUnits(type="entropy", threshold=1.75)
-    assert read_normaliser(file, key_of("phi3-instruct", "preference700K", segmenter))[1] == PHI
+    assert read_normalizer(file, key_of("phi3-instruct", "preference700K", segmenter))[1] == PHI
     # Thresholds are compared as numbers.
     llama = FitKey("llama3-sft", "preference700K", "peak", "avg", "2")
-    assert read_normaliser(file, llama)[1].numbers == [0.8967, 0.5680, 0.8572, 4.1667]
+    assert read_normalizer(file, llama)[1].numbers == [0.8967, 0.5680, 0.8572, 4.1667]
 
 
 numbers = st.floats(-50, 50)
@@ -191,15 +191,15 @@ numbers = st.floats(-50, 50)
 @given(st.tuples(numbers, numbers, numbers, st.floats(1e-6, 50)))
 def test_a_file_round_trips_and_keeps_its_other_fits(tmp_path_factory, values):
     file = tmp_path_factory.mktemp("fits") / "params.json"
-    made, key = Normaliser(*values), key_of("run", "val", StepUnits(type="steps"))
-    file.write_text(with_normaliser(file, key, made))
-    assert read_normaliser(file)[1] == made
+    made, key = Normalizer(*values), key_of("run", "val", StepUnits(type="steps"))
+    file.write_text(with_normalizer(file, key, made))
+    assert read_normalizer(file)[1] == made
     assert json.loads(file.read_text()) == {"run": {"val": {"steps": {"avg": {"0": list(values)}}}}}
     entropy = key_of("run", "val", EntropyUnits(type="entropy", threshold=1.5, peak="local_max"))
     assert entropy.path[2:] == ("local_max", "avg", "1.5")
-    file.write_text(with_normaliser(file, entropy, PHI))
-    file.write_text(with_normaliser(file, entropy, LLAMA_TOKENS))
-    assert read_normalisers(file) == {key: made, entropy: LLAMA_TOKENS}
+    file.write_text(with_normalizer(file, entropy, PHI))
+    file.write_text(with_normalizer(file, entropy, LLAMA_TOKENS))
+    assert read_normalizers(file) == {key: made, entropy: LLAMA_TOKENS}
 
 
 def test_what_is_not_there_is_an_error_that_names_what_is(tmp_path):
@@ -209,11 +209,11 @@ def test_what_is_not_there_is_an_error_that_names_what_is(tmp_path):
     with pytest.raises(
         InputError, match=r"no fit phi3-instruct > preference700K > token.*there are: .*peak > avg > 1\.75"
     ):
-        read_normaliser(file, missing)
+        read_normalizer(file, missing)
     with pytest.raises(InputError, match="has 3 fits, and one has to be named"):
-        read_normaliser(file)
+        read_normalizer(file)
     with pytest.raises(InputError, match="cannot be read"):
-        read_normaliser(tmp_path / "gone.json")
+        read_normalizer(tmp_path / "gone.json")
 
 
 @pytest.mark.parametrize(
@@ -225,4 +225,4 @@ def test_a_file_of_another_layout_is_named(content, tmp_path):
     file = tmp_path / "params.json"
     file.write_text(content)
     with pytest.raises(InputError, match=r"params\.json"):
-        read_normaliser(file)
+        read_normalizer(file)

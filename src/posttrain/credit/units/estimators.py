@@ -1,7 +1,7 @@
 """Credit from the values of an answer's beginnings.
 
 `values` [K + 1] everywhere: Phi_0 of the empty answer, Phi_k of the answer up to and with unit k, and Phi_K = R of the
-whole answer, as the reward model gives them, normalised.
+whole answer, as the reward model gives them, normalized.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,9 +19,9 @@ class CreditedUnits:
     spans: Spans
     """Over the sampled tokens [n] of the episode."""
     credits: np.ndarray
-    """[K] float64, in units of the normalised reward."""
+    """[K] float64, in units of the normalized reward."""
     outcome: float
-    """R: what the reward model paid for the episode, normalised; it sits on the last sampled token."""
+    """R: what the reward model paid for the episode, normalized; it sits on the last sampled token."""
     empty: float
     """Phi_0: its value of an empty answer; 0 for estimators that divide R itself."""
 

@@ -1,4 +1,4 @@
-"""The location-aware normaliser of unit rewards: how their mean and spread depend on where in the answer a unit stands.
+"""The location-aware normalizer of unit rewards: how their mean and spread depend on where in the answer a unit stands.
 
 Source: Yin et al. 2025, "Segmenting text and learning their rewards for improved RLHF", arXiv 2501.02790. Unit k of K
 stands at p = k / K in (0, 1]; mean(p) = slope_mean log p + intercept_mean, sigma(p) the same with its own numbers, and a
@@ -25,7 +25,7 @@ _TINY = 1e-10
 
 
 @dataclass(frozen=True)
-class Normaliser:
+class Normalizer:
     """The four published numbers, in units of reward, and a floor on sigma.
 
     Without a floor a published fit (tokens, Llama 3 8B SFT) has sigma <= 0 for p < 0.00407, so that in answers of more
@@ -41,7 +41,7 @@ class Normaliser:
     def __post_init__(self) -> None:
         if not np.isfinite(self.numbers).all() or self.intercept_std <= 0:
             raise ValueError(
-                f"a normaliser needs finite numbers and a standard deviation above 0 at the end, not {self.numbers}"
+                f"a normalizer needs finite numbers and a standard deviation above 0 at the end, not {self.numbers}"
             )
 
     @property
@@ -58,7 +58,7 @@ class Normaliser:
         values = self.slope_std * np.log(positions + _TINY) + self.intercept_std
         return np.maximum(values, self.floor * self.intercept_std)
 
-    def normalise(self, rewards: np.ndarray) -> np.ndarray:
+    def normalize(self, rewards: np.ndarray) -> np.ndarray:
         """[K] float64 of the rewards [K] of all units of one answer, in order."""
         positions = relative_positions(len(rewards))
         return (np.asarray(rewards, dtype=np.float64) - self.mean(positions)) / self.sigma(positions)
@@ -77,9 +77,9 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A normaliser and how much of its profile it explains."""
+    """A normalizer and how much of its profile it explains."""
 
-    normaliser: Normaliser
+    normalizer: Normalizer
     profile: Profile
     r2_mean: float
     """1 - residual / total sum of squares of the means by position, weighted by counts; NaN where they are all alike."""
@@ -105,7 +105,7 @@ def profile_of(answers: Sequence[np.ndarray]) -> Profile:
     return Profile(positions, means, stds, counts)
 
 
-def fit_normaliser(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
+def fit_normalizer(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
     """Fit mean and sigma against log p of the unit rewards [K_i] of several answers.
 
     Two Huber regressions on the profile, each position weighted by its count; the published fit gives the position of
@@ -120,7 +120,7 @@ def fit_normaliser(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
     logs = np.log(profile.positions + _TINY)
     slope_mean, intercept_mean = huber_line(logs, profile.means, profile.counts)
     slope_std, intercept_std = huber_line(logs[several], profile.stds[several], profile.counts[several])
-    made = Normaliser(slope_mean, slope_std, intercept_mean, intercept_std, floor)
+    made = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
     return Fit(
         made,
         profile,
@@ -201,7 +201,7 @@ def key_of(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
     return FitKey(model, dataset, segmenter.type, "avg", "0")
 
 
-def read_normalisers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normaliser]:
+def read_normalizers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalizer]:
     """All fits of the file. `InputError` naming the file and the place where it is not of the layout."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -211,13 +211,13 @@ def read_normalisers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalise
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is no JSON ({error}); make one with `posttrain fit-normalizer`") from error
-    return {key: _normaliser(path, key, numbers, floor) for key, numbers in _walk(path, content, ())}
+    return {key: _normalizer(path, key, numbers, floor) for key, numbers in _walk(path, content, ())}
 
 
-def read_normaliser(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> tuple[FitKey, Normaliser]:
+def read_normalizer(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> tuple[FitKey, Normalizer]:
     """The fit `wanted`, or the only one, and its key. `InputError` naming those there are where that is not to be had; the published
     code takes mean 0 and standard deviation 1 for a key that is missing, and goes on."""
-    found = read_normalisers(path, floor)
+    found = read_normalizers(path, floor)
     if wanted is None and len(found) == 1:
         return next(iter(found.items()))
     matching = [(key, made) for key, made in found.items() if wanted is not None and same(key, wanted)]
@@ -228,16 +228,16 @@ def read_normaliser(path: Path, wanted: FitKey | None = None, floor: float = FLO
     return matching[0]
 
 
-def with_normaliser(path: Path, key: FitKey, made: Normaliser) -> str:
+def with_normalizer(path: Path, key: FitKey, made: Normalizer) -> str:
     """The text of the file at `path`, if there is one, with `made` at `key`; other fits stay."""
-    fits = read_normalisers(path) if path.is_file() else {}
+    fits = read_normalizers(path) if path.is_file() else {}
     fits = {old: other for old, other in fits.items() if not same(old, key)} | {key: made}
     content: dict[str, Any] = {}
-    for place, normaliser in fits.items():
+    for place, normalizer in fits.items():
         inner = content
         for name in place.path[:-1]:
             inner = inner.setdefault(name, {})
-        inner[place.threshold] = normaliser.numbers
+        inner[place.threshold] = normalizer.numbers
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -253,12 +253,12 @@ def _walk(path: Path, content: Any, above: tuple[str, ...]) -> list[tuple[FitKey
     return [entry for name, inner in content.items() for entry in _walk(path, inner, (*above, name))]
 
 
-def _normaliser(path: Path, key: FitKey, numbers: Any, floor: float) -> Normaliser:
+def _normalizer(path: Path, key: FitKey, numbers: Any, floor: float) -> Normalizer:
     try:
         slope_mean, slope_std, intercept_mean, intercept_std = (float(number) for number in numbers)
-        return Normaliser(slope_mean, slope_std, intercept_mean, intercept_std, floor)
+        return Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: {key} is not four numbers of a normaliser ({error}); fit it again") from error
+        raise InputError(f"{path}: {key} is not four numbers of a normalizer ({error}); fit it again") from error
 
 
 def same(one: FitKey, other: FitKey) -> bool:

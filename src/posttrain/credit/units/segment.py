@@ -15,11 +15,11 @@ from posttrain.credit.units.spans import Spans, joined, spans
 from posttrain.episode import Episode, StopReason, Stream
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits, UnitsRecipe, WholeUnits
 
-Place = tuple[int, int]
+Location = tuple[int, int]
 """Where a unit may begin in a text: the first and the last character at which to cut."""
 
 
-def step_starts(text: str, pattern: str, ordinal: bool) -> list[Place]:
+def step_starts(text: str, pattern: str, ordinal: bool) -> list[Location]:
     """Where the steps of `text` begin: from the start of the label's line to the label.
 
     Every match of `pattern` (multi-line) is a candidate. With `ordinal`, labels (the pattern's group `label`) must
@@ -38,7 +38,7 @@ def step_starts(text: str, pattern: str, ordinal: bool) -> list[Place]:
     return [(match.start(), _visible(text, match.start())) for match in matches]
 
 
-def closing_start(text: str, pattern: str, after: int) -> list[Place]:
+def closing_start(text: str, pattern: str, after: int) -> list[Location]:
     """Where what follows the steps begins: the first match of `pattern` after the character `after`; or nothing."""
     found = re.compile(pattern, re.MULTILINE).search(text, after + 1)
     return [(found.start(), _visible(text, found.start()))] if found else []

@@ -30,7 +30,7 @@ class RayScorer(RewardScorer):
     def __init__(self, source: RewardSource, members: Sequence[Member]) -> None:
         self.source = source
         self.members = list(members)
-        self.alone = threading.Lock()
+        self.lock = threading.Lock()
         self.statistics = self.members[0].ask("its statistics", "statistics")
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:

@@ -13,9 +13,9 @@ from rich.console import Console
 from posttrain.distributed.launch import stop_signals_to
 from posttrain.distributed.ray.actors import EngineWorker, EnvironmentWorker, RewardWorker
 from posttrain.distributed.ray.connection import connected
-from posttrain.distributed.ray.learner import INTERRUPTED, Crew, Ended, Job, LearnerWorker
+from posttrain.distributed.ray.learner import INTERRUPTED, Ended, Job, LearnerWorker, WorkerGroup
 from posttrain.distributed.ray.watch import KILLED, Watch, gone_machine, hangs
-from posttrain.distributed.ray.worker_group import Gone, Seat, translated
+from posttrain.distributed.ray.worker_group import Gone, WorkerHandle, translated
 from posttrain.errors import InputError, RunError
 from posttrain.planning.workers import (
     ENGINE,
@@ -64,7 +64,7 @@ def _check(recipe: PlacedRecipe) -> None:
             "hardware.apart is for `posttrain cluster plan`: in a run the learners' processes hold critic and reference "
             "model; remove it, or set both numbers to 0"
         )
-    if isinstance(recipe, RlRecipe) and recipe.rollout.ahead and recipe.rollout.on_new_weights != "finish":
+    if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts and recipe.rollout.on_new_weights != "finish":
         raise InputError(
             f"rollout.on_new_weights: {recipe.rollout.on_new_weights} changes the weights of an engine while it answers, which "
             "engines of a Ray cluster do not; set `finish`, or hardware.engines.count=0"
@@ -97,7 +97,7 @@ class Launch:
         options = {"num_cpus": 0, "scheduling_strategy": here, "name": self.watch_name}
         self.watch = ray.remote(Watch).options(**options).remote(hardware.max_restarts)
         self.actors: dict[str, Any] = {}
-        self.seats: dict[str, list[Seat]] = {ENGINE: [], REWARD: [], ENVIRONMENTS: []}
+        self.seats: dict[str, list[WorkerHandle]] = {ENGINE: [], REWARD: [], ENVIRONMENTS: []}
         self.told: list[str] = []
         self._before = self._run_id()
         self._stop = 0
@@ -216,7 +216,7 @@ class Launch:
         for worker, actor in begun.items():
             try:
                 self.ray.get(actor.about.remote())
-                self.seats[worker.role].append(Seat(worker.name, actor))
+                self.seats[worker.role].append(WorkerHandle(worker.name, actor))
             except Exception as error:
                 said = translated(error)
                 kind_of = InputError if isinstance(said, InputError) else RunError
@@ -230,7 +230,7 @@ class Launch:
         begun = own is not None and (self.resume or own != self._before)
         (address, port, *_), count = self.places[0], len(self.learners)
         locals_: dict[str, int] = {}
-        crew = Crew(self.seats[ENGINE], self.seats[REWARD], self.seats[ENVIRONMENTS])
+        crew = WorkerGroup(self.seats[ENGINE], self.seats[REWARD], self.seats[ENVIRONMENTS])
         found = []
         on_node = [place[2] for place in self.places]
         for rank, learner in enumerate(self.learners):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.distributed.ray.actors import Worker, recipe_from
-from posttrain.distributed.ray.worker_group import Member, Seat
+from posttrain.distributed.ray.worker_group import Member, WorkerHandle
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
 from posttrain.factory import become_learner
@@ -22,12 +22,12 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerGroup:
     """Whom a learner asks."""
 
-    engines: Sequence[Seat] = ()
-    rewards: Sequence[Seat] = ()
-    environments: Sequence[Seat] = ()
+    engines: Sequence[WorkerHandle] = ()
+    rewards: Sequence[WorkerHandle] = ()
+    environments: Sequence[WorkerHandle] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Job:
     """The recipe as a JSON document."""
     resume: bool
     overwrite: bool
-    crew: Crew
+    crew: WorkerGroup
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables: who is who among the learners."""
     told: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class LearnerWorker(Worker):
 
     def run(self, job: Job) -> Ended:
         """Run the stage to its end."""
-        from posttrain.distributed.world import Lost, Told
+        from posttrain.distributed.world import AlreadyReported, Lost
         from posttrain.stages import run_stage
 
         os.environ.update(job.variables)
@@ -92,7 +92,7 @@ class LearnerWorker(Worker):
                 run_stage(recipe, resume=job.resume, overwrite=job.overwrite)
         except KeyboardInterrupt:
             return Ended(INTERRUPTED)
-        except Told as error:
+        except AlreadyReported as error:
             return Ended(error.exit_code)
         except Lost as error:
             return Ended(error.exit_code, str(error), lost=True)
@@ -100,13 +100,13 @@ class LearnerWorker(Worker):
             return Ended(error.exit_code, str(error))
         return Ended(0)
 
-    def _place(self, recipe: Any, crew: Crew, placed: ExitStack) -> None:
+    def _place(self, recipe: Any, crew: WorkerGroup, placed: ExitStack) -> None:
         """Let the crew make what it makes, until `placed` closes."""
         from posttrain.engines.make import open_engine
         from posttrain.environments.opening import open_environment
         from posttrain.training.reward_scorer import open_scorer
 
-        def members(seats: Sequence[Seat]) -> list[Member]:
+        def members(seats: Sequence[WorkerHandle]) -> list[Member]:
             return [Member(seat, self.reporter.watch, self.reporter) for seat in seats]
 
         if crew.engines:

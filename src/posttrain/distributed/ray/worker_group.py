@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 3600.0
 
 
 @dataclass
-class Seat:
+class WorkerHandle:
     """A worker as the launching process made it: its name in messages and its actor."""
 
     name: str
@@ -28,7 +28,7 @@ class Seat:
 class Member:
     """A worker, whichever process it is at the moment. Methods may be called from any thread."""
 
-    def __init__(self, seat: Seat, watch: Any, reporter: Reporter) -> None:
+    def __init__(self, seat: WorkerHandle, watch: Any, reporter: Reporter) -> None:
         self.name, self.actor = seat.name, seat.actor
         self.watch, self.reporter = watch, reporter
         self.lives = 0

@@ -132,7 +132,7 @@ class _Layer:
 
     def _normed(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
         if self.kernel is not None and x.shape[-1] % 32 == 0:
-            return self.kernel.normalise(x, norm.weight, norm.variance_epsilon)
+            return self.kernel.normalize(x, norm.weight, norm.variance_epsilon)
         return _normed(norm, x)
 
 

@@ -24,7 +24,7 @@ from posttrain.distributed.world import current
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.vllm.replicas import Died, InsideReplica, OwnReplica, Refused, Replica, ServedReplica
 from posttrain.engines.vllm.settings import Settings
-from posttrain.engines.vllm.weights import Depot, buckets
+from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.models.load import resolve_path
@@ -119,7 +119,7 @@ class VllmEngine:
         self._lives = [
             _Life(replica, asyncio.Lock(), Watch(replica.respond, recipe.hang_seconds)) for replica in replicas
         ]
-        self._depot = Depot(recipe.restarts > 0 or bool(recipe.urls), self._size())
+        self._depot = WeightStore(recipe.restarts > 0 or bool(recipe.urls), self._size())
         self._adapter: Path | None = None
         self._sent = 0
         self._loop = asyncio.new_event_loop()
@@ -370,7 +370,7 @@ def _adapter_config(policy: Policy) -> dict[str, Any]:
 
 
 def _close(
-    replicas: Sequence[Replica], depot: Depot, loop: asyncio.AbstractEventLoop, thread: threading.Thread
+    replicas: Sequence[Replica], depot: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
     # First the loop: what still waits in it would take the end for a death.
     loop.call_soon_threadsafe(loop.stop)

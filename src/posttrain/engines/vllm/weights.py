@@ -38,7 +38,7 @@ def write(bucket: Bucket, path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in bucket.items()}, path)
 
 
-class Depot:
+class WeightStore:
     """The files of the weights that engines have now. `keep`: they stay until the next ones come, for an engine that is
     started again; else each goes as soon as it was read."""
 

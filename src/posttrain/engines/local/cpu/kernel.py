@@ -44,11 +44,11 @@ class DecodingKernel:
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
         pointer, size, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-        self._attend, self._normalise, self._place = loaded.attend, loaded.normalise, loaded.place
+        self._attend, self._normalize, self._place = loaded.attend, loaded.normalize, loaded.place
         self._attend.argtypes = [pointer, size, *[pointer] * 4, *[size] * 3, number, threads]
-        self._normalise.argtypes = [*[pointer] * 3, *[size] * 2, number, threads]
+        self._normalize.argtypes = [*[pointer] * 3, *[size] * 2, number, threads]
         self._place.argtypes = [*[pointer] * 5, number, *[pointer] * 3, *[size] * 3, threads]
-        for function in (self._attend, self._normalise, self._place):
+        for function in (self._attend, self._normalize, self._place):
             function.restype = None
 
     def attend(
@@ -75,11 +75,11 @@ class DecodingKernel:
         )
         return out
 
-    def normalise(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension of `x` [T, size], a multiple of 32."""
         out = torch.empty_like(x)
         sizes = (*x.shape, epsilon, torch.get_num_threads())
-        self._normalise(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes)
+        self._normalize(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes)
         return out
 
     def place(

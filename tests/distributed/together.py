@@ -41,7 +41,7 @@ def run(processes: int, jobs: list[Job], folder: Path) -> list[list[int]]:
 def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path, codes: Any) -> None:
     from pydantic import TypeAdapter
 
-    from posttrain.distributed.world import Told
+    from posttrain.distributed.world import AlreadyReported
     from posttrain.recipe.stages import Recipe
     from posttrain.stages import run_stage
 
@@ -76,7 +76,7 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
                     job["call"](*job["arguments"])
             else:
                 run_stage(TypeAdapter(Recipe).validate_python(job["values"]), resume=job.get("resume", False))
-        except Told as error:
+        except AlreadyReported as error:
             code = 100 + error.exit_code
         except Exception as error:
             traceback.print_exc()

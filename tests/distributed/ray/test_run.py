@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import RunError
-from tests.cluster.conftest import Disturber
+from tests.distributed.ray.conftest import Disturber
 from tests.training import small
 
 ENGINE = {"type": "local", "slots": 6}
@@ -107,7 +107,7 @@ def reward_model(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def paid(reward_model):
     """Keys of a run that a reward model pays."""
-    return {"reward": {"path": str(reward_model), "normalise": "none"}}
+    return {"reward": {"path": str(reward_model), "normalize": "none"}}
 
 
 @pytest.fixture(scope="module")

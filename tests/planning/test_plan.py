@@ -28,7 +28,7 @@ def test_batches_in_words():
             "rollout.groups_per_step=6",
             "rollout.episodes_per_group=4",
             "learner.updates_per_step=3",
-            "learner.passes=2",
+            "learner.epochs_per_step=2",
             "evaluation.every=4",
         )
     )
@@ -59,7 +59,7 @@ PTX = ["ptx.data.train=[a.jsonl,b.jsonl]", "ptx.rows_per_update=5", "ptx.data.ma
     ],
 )
 def test_a_critic_and_supervised_rows_in_words(trunk, says):
-    plain = [*PPO, "learner.passes=2", f"critic.trunk={trunk}"]
+    plain = [*PPO, "learner.epochs_per_step=2", f"critic.trunk={trunk}"]
     assert says in batch_arithmetic(recipe_of(*plain))
     lines = batch_arithmetic(recipe_of(*plain, *PTX, "critic.updates_before_policy=3"))
     assert f"{says}, the first 3 of them alone: the policy makes 17" in lines
@@ -241,8 +241,8 @@ def test_a_broken_model_directory_is_named(tmp_path):
         ("rl", ["evaluation.every=101"], "evaluation.every has no effect: the run ends after 100 steps"),
         (
             "sft",
-            ["environment.type=bandit", "learner.passes=2"],
-            "learner.passes has no effect: the sft stage makes one update a step",
+            ["environment.type=bandit", "learner.epochs_per_step=2"],
+            "learner.epochs_per_step has no effect: the sft stage makes one update a step",
         ),
         (
             "sft",

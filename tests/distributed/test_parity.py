@@ -95,7 +95,7 @@ def given_updates(tiny, out):
     for length in (9, 110, 14, 30, 7):
         sampled = np.arange(length) >= 4
         stream = stream_of(draws.integers(3, 250, length), sampled)
-        stream.logprobs[sampled] = draws.normal(-5.5, 0.1, length - 4)
+        stream.rollout_logprobs[sampled] = draws.normal(-5.5, 0.1, length - 4)
         samples.append(Sample(stream, "given", draws.normal(size=length - 4).astype(np.float32)))
     lines = []
     for _ in range(2):

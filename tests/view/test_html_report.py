@@ -17,9 +17,9 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.view.report import write_html
-from tests.reports.pages import Page
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run
+from tests.view.pages import Page
 
 ATTACK = (
     "</pre></style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&lt; \x1b[31m \u202e {{ 7 * 7 }}"

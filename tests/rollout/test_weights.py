@@ -7,8 +7,8 @@ import torch
 
 from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import RunError
-from posttrain.rollout.in_flight import Flights
-from posttrain.rollout.weight_sync import Conductor, Published, Stopped, Weights
+from posttrain.rollout.in_flight import InFlight
+from posttrain.rollout.weight_sync import Published, Stopped, Weights, WeightSync
 
 
 class Policy:
@@ -43,7 +43,7 @@ def weights(step):
 def conductor(rule, ahead, published):
     policy = Policy()
     engine = Engine(policy)
-    return Conductor(rule, ahead, policy, engine, published, Flights(), None), engine
+    return WeightSync(rule, ahead, policy, engine, published, InFlight(), None), engine
 
 
 def test_finish_takes_the_weights_of_one_certain_step_whatever_is_there():
@@ -96,7 +96,7 @@ def test_weights_that_are_too_old_are_an_error_and_not_hoped_away(monkeypatch):
     published.publish(weights(1))
     made, _ = conductor("continue", 1, published)
     monkeypatch.setattr(published, "after", lambda step: weights(1))
-    with pytest.raises(RunError, match=r"batch 4 was given the weights after step 1, .*rollout.ahead = 1"):
+    with pytest.raises(RunError, match=r"batch 4 was given the weights after step 1, .*rollout.async_rollouts = 1"):
         made.begin(4)
 
 

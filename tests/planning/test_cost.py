@@ -72,7 +72,7 @@ def test_what_a_recipe_leaves_open_is_at_its_limit():
 def test_updates_and_passes_are_all_counted():
     one, more = (
         {phase.what: phase for phase in step_phases(recipe_of(*changes), SIZES, H200)}
-        for changes in ([], ["learner.updates_per_step=2", "learner.passes=3"])
+        for changes in ([], ["learner.updates_per_step=2", "learner.epochs_per_step=3"])
     )
     assert more[LEARNED[0]].seconds == pytest.approx(3 * one[LEARNED[0]].seconds)
     assert more[LEARNED[1]].seconds == pytest.approx(6 * one[LEARNED[1]].seconds)

@@ -50,7 +50,7 @@ def worker():
     return made
 
 
-class Crew:
+class WorkerGroup:
     """A member whose worker dies before, or after, chosen calls; without Ray."""
 
     def __init__(self, before=(), after=()):
@@ -97,7 +97,7 @@ def plain():
     "deaths", [{}, {"before": [1]}, {"before": [2]}, {"before": [3, 4]}, {"after": [2]}, {"after": [4]}]
 )
 def test_episodes_are_the_same_whenever_the_worker_dies(deaths):
-    crew = Crew(**deaths)
+    crew = WorkerGroup(**deaths)
     environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
     assert [dataclasses.asdict(each) for each in play(environment, ANSWERS)] == [
         dataclasses.asdict(each) for each in plain()
@@ -106,7 +106,7 @@ def test_episodes_are_the_same_whenever_the_worker_dies(deaths):
 
 
 def test_a_worker_that_was_replaced_unseen_is_told_from_one_that_knows():
-    crew = Crew()
+    crew = WorkerGroup()
     environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
     environment.reset(3)
     environment.step("abc")
@@ -116,7 +116,7 @@ def test_a_worker_that_was_replaced_unseen_is_told_from_one_that_knows():
 
 
 def test_an_answer_that_arrives_twice_is_played_once():
-    crew = Crew()
+    crew = WorkerGroup()
     environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
     environment.reset(3)
     first = crew.worker.step(environment._id, 0, "abc")
@@ -126,7 +126,7 @@ def test_an_answer_that_arrives_twice_is_played_once():
 
 
 def test_an_environment_that_says_something_else_fails_its_episode():
-    crew = Crew(before=[4])
+    crew = WorkerGroup(before=[4])
     environment = RayEnvironment(environment_recipe({"type": f"{__name__}:Forgetful", "max_turns": 5}), crew)
     environment.reset(3)
     environment.step("a")
@@ -136,7 +136,7 @@ def test_an_environment_that_says_something_else_fails_its_episode():
 
 
 def test_wrong_input_goes_through():
-    environment = RayEnvironment(environment_recipe({"type": LETTERS}), Crew())
+    environment = RayEnvironment(environment_recipe({"type": LETTERS}), WorkerGroup())
     environment._values["type"] = "nothing.py"
     with pytest.raises(InputError, match="there is no file"):
         environment.reset(1)

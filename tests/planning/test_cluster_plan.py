@@ -106,7 +106,7 @@ def test_gpus_that_nobody_uses_count_as_waiting_and_the_advice_is_to_use_them():
 
 def test_engines_that_sample_ahead_wait_only_for_what_takes_longer():
     keys = ["ray=auto", "processes=4", "engines.count=4", "engines.colocated=false"]
-    overrides = ["rollout.ahead=1", *(f"hardware.{key}" for key in keys)]
+    overrides = ["rollout.async_rollouts=1", *(f"hardware.{key}" for key in keys)]
     told = " ".join(shown(recipe_of("memory/gspo", overrides=overrides), 400).split())
     assert "during:" not in told
     assert re.search(r"4 of 8 GPUs \((learner|engine)\) wait \S+ s, \d+% of the step: \w+ takes longer", told)

@@ -14,7 +14,11 @@ def test_two_learners_learn_what_one_learns_and_resume_to_the_same_bits(models, 
         folder.mkdir()
         return (
             ahead.values(
-                models, folder, "small", {"ahead": 1, "filter": {"type": "none"}}, checkpoint={"every": 1, "keep": 2}
+                models,
+                folder,
+                "small",
+                {"async_rollouts": 1, "filter": {"type": "none"}},
+                checkpoint={"every": 1, "keep": 2},
             )
             | changes
         )

@@ -90,7 +90,7 @@ def test_experts_apart_are_not_gathered():
         {"devices": 4, "shard": 4, "expert_parallel": 3},
         {"devices": 2, "colocated": False},
         {"devices": 4, "engines": 2, "tensor": 4},
-        {"devices": 4, "engines": 1, "ahead": 1},
+        {"devices": 4, "engines": 1, "async_rollouts": 1},
     ],
 )
 def test_placements_that_cannot_be(wrong):

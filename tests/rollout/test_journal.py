@@ -5,12 +5,12 @@ import json
 import pytest
 
 from posttrain.rollout import journal as module
-from posttrain.rollout.driver import Place
+from posttrain.rollout.driver import EpisodeRequest
 from posttrain.rollout.journal import BatchJournal, batch_file, remove_batches
 from posttrain.rollout.store import dump_line, episode_values
 from tests.rollout.episodes import played
 
-PLACES = [Place(seed, seed, 0, (0, "sampling", 3, seed, 0)) for seed in range(4)]
+PLACES = [EpisodeRequest(seed, seed, 0, (0, "sampling", 3, seed, 0)) for seed in range(4)]
 
 
 class Counting:

@@ -20,7 +20,7 @@ def test_the_published_run_is_there_number_for_number():
     recipe = published()
     rollout, learner = recipe.rollout, recipe.learner
     assert rollout.groups_per_step * rollout.episodes_per_group == 128
-    assert learner.updates_per_step * learner.passes == 40
+    assert learner.updates_per_step * learner.epochs_per_step == 40
     assert (recipe.credit.type, recipe.loss.type, recipe.loss.clip_low, recipe.loss.clip_high) == (
         "grpo",
         "gspo",
@@ -52,7 +52,9 @@ def test_the_mended_recipe_has_none_of_them():
 
 
 def test_fewer_updates_and_a_longer_horizon_are_not_warned_of():
-    found = notes(published("learner.passes=2", "kl.horizon=10000", "loss.clip_low=3e-4", "loss.clip_high=4e-4"))
+    found = notes(
+        published("learner.epochs_per_step=2", "kl.horizon=10000", "loss.clip_low=3e-4", "loss.clip_high=4e-4")
+    )
     assert not any("clips" in note or "updates are made" in note or "kl.horizon" in note for note in found)
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from posttrain.errors import RunError
 from posttrain.rollout import in_flight as flights
-from posttrain.rollout.driver import Place
-from posttrain.rollout.in_flight import Flights
+from posttrain.rollout.driver import EpisodeRequest
+from posttrain.rollout.in_flight import InFlight
 
-PLACE = Place(0, 0, 0, ("x",))
+PLACE = EpisodeRequest(0, 0, 0, ("x",))
 
 
 async def for_ever():
@@ -17,7 +17,7 @@ async def for_ever():
 
 
 def test_a_stop_before_episodes_begin_is_not_missed():
-    flown = Flights()
+    flown = InFlight()
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(flown.play(PLACE, for_ever), 0.01))
     flown.stop()  # between two event loops
@@ -27,7 +27,7 @@ def test_a_stop_before_episodes_begin_is_not_missed():
 
 def test_what_looking_for_new_weights_raises_ends_the_episodes(monkeypatch):
     monkeypatch.setattr(flights, "LOOK_SECONDS", 0.01)
-    flown = Flights()
+    flown = InFlight()
 
     def watch():
         raise RunError("the engine does not take the weights")
