@@ -19,6 +19,7 @@ from transformers import (
 from posttrain.engines.cache import CachedLayout, KeyValuePages
 from posttrain.engines.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.kernel import decoding_kernel
+from posttrain.engines.linear import SamplingLinear
 from posttrain.engines.local import LocalEngine
 from posttrain.engines.plan import Segment
 from posttrain.engines.protocol import Request
@@ -93,6 +94,20 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
             assert (mine - theirs).abs().max() < bound
     finally:
         decoding_kernel.cache_clear()
+
+
+def test_without_onednn_for_the_precision_the_modules_own_weights_are_used(monkeypatch):
+    monkeypatch.setattr("posttrain.engines.linear.onednn_multiplies", lambda dtype: False)
+    model = made("llama")
+    decoder = decoder_of(model)
+    assert all(
+        product._packed is None
+        for layer in decoder._layers
+        for product in vars(layer).values()
+        if isinstance(product, SamplingLinear)
+    )
+    for mine, theirs in zip(passes(decoder, torch.float32), passes(ModuleDecoder(model), torch.float32), strict=True):
+        assert (mine - theirs).abs().max() < 2e-5
 
 
 def test_adapters_count(tmp_path):
