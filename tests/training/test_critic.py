@@ -186,7 +186,14 @@ def uninterrupted(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("place", "count"), [("critic", 4), ("judge", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90)]
+    ("place", "count"),
+    [
+        ("critic", 4),
+        *(
+            pytest.param(*death, marks=pytest.mark.slow)
+            for death in (("judge", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90))
+        ),
+    ],
 )
 def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_path, uninterrupted):
     values = _ppo_values(tiny_model, tmp_path)

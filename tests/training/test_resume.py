@@ -22,6 +22,8 @@ PLACES = {
     "tensors": ("torch:save", 5),
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
+QUICK = ("environment", "optimizer", "rename", "tensors")
+"""Places that are not slow tests."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ def _same(run, reference):
     assert small.episodes(run) == small.episodes(reference)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
+)
 def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
     draw = random.Random(place)
     what, most = PLACES[place]
@@ -66,7 +70,7 @@ def test_killed_many_times_anywhere(chain, tiny_model, tmp_path, uninterrupted):
     _same(tmp_path / "small", uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_with_a_checkpoint_and_a_message(number, tiny_model, tmp_path, uninterrupted):
     import multiprocessing
 

@@ -93,12 +93,12 @@ def same(run, reference):
 @pytest.mark.parametrize(
     ("variant", "deaths"),
     [
-        ("sft", [("sync", 20), ("report", 1)]),
+        pytest.param("sft", [("sync", 20), ("report", 1)], marks=pytest.mark.slow),
         ("sft_streamed", [("checkpoint", 4)]),
         ("dpo", [("caches", 3), ("learner", 3)]),
-        ("dpo_streamed", [("tensors", 3)]),
-        ("kto", [("metrics", 5)]),
-        ("reward", [("rename", 3)]),
+        pytest.param("dpo_streamed", [("tensors", 3)], marks=pytest.mark.slow),
+        pytest.param("kto", [("metrics", 5)], marks=pytest.mark.slow),
+        pytest.param("reward", [("rename", 3)], marks=pytest.mark.slow),
         ("reward_lora", [("optimizer", 4)]),
     ],
 )
