@@ -249,6 +249,7 @@ def test_the_numbers_of_the_documents_multiply_out():
         assert recipe.optimizer.warmup_updates == -(-updates * share // 1)
 
 
+@pytest.mark.slow
 def test_every_command_of_the_pages_resolves(capsys):
     seen = 0
     for page in PAGES.values():

@@ -63,6 +63,7 @@ def test_the_critic_comes_to_explain_returns_that_can_be_foretold(tiny_model, tm
     assert np.mean(losses[-5:]) < 0.2 * losses[0]
 
 
+@pytest.mark.slow
 def test_ppo_raises_the_return(tiny_model, tmp_path):
     """As `test_training_raises_the_return`, with one episode per task: nothing to compare with but the critic."""
     run, _ = train(
