@@ -11,7 +11,7 @@ VLLM_READY := $(VLLM)/.ready
 # nothing from more.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint format clean vllm
+.PHONY: demo test test-all test-avx2 lint format clean vllm
 
 demo: $(READY)
 	$(BIN)/posttrain pipeline recipes/demo/pipeline.yaml
@@ -21,6 +21,10 @@ test: $(READY) lint vllm
 
 test-all: $(READY) lint vllm
 	$(TESTS) -m "slow or not slow"
+
+# The quick tests, limited to what a processor without AVX-512 offers: oneDNN, PyTorch's kernels and MKL each have a limit.
+test-avx2: $(READY)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

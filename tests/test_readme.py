@@ -45,7 +45,9 @@ def finished_run(tiny_model, tmp_path_factory):
     from tests.training import small
 
     runs = tmp_path_factory.mktemp("readme")
-    assert small.run(small.recipe_values(tiny_model, runs, steps=24)) == 0, (runs / "log.txt").read_text()
+    values = small.recipe_values(tiny_model, runs, steps=24, checkpoint={"every": 12})
+    values["evaluation"]["every"] = 12
+    assert small.run(values, figures=True) == 0, (runs / "log.txt").read_text()
     return runs / "small"
 
 

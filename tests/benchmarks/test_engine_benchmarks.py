@@ -138,6 +138,7 @@ def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, m
     assert first_token_job(tokenizer, 4, 1, 0).lengths == [1] * 4
 
 
+@pytest.mark.slow
 def test_generation_compares_the_sides_and_says_that_vllm_is_absent(cache):
     table, printed = run(
         cache, "generation", "--model=qwen3", "--in-flight=2", "--groups=2", "--requests=4", "--rounds=1",
@@ -202,6 +203,7 @@ def test_a_worker_that_is_not_waited_for_is_ended(importable, tmp_path, monkeypa
     assert started[0].poll() is not None
 
 
+@pytest.mark.slow
 def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     table, _ = run(
         cache, "turns", "--model=qwen3", "--turns=3", "--episodes=4", "--group=2", "--answer=4", "--size=3",
@@ -217,6 +219,7 @@ def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     assert ours["x lock-step"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
 
 
+@pytest.mark.slow
 def test_limits_are_measured(cache):
     table, printed = run(cache, "limits", "--model=qwen3", "--in-flight=2", "--tokens=32", "--side=128", "--buffer=16")
     assert len(table["rows"]) == 1 + 2 * 4
@@ -224,6 +227,7 @@ def test_limits_are_measured(cache):
     assert "reading memory" in printed
 
 
+@pytest.mark.slow
 def test_growth_fits_counts_exactly_and_draws(cache):
     file = cache / "growth.png"
     table, _ = run(cache, "growth", "--points=2", "--steps=20", "--plot", str(file), "--parts=engine,memory")

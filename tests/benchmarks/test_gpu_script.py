@@ -55,6 +55,7 @@ def test_a_part_that_takes_too_long_is_stopped_and_said():
     assert "stopped after" in row.note
 
 
+@pytest.mark.slow
 def test_a_part_in_its_own_process_hands_its_rows_back():
     rows = gpu.in_a_process("limits", QUICK, None, 200)
     assert [row.case for row in rows] == ["products", "copying"]
@@ -111,6 +112,7 @@ def test_the_stand_in_for_pydantic_has_defaults_and_knows_its_fields():
         More(first=1, fourth=2)
 
 
+@pytest.mark.slow
 def test_a_bare_checkout_is_enough(tmp_path):
     """In an interpreter that finds neither pydantic nor what else posttrain wants beside torch and transformers."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -13,6 +13,7 @@ from posttrain.cli.main import main
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_the_table_of_turns(tmp_path):
     file = tmp_path / "table.json"
     command = [

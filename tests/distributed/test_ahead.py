@@ -1,5 +1,6 @@
 """Sampling ahead of several learners: the first process samples, and all learn what one process alone would learn."""
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.training import ahead
@@ -8,6 +9,7 @@ from . import together
 from .test_parity import models  # noqa: F401
 
 
+@pytest.mark.slow
 def test_two_learners_learn_what_one_learns_and_resume_to_the_same_bits(models, tmp_path):  # noqa: F811
     def values(name, **changes):
         folder = tmp_path / name

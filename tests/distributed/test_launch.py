@@ -51,6 +51,7 @@ def begin(arguments, log):
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ctrl_c_ends_all_processes_with_a_checkpoint_and_the_way_to_go_on(tiny_model, tmp_path):
     log, run = tmp_path / "log.txt", tmp_path / "runs" / "small"
@@ -87,7 +88,6 @@ def test_a_killed_process_ends_the_run_in_a_sentence_and_torchrun_goes_on(tiny_m
     assert (run / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_wrong_input_is_told_once(tiny_model, tmp_path):
     process = begin([*words("/nowhere", tmp_path / "runs", 1), "hardware.processes=2"], tmp_path / "log.txt")

@@ -31,36 +31,38 @@ def difference(one, other):
 
 @pytest.fixture(scope="module")
 def runs(models, tmp_path_factory):  # noqa: F811
-    """Whole runs of one and two processes, and their first three steps, resumed by one, two and four.
-
-    FROM_TO is a run that FROM processes began and TO processes ended; 2_killed_2 lost a process on its way.
-    """
+    """Runs of two processes: whole, resumed after three steps, and resumed after losing a process."""
     folder = tmp_path_factory.mktemp("runs")
-    half = {"steps": 3}
-
-    def start(processes, *names, die=None, **changes):
-        jobs = [{"values": values(models, folder / name, **changes), "die": die} for name in names]
-        return together.run(processes, jobs, folder)
-
-    def go_on(processes, *names):
-        jobs = [{"values": values(models, folder / name), "resume": True} for name in names]
-        return together.run(processes, jobs, folder)
-
-    def copy(name, *others):
-        for other in others:
-            shutil.copytree(folder / name, folder / other)
-
     log = folder / "log-0.txt"
-    assert start(1, "1") == [[0]], log.read_text()[-3000:]
-    assert start(1, "1_2", **half) == [[0]]
-    assert start(2, "2") == [[0, 0]], log.read_text()[-3000:]
-    assert start(2, "2_2", **half) == [[0, 0]], log.read_text()[-3000:]
-    killed = start(2, "2_killed_2", die=(1, "posttrain.training.optimizer:Optimizer.step", 4))
-    copy("2_2", "2_1", "2_4")
-    assert go_on(1, "2_1") == [[0]], log.read_text()[-3000:]
-    assert go_on(2, "2_2", "1_2", "2_killed_2") == [[0, 0]] * 3, log.read_text()[-3000:]
-    assert go_on(4, "2_4") == [[0] * 4], log.read_text()[-3000:]
+    assert start(models, folder, 2, "2") == [[0, 0]], log.read_text()[-3000:]
+    assert start(models, folder, 2, "2_2", steps=3) == [[0, 0]], log.read_text()[-3000:]
+    for name in ("2_1", "2_4"):
+        shutil.copytree(folder / "2_2", folder / name)
+    dies = (1, "posttrain.training.optimizer:Optimizer.step", 4)
+    killed = start(models, folder, 2, "2_killed_2", die=dies)
+    assert go_on(models, folder, 2, "2_2", "2_killed_2") == [[0, 0]] * 2, log.read_text()[-3000:]
     return folder, killed
+
+
+@pytest.fixture(scope="module")
+def regrouped(runs, models):  # noqa: F811
+    """Runs that FROM processes began and TO processes ended, named FROM_TO, beside the whole run "1" of one process."""
+    folder, _ = runs
+    log = folder / "log-0.txt"
+    assert start(models, folder, 1, "1") == [[0]], log.read_text()[-3000:]
+    assert start(models, folder, 1, "1_2", steps=3) == [[0]], log.read_text()[-3000:]
+    assert go_on(models, folder, 1, "2_1") == [[0]], log.read_text()[-3000:]
+    assert go_on(models, folder, 2, "1_2") == [[0, 0]], log.read_text()[-3000:]
+    assert go_on(models, folder, 4, "2_4") == [[0] * 4], log.read_text()[-3000:]
+    return folder
+
+
+def start(tiny, folder, processes, name, die=None, **changes):
+    return together.run(processes, [{"values": values(tiny, folder / name, **changes), "die": die}], folder)
+
+
+def go_on(tiny, folder, processes, *names):
+    return together.run(processes, [{"values": values(tiny, folder / name), "resume": True} for name in names], folder)
 
 
 def test_as_many_processes_go_on_to_the_same_bits(runs):
@@ -68,11 +70,11 @@ def test_as_many_processes_go_on_to_the_same_bits(runs):
     assert small.weights(folder / "2_2" / "small") == small.weights(folder / "2" / "small")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2_1", "2_4", "1_2"])
-def test_other_numbers_of_processes_go_on_to_the_same_numbers(runs, name):
-    folder, _ = runs
-    assert 0 <= difference(folder / name, folder / "1") < WEIGHTS
-    steps = [line["step"] for line in small.metrics(folder / name / "small") if line["kind"] == "train"]
+def test_other_numbers_of_processes_go_on_to_the_same_numbers(regrouped, name):
+    assert 0 <= difference(regrouped / name, regrouped / "1") < WEIGHTS
+    steps = [line["step"] for line in small.metrics(regrouped / name / "small") if line["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 

@@ -21,6 +21,7 @@ from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.local.plan import Segment
+from posttrain.engines.local.cpu.linear import SamplingLinear
 from posttrain.engines.protocol import Request
 from posttrain.models.attention import use_packed_attention
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
@@ -93,6 +94,20 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
             assert (mine - theirs).abs().max() < bound
     finally:
         decoding_kernel.cache_clear()
+
+
+def test_without_onednn_for_the_precision_the_modules_own_weights_are_used(monkeypatch):
+    monkeypatch.setattr("posttrain.engines.linear.onednn_multiplies", lambda dtype: False)
+    model = made("llama")
+    decoder = decoder_of(model)
+    assert all(
+        product._packed is None
+        for layer in decoder._layers
+        for product in vars(layer).values()
+        if isinstance(product, SamplingLinear)
+    )
+    for mine, theirs in zip(passes(decoder, torch.float32), passes(ModuleDecoder(model), torch.float32), strict=True):
+        assert (mine - theirs).abs().max() < 2e-5
 
 
 def test_adapters_count(tmp_path):

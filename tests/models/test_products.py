@@ -55,6 +55,17 @@ def test_the_layer_equals_the_usual_one_with_its_gradients(library, bias):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("needs avx512bw")])
+def test_a_precision_counts_as_multiplied_only_where_a_product_works(error, monkeypatch):
+    def pack(weight, rows):
+        if error:
+            raise error
+        return weight
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", pack)
+    assert products.onednn_multiplies.__wrapped__(torch.float32) is (error is None)
+
+
 def test_the_processor_decides(tmp_path, monkeypatch):
     for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
         file = tmp_path / vendor

@@ -249,6 +249,7 @@ def test_the_numbers_of_the_documents_multiply_out():
         assert recipe.optimizer.warmup_updates == -(-updates * share // 1)
 
 
+@pytest.mark.slow
 def test_every_command_of_the_pages_resolves(capsys):
     seen = 0
     for page in PAGES.values():
@@ -313,7 +314,8 @@ def updates_of(run):
     return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeypatch, capsys):
     """The commands and the code of the page, in their order, with a tiny model."""
     sources = {name: write_jsonl(tmp_path / f"{name}.jsonl", helpsteer_rows(at)) for name, at in SPLITS.items()}
@@ -373,12 +375,13 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
     assert "stage rl: runs (stage reward has changed)" in said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("stages", "domain"),
     [
         (["sft", "dpo", "reward"], "domain"),
-        pytest.param(STAGE_NAMES, "none", marks=pytest.mark.slow),
+        (STAGE_NAMES, "none"),
     ],
     ids=["preferences", "all"],
 )

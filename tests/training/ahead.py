@@ -3,7 +3,6 @@
 import io
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -30,8 +29,7 @@ def values(tiny, runs, name: str, rollout: dict[str, Any], **changes: Any) -> di
 def train(recipe: dict[str, Any], resume: bool = False):
     """Run in this process; returns the run."""
     console = Console(file=io.StringIO(), width=200)
-    with patch("posttrain.training.results.draw_plots"):  # most of the time of runs this small
-        return run_stage(TypeAdapter(Recipe).validate_python(recipe), resume=resume, console=console)
+    return run_stage(TypeAdapter(Recipe).validate_python(recipe), resume=resume, console=console)
 
 
 class OneThread:

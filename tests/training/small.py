@@ -50,27 +50,33 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-def run(values: dict[str, Any], resume: bool = False, die_at: tuple[str, int] | None = None) -> int:
+def run(
+    values: dict[str, Any], resume: bool = False, die_at: tuple[str, int] | None = None, figures: bool = False
+) -> int:
     """Run the recipe in a process; returns its exit code (-9 when it killed itself).
 
-    `die_at` = (what, k): SIGKILL itself at the k-th call of `what`, for example ("os:fsync", 3).
+    `die_at` = (what, k): SIGKILL itself at the k-th call of `what`, for example ("os:fsync", 3). Without `figures` the run
+    draws none, which saves most of its time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_child, args=(values, resume, die_at))
+    process = context.Process(target=_child, args=(values, resume, die_at, figures))
     process.start()
     process.join()
     assert process.exitcode is not None
     return process.exitcode
 
 
-def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None) -> None:
+def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None, figures: bool = False) -> None:
     from pydantic import TypeAdapter
 
     from posttrain.recipe.components import environment_class
     from posttrain.recipe.stages import Recipe
     from posttrain.stages import run_stage
+    from posttrain.training import results as table
 
+    if not figures:
+        table.draw_plots = lambda run: None  # type: ignore[assignment]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)

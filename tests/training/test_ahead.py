@@ -43,7 +43,7 @@ def noisy(module, monkeypatch):
     monkeypatch.setattr(module.Letters, "step", step)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("n", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_is_learned_is_what_one_thread_learns_with_weights_of_n_steps_before(n, tiny_model, tmp_path, monkeypatch):
     """With 0 this compares the plain loop with itself in other words, so all three rest on the same reading."""
     run = ahead.train(ahead.values(tiny_model, tmp_path, "threads", {"async_rollouts": n}))

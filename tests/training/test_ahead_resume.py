@@ -24,6 +24,8 @@ PLACES = {
     "tensors": ("torch:save", 5),
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
+QUICK = ("journal", "optimizer")
+"""Places that are not slow tests."""
 
 
 def recipe(tiny, runs):
@@ -45,7 +47,9 @@ def _same(run, reference):
     assert list((run / "ahead").iterdir()) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
+)
 def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
     draw, values = random.Random(place), recipe(tiny_model, tmp_path)
     what, most = PLACES[place]
@@ -66,7 +70,7 @@ def test_it_resumes_from_an_older_checkpoint_whose_buffer_is_gone(tiny_model, tm
     _same(run, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_stops_both_sides_with_a_checkpoint(number, tiny_model, tmp_path, uninterrupted):
     values = recipe(tiny_model, tmp_path)
     context = multiprocessing.get_context("forkserver")

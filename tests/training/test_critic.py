@@ -62,6 +62,7 @@ def test_the_critic_comes_to_explain_returns_that_can_be_foretold(tiny_model, tm
     assert np.mean(losses[-5:]) < 0.2 * losses[0]
 
 
+@pytest.mark.slow
 def test_ppo_raises_the_return(tiny_model, tmp_path):
     """As `test_training_raises_the_return`, with one episode per task: nothing to compare with but the critic."""
     run, _ = train(
@@ -185,7 +186,14 @@ def uninterrupted(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("place", "count"), [("critic", 4), ("judge", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90)]
+    ("place", "count"),
+    [
+        ("critic", 4),
+        *(
+            pytest.param(*death, marks=pytest.mark.slow)
+            for death in (("judge", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90))
+        ),
+    ],
 )
 def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_path, uninterrupted):
     values = _ppo_values(tiny_model, tmp_path)

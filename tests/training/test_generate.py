@@ -130,7 +130,14 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS)
+QUICK = ("in a window", "once published")
+"""Deaths that are not slow tests."""
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [pytest.param(deaths, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, deaths in DEATHS.items()],
+)
 def test_killed_anywhere_it_resumes_to_the_same_file(deaths, tiny_model, tmp_path, whole):
     recipe = values(tiny_model, tmp_path / "runs", 16)
     run, torn = tmp_path / "runs/small", False

@@ -22,6 +22,8 @@ PLACES = {
     "tensors": ("torch:save", 5),
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
+QUICK = ("environment", "optimizer", "rename", "tensors")
+"""Places that are not slow tests."""
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +33,12 @@ def uninterrupted(tiny_model, tmp_path_factory):
     return runs / "small"
 
 
-def _kill_and_finish(model, runs, deaths):
+def _kill_and_finish(model, runs, deaths, figures=False):
     """Die at each of `deaths` in turn, then run to the end."""
     values = small.recipe_values(model, runs)
     for death in deaths:
-        small.run(values, resume=(runs / "small").exists(), die_at=death)
-    assert small.run(values, resume=(runs / "small").exists()) == 0, (runs / "log.txt").read_text()
+        small.run(values, resume=(runs / "small").exists(), die_at=death, figures=figures)
+    assert small.run(values, resume=(runs / "small").exists(), figures=figures) == 0, (runs / "log.txt").read_text()
 
 
 def _same(run, reference):
@@ -45,11 +47,14 @@ def _same(run, reference):
     assert small.episodes(run) == small.episodes(reference)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
+)
 def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
     draw = random.Random(place)
     what, most = PLACES[place]
-    _kill_and_finish(tiny_model, tmp_path, [(what, draw.randint(1, most)) for _ in range(2)])
+    deaths = [(what, draw.randint(1, most)) for _ in range(2)]
+    _kill_and_finish(tiny_model, tmp_path, deaths, figures=place not in QUICK)
     _same(tmp_path / "small", uninterrupted)
 
 
@@ -62,11 +67,11 @@ def test_killed_many_times_anywhere(chain, tiny_model, tmp_path, uninterrupted):
     for _ in range(5):
         what, most = PLACES[draw.choice(list(PLACES))]
         deaths.append((what, draw.randint(1, most)))
-    _kill_and_finish(tiny_model, tmp_path, deaths)
+    _kill_and_finish(tiny_model, tmp_path, deaths, figures=True)
     _same(tmp_path / "small", uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_with_a_checkpoint_and_a_message(number, tiny_model, tmp_path, uninterrupted):
     import multiprocessing
 

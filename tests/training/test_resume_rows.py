@@ -69,14 +69,14 @@ def whole_runs(tiny_model, tmp_path_factory):
     return run
 
 
-def killed_and_finished(variant, tiny, folder, deaths):
+def killed_and_finished(variant, tiny, folder, deaths, figures=False):
     """The run that died at each of `deaths` and went on, and how it ended each time."""
     recipe = values(variant, tiny, folder)
     run, ends = folder / "small", []
     for death in deaths:
-        ends.append(small.run(recipe, resume=run.exists(), die_at=death))
+        ends.append(small.run(recipe, resume=run.exists(), die_at=death, figures=figures))
     assert set(ends) <= {0, -signal.SIGKILL}, (folder / "log.txt").read_text()
-    assert small.run(recipe, resume=run.exists()) == 0, (folder / "log.txt").read_text()
+    assert small.run(recipe, resume=run.exists(), figures=figures) == 0, (folder / "log.txt").read_text()
     return run, ends
 
 
@@ -93,12 +93,12 @@ def same(run, reference):
 @pytest.mark.parametrize(
     ("variant", "deaths"),
     [
-        ("sft", [("sync", 20), ("report", 1)]),
+        pytest.param("sft", [("sync", 20), ("report", 1)], marks=pytest.mark.slow),
         ("sft_streamed", [("checkpoint", 4)]),
         ("dpo", [("caches", 3), ("learner", 3)]),
-        ("dpo_streamed", [("tensors", 3)]),
-        ("kto", [("metrics", 5)]),
-        ("reward", [("rename", 3)]),
+        pytest.param("dpo_streamed", [("tensors", 3)], marks=pytest.mark.slow),
+        pytest.param("kto", [("metrics", 5)], marks=pytest.mark.slow),
+        pytest.param("reward", [("rename", 3)], marks=pytest.mark.slow),
         ("reward_lora", [("optimizer", 4)]),
     ],
 )
@@ -119,6 +119,6 @@ def test_killed_anywhere(part, variant, tiny_model, tmp_path, whole_runs):
     draw.shuffle(names)
     # Early, for each life after a death is a part of the run and passes these places less often.
     deaths = [(what, draw.randint(1, max(most // 3, 1))) for what, most in map(PLACES.get, names)]
-    run, ends = killed_and_finished(variant, tiny_model, tmp_path / "runs", deaths)
+    run, ends = killed_and_finished(variant, tiny_model, tmp_path / "runs", deaths, figures=True)
     assert -signal.SIGKILL in ends
     same(run, whole_runs(variant))

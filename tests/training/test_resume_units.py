@@ -16,6 +16,8 @@ PLACES = {
     "store": ("posttrain.training.rl:write_episodes", 2),
     "update": ("posttrain.training.learner:Learner.update", 3),
 }
+QUICK = ("coalitions", "update")
+"""Places that are not slow tests."""
 
 
 def _values(tiny, folder, reward_model):
@@ -46,7 +48,9 @@ def uninterrupted(tiny_model, reward_model, tmp_path_factory):
     return runs / "text"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
+)
 def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, reward_model, tmp_path, uninterrupted):
     own = _values(tiny_model, tmp_path, reward_model)
     assert small.run(own, die_at=PLACES[place]) == -9
@@ -56,6 +60,7 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, reward_mode
     assert small.episodes(tmp_path / "text") == small.episodes(uninterrupted)
 
 
+@pytest.mark.slow
 def test_ahead_of_the_learner_too(tiny_model, reward_model, tmp_path):
     """The reward model is asked by the thread that samples and by the one that gives credit."""
 

@@ -29,6 +29,7 @@ def lines(run, kind):
     return [line for line in read_metrics(run.metrics) if line["kind"] == kind]
 
 
+@pytest.mark.figures
 def test_a_run_leaves_everything_it_promises(tiny_model, tmp_path):
     run, printed = train(tiny_model, tmp_path)
     for name in ("recipe.yaml", "environment.json", "metrics.jsonl", "report.md", "results.json", "plots", "episodes"):

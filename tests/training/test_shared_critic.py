@@ -288,7 +288,7 @@ def uninterrupted(tiny_model, tmp_path_factory):
     ("place", "count"),
     [
         ("posttrain.training.optimizer:Optimizer.step", 6),  # the trunk has made its update, the head has not
-        ("torch:save", 3),
+        pytest.param("torch:save", 3, marks=pytest.mark.slow),
     ],
 )
 def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_path, uninterrupted):

@@ -36,6 +36,8 @@ PLACES = {
     "best": ("posttrain.tune.run:write_best", 1, 1),
 }
 """Where the study is killed, and at which call: the first and the last that is tried."""
+QUICK = [("search", "late"), ("search", "run"), ("groups", "retest"), ("groups", "best")]
+"""Kinds and places that are not slow tests."""
 
 
 def best(folder):
@@ -84,8 +86,14 @@ def _resume(folder: Path) -> list[str]:
     return ["--resume"] if (folder / "runs/s/study.yaml").exists() else []
 
 
-@pytest.mark.parametrize("kind", KILLED)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        pytest.param(kind, place, marks=[] if (kind, place) in QUICK else pytest.mark.slow)
+        for place in PLACES
+        for kind in KILLED
+    ],
+)
 def test_killed_there_it_goes_on(tmp_path, whole, kind, place, request):
     draw = random.Random(request.node.name)
     what, first, last = PLACES[place]

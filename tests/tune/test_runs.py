@@ -112,7 +112,8 @@ def test_a_pruned_run_saves_a_checkpoint_and_ends(tiny_model, tmp_path):
         pass
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_study_killed_during_a_run_goes_on_with_its_checkpoint(tiny_model, tmp_path):
     search = {"optimizer.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
     changes = {"keys": keys(tiny_model, steps=6), "search": search, "trials": 2}

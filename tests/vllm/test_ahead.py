@@ -6,7 +6,7 @@ from posttrain.rollout.store import read_episodes
 from tests.vllm.interpreter import needs_vllm
 from tests.vllm.trained import trained
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("rule", ["continue", "restart"])
@@ -19,7 +19,7 @@ def test_steps_of_rl_ahead_with_a_server(rule, tmp_path):
         f"rollout.on_new_weights={rule}",
         "rollout.tokens_per_turn=48",
         "evaluation.every=2",
-        seconds=280,
+        seconds=800,
     )
     steps = [line for line in lines if line["kind"] == "train"]
     assert [line["policy/staleness_max"] <= 2 for line in steps] == [True] * 5

@@ -9,7 +9,7 @@ import pytest
 from tests.vllm.interpreter import ROOT, needs_vllm, vllm_python
 from tests.vllm.models import save_model
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_adapters_alone_take_effect_in_process(tmp_path):

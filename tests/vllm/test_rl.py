@@ -5,7 +5,7 @@ import pytest
 from tests.vllm.interpreter import needs_vllm
 from tests.vllm.trained import trained
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_two_steps_of_rl_with_servers(tmp_path):

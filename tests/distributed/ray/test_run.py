@@ -118,6 +118,15 @@ def undisturbed(tiny_model, paid, tmp_path_factory):
     return runs / "small"
 
 
+def test_an_engine_dies_and_the_bits_are_the_same(cluster, tiny_model, paid, undisturbed, tmp_path):
+    hardware = {"ray": "auto", "max_restarts": 20}
+    made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)
+    deaths, _ = run_disturbed(made, lambda disturber: (disturber.until(1), disturber.signal("engine 0")))
+    assert any(death.startswith("engine 0 died: its process was killed or crashed") for death in deaths), deaths
+    assert_same(undisturbed, tmp_path / "runs" / "small")
+
+
+@pytest.mark.slow
 def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
     cluster, tiny_model, paid, undisturbed, tmp_path
 ):
@@ -192,6 +201,7 @@ def test_a_machine_dies_with_all_that_ran_on_it(cluster, tiny_model, paid, undis
     assert_same(undisturbed, tmp_path / "runs" / "small")
 
 
+@pytest.mark.slow
 def test_too_many_deaths_stop_the_run_in_one_sentence(cluster, tiny_model, tmp_path):
     made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "max_restarts": 0})
     with pytest.raises(RunError, match=r"engine 0 died.*hardware\.max_restarts.*--resume"):

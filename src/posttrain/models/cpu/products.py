@@ -37,6 +37,24 @@ def prefers_onednn() -> bool:
     return "AuthenticAMD" in PROCESSORS.read_text() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+@cache
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes matrix products in `dtype` on this processor.
+
+    In bfloat16 it needs AVX-512 or AVX-NE-CONVERT; on other processors PyTorch has kernels of its own. A small product
+    decides, because ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
+    """
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    x = torch.ones(16, 16, dtype=dtype)
+    try:
+        weight = torch.ops.mkldnn._reorder_linear_weight(x, 16)
+        torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    except RuntimeError:
+        return False
+    return True
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """a [M, K] @ b [K, N], without gradient. The result is in `out` [M, N], where that is given, or is a new tensor."""
     if a.dtype == torch.float32 and a.device.type == "cpu" and prefers_onednn():

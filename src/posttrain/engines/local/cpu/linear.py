@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
+from posttrain.models.products import onednn_multiplies
+
 ROWS = 32
 """Rows of the products that the packed layout is chosen for; any other number is as right, and nearly as fast."""
 
@@ -27,9 +29,10 @@ class _Adapter:
 class SamplingLinear:
     """What the given linear modules (of torch, or with peft's adapters) compute, side by side, without gradients.
 
-    On a processor the weights are copied into the layout that its matrix kernels want, which they otherwise make
-    anew in every call: about twice as fast at the sizes of decoding. Adapters stay apart, since folding small ones
-    into bfloat16 weights would round them away. Elsewhere the modules' own weights are used.
+    On a processor whose matrix kernels handle the weights' precision, the weights are copied into the layout that those
+    kernels want. Otherwise every call would repeat the copy, which makes products at decoding sizes about twice as slow.
+    Adapters stay separate, because folding a small one into bfloat16 weights would round it away. On other devices, and
+    in bfloat16 on processors without AVX-512, the modules' own weights are used.
     """
 
     def __init__(self, *modules: Any) -> None:
@@ -39,7 +42,7 @@ class SamplingLinear:
         self._bias = _joined_bias(bases)
         self._packed: torch.Tensor | None = None
         self._weights: Sequence[torch.Tensor] = weights
-        if weights[0].device.type == "cpu" and torch.backends.mkldnn.is_available():
+        if weights[0].device.type == "cpu" and onednn_multiplies(weights[0].dtype):
             whole = torch.cat(weights) if len(weights) > 1 else weights[0]
             self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
             self._weights = []
