@@ -6,8 +6,6 @@ from typing import ClassVar
 
 import pytest
 
-from posttrain.environments.memory.environment import Memory
-from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.environments.remote import chat_client
 from posttrain.errors import InputError, RunError
@@ -20,6 +18,8 @@ from posttrain.rollout.driver import Place, play_all
 from posttrain.rollout.remote_player import THOUGHTS, Faults, RemotePlayer
 from posttrain.rollout.store import read_episodes, write_episodes
 from posttrain.rollout.streams import Outcome, StopReason
+from posttrain_memory.environment import Memory
+from posttrain_memory.recipe import MemoryRecipe
 
 from .chat_server import Reply, scripted, serving
 

@@ -9,12 +9,10 @@ import typer
 
 from posttrain.cli.data_convert import convert
 from posttrain.cli.data_rationales import rationales
-from posttrain.cli.data_worlds import worlds
 
 app = typer.Typer(no_args_is_help=True, help="Look at rows of data, convert them, and make them.")
 app.command()(convert)
 app.command()(rationales)
-app.command()(worlds)
 
 
 class Kind(StrEnum):

@@ -3,12 +3,12 @@
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from posttrain.cli import stages
 from posttrain.cli.evaluate_judge import judge
 from posttrain.cli.evaluate_reward import reward
 from posttrain.cli.evaluate_text import text
+from posttrain.cli.plugins import PluginGroup
 
 _DEFAULT = "model"
 _ABOUT = """Evaluate a model in an environment, or files of predictions.
@@ -23,11 +23,11 @@ posttrain evaluate text predictions.jsonl --out results.json
 """
 
 
-class _ModelUnlessNamed(TyperGroup):
+class _ModelUnlessNamed(PluginGroup):
     """`posttrain evaluate recipe.yaml key=value` is `posttrain evaluate model recipe.yaml key=value`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in (*self.commands, "--help"):
+        if not args or args[0] not in (*self.list_commands(ctx), "--help"):
             args = [_DEFAULT, *args]
         return super().parse_args(ctx, args)
 

@@ -19,11 +19,9 @@ from posttrain.cli.episodes import episodes
 from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.fit_normalizer import fit_normalizer
 from posttrain.cli.generate import generate
-from posttrain.cli.memory import app as memory
-from posttrain.cli.memory_mcp import mcp
-from posttrain.cli.memory_undo import journal, undo
 from posttrain.cli.pipeline import pipeline
 from posttrain.cli.plot import plot
+from posttrain.cli.plugins import PluginGroup
 from posttrain.cli.recipe import recipe
 from posttrain.cli.report import report
 from posttrain.cli.reward import reward
@@ -38,6 +36,7 @@ _INTERRUPTED = 130
 """The exit code of a command that Ctrl-C or SIGTERM ended."""
 
 app = typer.Typer(
+    cls=PluginGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -51,13 +50,10 @@ for verb in _PLAIN:
     app.command()(verb)
 app.command("fit-normalizer")(fit_normalizer)
 app.command(context_settings=PASSED_ON)(benchmark)
-app.add_typer(cluster, name="cluster")
-app.add_typer(data, name="data")
-app.add_typer(env, name="env")
+app.add_typer(cluster, name="cluster", cls=PluginGroup)
+app.add_typer(data, name="data", cls=PluginGroup)
+app.add_typer(env, name="env", cls=PluginGroup)
 app.add_typer(evaluate, name="evaluate")
-app.add_typer(memory, name="memory")
-for verb in (mcp, undo, journal):
-    memory.command()(verb)
 
 
 @app.callback()
