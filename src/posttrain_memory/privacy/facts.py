@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from posttrain_memory.vault.links import Notes
-from posttrain_memory.worlds.theme import THEMES, Theme, plain_label
+from posttrain_memory.worlds.theme import Theme, plain_label, themes
 from posttrain_memory.worlds.truth import parse, title
 from posttrain_memory.worlds.values import canonical, links
 
@@ -41,7 +41,7 @@ class Fact:
 
 def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
     """The facts of a vault (path -> text): all lines with a label, and with a known theme also what its sentences state."""
-    known = list(_themed(files, THEMES[theme])) if theme in THEMES else []
+    known = list(_themed(files, themes()[theme])) if theme in themes() else []
     taken = {(fact.note, place) for fact in known for place in range(fact.value_start, fact.value_end)}
     others = [fact for fact in _labelled(files) if (fact.note, fact.value_start) not in taken]
     return [*known, *others]

@@ -27,7 +27,7 @@ from posttrain_memory.privacy.redaction import (
     within,
 )
 from posttrain_memory.privacy.rules import USER, NotUnderstood, Rule, read_rules
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.values import links
 
 _BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -49,7 +49,7 @@ class Filter:
         Without a theme, what a piece of a note states cannot always be known, and in doubt it is hidden. Takes time in
         proportion to the characters of the vault.
         """
-        self._theme = theme if theme in THEMES else None
+        self._theme = theme if theme in themes() else None
         self._files = {path: usual(text) for path, text in files.items()} if rules else dict(files)
         self._facts = facts_of(self._files, theme) if rules else []
         self._names = names_of(self._files) if rules else {}

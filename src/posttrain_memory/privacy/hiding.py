@@ -9,7 +9,7 @@ from posttrain_memory.privacy.facts import Fact
 from posttrain_memory.privacy.pages import Page, Pages, Piece
 from posttrain_memory.privacy.redaction import Span, Value, prose
 from posttrain_memory.privacy.rules import CATEGORIES, Rule, synonyms
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import title
 from posttrain_memory.worlds.values import FINDABLE, canonical, find, links
 
@@ -293,7 +293,7 @@ def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
 def _usual_headings() -> frozenset[str]:
     """The words of headings of facts in made-up worlds."""
     return frozenset(
-        re.findall(r"\w+", " ".join(name for one in THEMES.values() for name in one.headings[0]).casefold())
+        re.findall(r"\w+", " ".join(name for one in themes().values() for name in one.headings.facts).casefold())
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from posttrain_memory.worlds.theme import THEMES, plain_label
+from posttrain_memory.worlds.theme import plain_label, themes
 
 USER = "user.md"
 CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -166,14 +166,14 @@ def read_rules(text: str, labels: frozenset[str], names: Mapping[str, str]) -> l
 @lru_cache(maxsize=1)
 def _vocabulary() -> frozenset[str]:
     """All labels of the facts and relations of made-up worlds."""
-    return frozenset(label for theme in THEMES.values() for label in theme.labels)
+    return frozenset(label for theme in themes().values() for label in theme.labels)
 
 
 @lru_cache(maxsize=1)
 def synonyms() -> dict[str, frozenset[str]]:
     """Label -> what made-up worlds and people also call the same fact, itself included."""
     found: dict[str, set[str]] = {}
-    for theme in THEMES.values():
+    for theme in themes().values():
         groups: dict[str, set[str]] = {}
         for label, key in theme.labels.items():
             groups.setdefault(key, set()).add(label)

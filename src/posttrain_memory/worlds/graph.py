@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain_memory.worlds.naming import Namer, fill, slug
 from posttrain_memory.worlds.recipe import WorldRecipe
-from posttrain_memory.worlds.theme import THEMES, Attribute, Relation, Theme
+from posttrain_memory.worlds.theme import Attribute, Relation, Theme, themes
 from posttrain_memory.worlds.values import canonical, pick, shuffled
 
 USER = "user.md"
@@ -60,7 +60,7 @@ class Graph:
 
     @property
     def theme(self) -> Theme:
-        return THEMES[self.theme_name]
+        return themes()[self.theme_name]
 
     @property
     def title(self) -> str:

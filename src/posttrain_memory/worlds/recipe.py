@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.recipe.base import Part
+from posttrain_memory.worlds.theme import Style, themes
 
-Style = Literal["bullets", "bold", "plain", "table", "front", "prose"]
 Variant = Literal[
     "hop0",
     "hop1",
@@ -85,11 +85,9 @@ class WorldRecipe(Part):
     @field_validator("themes")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        from posttrain_memory.worlds.theme import THEMES
-
         for name in value:
-            if name not in THEMES:
-                raise ValueError(f"there is no theme {name!r}; use some of {', '.join(sorted(THEMES))}")
+            if name not in themes():
+                raise ValueError(f"there is no theme {name!r}; use some of {', '.join(sorted(themes()))}")
         return value
 
 

@@ -8,7 +8,7 @@ from posttrain.seeds import random_stream
 from posttrain_memory.worlds.graph import USER, Entity, Graph, Statement, build
 from posttrain_memory.worlds.naming import fill
 from posttrain_memory.worlds.recipe import WorldRecipe
-from posttrain_memory.worlds.theme import THEMES, Attribute, Theme
+from posttrain_memory.worlds.theme import Attribute, Theme, themes
 from posttrain_memory.worlds.values import pick, shuffled, spell
 
 
@@ -24,7 +24,7 @@ class World:
 def make_world(seed: int, recipe: WorldRecipe) -> World:
     """The world of a seed; the same for the same seed and recipe (the numbers of tasks in it do not matter)."""
     random = random_stream("memory world", seed)
-    theme = THEMES[pick(random, recipe.themes or sorted(THEMES))]
+    theme = themes()[pick(random, recipe.themes or sorted(themes()))]
     graph = build(theme, recipe, random)
     words = random_stream("memory world", seed, "words")
     return World(seed, graph, {path: note(graph, entity, recipe, words) for path, entity in graph.entities.items()})
@@ -44,7 +44,10 @@ def note(graph: Graph, entity: Entity, recipe: WorldRecipe, random: np.random.Ge
     if not recipe.bare:
         intro = theme.intro if entity.path == USER else theme.kind(entity.kind).intro
         blocks.append([pick(random, intro).replace("{name}", entity.name)])
-    headings = [[f"## {pick(random, texts)}"] if not recipe.bare else [] for texts in theme.headings]
+    headings = [
+        [f"## {pick(random, texts)}"] if not recipe.bare else []
+        for texts in (theme.headings.facts, theme.headings.relations, theme.headings.other)
+    ]
     if style != "front":
         blocks += [[*headings[0]], facts]
     if relations:

@@ -16,7 +16,7 @@ from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.replies import Answer, answer
 from posttrain_memory.worlds.rewards import Scored, score
 from posttrain_memory.worlds.task import MemoryTask
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import canonical, mentions, plain
 
@@ -213,7 +213,7 @@ def _made_up(one: Answer, task: MemoryTask, names: Sequence[str]) -> str | None:
     """A value of the type that is neither the answer nor in the question; None where a reader could not tell."""
     if one.type == "name":
         return names[0] if names else None
-    declared = THEMES[task.theme].declared(one.key)
+    declared = themes()[task.theme].declared(one.key)
     if not declared:
         return f"{int(one.value) + 7}"
     if one.type == "text" and matcher(declared[0].values) is None:

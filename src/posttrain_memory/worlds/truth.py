@@ -171,8 +171,8 @@ def _prose(
 def _sentences(theme_name: str) -> list[tuple[str, bool, str, re.Pattern[str]]]:
     """Key, whether it is a sentence of `user.md`, words that it has, and the pattern, of each sentence of a theme."""
     theme = theme_named(theme_name)
-    texts = {(item.key, item.sentence): None for item in theme.user_attributes}
-    texts |= {(item.key, item.sentence): None for kind in theme.kinds for item in kind.attributes}
+    texts = {(item.key, item.sentence): None for item in theme.user_facts}
+    texts |= {(item.key, item.sentence): None for kind in theme.kinds for item in kind.facts}
     texts |= {(item.key, item.sentence): None for item in theme.relations}
     return [(key, "{name}" not in text, _literal(text), _pattern(text)) for key, text in texts]
 

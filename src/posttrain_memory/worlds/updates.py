@@ -116,7 +116,7 @@ def note_made(asker: Asker) -> MemoryTask | None:
             kind = asker.theme.kind(relation.target)
             name = drawing.names.new(kind.names)
             path = f"entities/{kind.folder}/{slug(name)}.md"
-            attributes = shuffled(asker.random, kind.attributes)[: int(asker.random.integers(1, 3))]
+            attributes = shuffled(asker.random, kind.facts)[: int(asker.random.integers(1, 3))]
             facts = {attribute.key: drawing.value(attribute) for attribute in attributes}
             told = " ".join(f"The {a.noun} {a.be} {display(a, facts[a.key])}." for a in attributes)
             mine = owner.path == USER

@@ -10,7 +10,7 @@ from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.scenarios import solved
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 
 RECIPE = WorldRecipe(retrieval=0, update=7, clarification=0, filter=0)
 
@@ -18,7 +18,7 @@ RECIPE = WorldRecipe(retrieval=0, update=7, clarification=0, filter=0)
 def updates():
     found = []
     for seed in range(15):
-        recipe = RECIPE.model_copy(update={"themes": (sorted(THEMES)[seed],)})
+        recipe = RECIPE.model_copy(update={"themes": (sorted(themes())[seed],)})
         world = make_world(seed, recipe)
         found += [(task, dict(world.files), solved(task, world.files)) for task in tasks_of(world, recipe)]
     return found
@@ -121,7 +121,7 @@ def test_what_does_no_harm_is_allowed():
 def test_an_empty_heading_may_go_with_the_last_fact_under_it():
     before = {"user.md": "# Us\n\n## Size\n\n- weight: 12\n\n## Else\n\nNo fact.\n"}
     change = {"op": "delete", "about": "user.md", "key": "weight"}
-    theme = next(name for name, one in THEMES.items() if "weight" in one.labels.values())
+    theme = next(name for name, one in themes().items() if "weight" in one.labels.values())
     assert outcome(change, theme, before, {"user.md": "# Us\n\n## Else\n\nNo fact.\n"}).harmed == ()
     assert outcome(change, theme, before, {"user.md": "# Us\n\n## Size\n\nNo fact.\n"}).harmed == (
         "user.md lost the heading ## Else",

@@ -10,12 +10,12 @@ from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.graph import USER, Statement
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import make_world
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse, resolve
 
 RECIPES = st.builds(
     WorldRecipe,
-    themes=st.sampled_from(sorted(THEMES)).map(lambda name: (name,)),
+    themes=st.sampled_from(sorted(themes())).map(lambda name: (name,)),
     notes=st.integers(4, 30),
     near=st.floats(0.1, 1),
     facts=st.sampled_from([(1, 1), (1, 3), (2, 5), (6, 6)]),
@@ -82,7 +82,7 @@ def test_one_seed_is_one_world_and_the_tasks_wanted_do_not_matter():
     one, same = make_world(7, WorldRecipe()), make_world(7, WorldRecipe(retrieval=1, update=0))
     assert one.files == same.files
     assert make_world(8, WorldRecipe()).files != one.files
-    assert {make_world(seed, WorldRecipe(notes=4)).graph.theme_name for seed in range(200)} == set(THEMES)
+    assert {make_world(seed, WorldRecipe(notes=4)).graph.theme_name for seed in range(200)} == set(themes())
 
 
 def test_other_notes_repeat_and_contradict_facts():

@@ -12,7 +12,7 @@ from posttrain_memory.worlds.replies import Answer, asks, declines, denies_chang
 from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.scenarios import scenarios, totals
 from posttrain_memory.worlds.task import MemoryTask
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
 
 RECIPE = WorldRecipe(notes=12, retrieval=5, update=7, clarification=4, filter=4)
@@ -21,7 +21,7 @@ RECIPE = WorldRecipe(notes=12, retrieval=5, update=7, clarification=4, filter=4)
 def some_tasks(seeds):
     found = []
     for seed in seeds:
-        recipe = RECIPE.model_copy(update={"themes": (sorted(THEMES)[seed % len(THEMES)],)})
+        recipe = RECIPE.model_copy(update={"themes": (sorted(themes())[seed % len(themes())],)})
         world = make_world(seed, recipe)
         found += [(task, world.files) for task in tasks_of(world, recipe)]
     return found
@@ -210,7 +210,7 @@ def test_other_values_beside_the_right_one_are_seen_in_any_spelling(reply, kind,
     vault.values["fee"] = {"EUR 30.00"}
     wanted = Answer(kind, value, key)
     assert holds(reply, wanted)
-    assert sorted(others(reply, [wanted], vault, THEMES["pets"], "What is it?")) == sorted(seen)
+    assert sorted(others(reply, [wanted], vault, themes()["pets"], "What is it?")) == sorted(seen)
 
 
 def test_listing_all_amounts_answers_no_question_for_one():

@@ -18,7 +18,7 @@ from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.scenarios import solved
 from posttrain_memory.worlds.task import KINDS, VARIANTS
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
 
 MANY = WorldRecipe(notes=16, retrieval=6, update=9, clarification=5, filter=5)
@@ -27,7 +27,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 def worlds(seed):
-    theme = sorted(THEMES)[seed % len(THEMES)]
+    theme = sorted(themes())[seed % len(themes())]
     recipe = MANY.model_copy(update={"themes": (theme,), "back_links": seed % 2 == 0})
     return make_world(seed, recipe), recipe
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from posttrain.seeds import random_stream
 from posttrain_memory.worlds.graph import Drawing
 from posttrain_memory.worlds.naming import Namer, fill, matcher, slug
-from posttrain_memory.worlds.theme import THEMES
+from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.values import TYPES, canonical, find, mentions, plain, spell
 
 
@@ -50,11 +50,11 @@ def test_digits_of_other_values_are_no_numbers():
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), theme=st.sampled_from(sorted(THEMES)))
+@given(seed=st.integers(0, 10**6), theme=st.sampled_from(sorted(themes())))
 def test_every_spelling_of_a_drawn_value_is_read_back(seed, theme):
     random = random_stream("test values", seed)
     drawing = Drawing(random)
-    for attribute in THEMES[theme].attributes.values():
+    for attribute in themes()[theme].attributes.values():
         value = drawing.value(attribute)
         for _ in range(3):
             assert canonical(attribute.type, spell(attribute.type, value, random, attribute.unit)) == canonical(
@@ -85,15 +85,15 @@ def test_patterns_are_filled_and_found():
 
 
 def test_all_types_are_used_and_themes_are_apart():
-    assert len(THEMES) >= 12
-    assert {item.type for theme in THEMES.values() for item in theme.attributes.values()} == set(TYPES)
-    assert {kind.about for theme in THEMES.values() for kind in theme.kinds} == {
+    assert len(themes()) >= 12
+    assert {item.type for theme in themes().values() for item in theme.attributes.values()} == set(TYPES)
+    assert {kind.about for theme in themes().values() for kind in theme.kinds} == {
         "person", "place", "organisation", "thing", "event"
     }  # fmt: skip
-    texts = [text for theme in THEMES.values() for text in (*theme.filler, *theme.intro, *theme.titles)]
+    texts = [text for theme in themes().values() for text in (*theme.filler, *theme.intro, *theme.titles)]
     assert len(texts) == len(set(texts))
-    for theme in THEMES.values():
-        declared = [item for kind in theme.kinds for item in kind.attributes] + list(theme.user_attributes)
+    for theme in themes().values():
+        declared = [item for kind in theme.kinds for item in kind.facts] + list(theme.user_facts)
         assert all(theme.attributes[item.key].type == item.type for item in declared)
         labels = {text for item in theme.attributes.values() for text in (item.label, *item.aliases)}
         relations = [text for tie in theme.relations for text in {tie.label, tie.plural}]
