@@ -17,10 +17,10 @@ from typing import Any
 from harness.table import show
 from harness.timing import in_turn, middle
 
-from posttrain.environments.memory.interpreter import Interpreter
-from posttrain.environments.memory.storage import DiskStorage, MemoryStorage
-from posttrain.environments.memory.tools import tools
-from posttrain.environments.memory.vault import Vault
+from posttrain_memory.interpreter.pool import Interpreter
+from posttrain_memory.interpreter.tools import tools
+from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
+from posttrain_memory.vault.vault import Vault
 
 TURNS = (
     "me = read_file('user.md')\nfriend = follow_link('[[entities/person_03]]')\ncity = [l for l in me.splitlines() if 'city' in l]",

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from posttrain.environments.game import Game, play
-from posttrain.recipe.components import ENVIRONMENTS, environment_class, environment_recipe
+from posttrain.recipe.components import environment_class, environment_names, environment_recipe
 from posttrain.seeds import random_stream
 
-WHOLE = [name for name in ENVIRONMENTS if issubclass(environment_class(name), Game)]
+WHOLE = [name for name in environment_names() if issubclass(environment_class(name), Game)]
 
 VARIANTS = [
     {"type": "bandit"},
@@ -112,8 +112,8 @@ def test_seeds_differ():
 
 def test_environments_import_neither_torch_nor_transformers():
     code = (
-        "import sys; from posttrain.recipe.components import ENVIRONMENTS, environment_class\n"
-        "for name in [n for n in ENVIRONMENTS if environment_class(n).self_contained]:\n"
+        "import sys; from posttrain.recipe.components import environment_class, environment_names\n"
+        "for name in [n for n in environment_names() if environment_class(n).self_contained]:\n"
         "    environment_class(name).validate(environment_class(name).Recipe(), range(3))\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
@@ -123,9 +123,9 @@ def test_environments_import_neither_torch_nor_transformers():
 
 def test_chance_and_maps_do_not_depend_on_the_hash_seed():
     code = (
-        "from posttrain.recipe.components import ENVIRONMENTS, environment_class\n"
+        "from posttrain.recipe.components import environment_class, environment_names\n"
         "from posttrain.environments.game import play\n"
-        "for name in [n for n in ENVIRONMENTS if environment_class(n).self_contained]:\n"
+        "for name in [n for n in environment_names() if environment_class(n).self_contained]:\n"
         "    game = environment_class(name)(environment_class(name).Recipe())\n"
         "    print([(game.reset(seed), play(game, seed)) for seed in range(20)])"
     )

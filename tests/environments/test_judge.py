@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.environments.judge import JudgeFailure, judge_client, judge_prompt, judge_score
-from posttrain.environments.memory.neutral import neutral
+from posttrain.environments.neutral import neutral
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe
 from tests.listening import listening

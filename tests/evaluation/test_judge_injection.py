@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.problems import Problems
-from posttrain.environments.memory.neutral import neutral
+from posttrain.environments.neutral import neutral
 from posttrain.evaluation.judged import Options, judge_pairs, judge_predictions
 from posttrain.evaluation.predictions import Prediction, Predictions
 from posttrain.evaluation.rubrics import judging, load_rubric, packaged_rubrics

@@ -7,8 +7,6 @@ from typing import ClassVar
 import pytest
 
 from posttrain.engines.openai import chat_client
-from posttrain.environments.memory.environment import Memory
-from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError, RunError
@@ -20,6 +18,8 @@ from posttrain.rollout import driver
 from posttrain.rollout.driver import EpisodeRequest, play_all
 from posttrain.rollout.remote_worker import THOUGHTS, Faults, RemoteRolloutWorker
 from posttrain.rollout.store import read_episodes, write_episodes
+from posttrain_memory.environment import Memory
+from posttrain_memory.recipe import MemoryRecipe
 
 from .chat_server import Reply, scripted, serving
 

@@ -11,5 +11,5 @@ def without_figures(request):
     if request.node.get_closest_marker("figures"):
         yield
         return
-    with patch("posttrain.training.table.draw_plots"):
+    with patch("posttrain.training.results.draw_plots"):
         yield

@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
-from posttrain.environments.memory.environment import Memory
-from posttrain.environments.memory.recipe import MemoryRecipe
 from posttrain.recipe.rollout import SeedRange
 from posttrain.training.evaluators import START
 from posttrain.training.rollout_manager import RolloutManager
+from posttrain_memory.environment import Memory
+from posttrain_memory.recipe import MemoryRecipe
 
 
 def test_players_of_the_environment_are_rows_of_the_final_table():

@@ -7,8 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.cli.data_worlds import worlds
-
 
 def convert(
     name: Annotated[
@@ -102,7 +100,6 @@ def rationales(
 app = typer.Typer(no_args_is_help=True, help="Look at rows of data, convert them, and make them.")
 app.command()(convert)
 app.command()(rationales)
-app.command()(worlds)
 
 
 class Kind(StrEnum):

@@ -25,13 +25,18 @@ def list_environments(
     from rich.console import Console
     from rich.table import Table
 
-    from posttrain.recipe.components import ENVIRONMENTS, environment_class
+    from posttrain.plugins import PluginError
+    from posttrain.recipe.components import environment_class, environment_names
 
     table = Table(
         "environment", "turns", "what it is", "random", "optimal", caption=f"success on seeds 0 to {seeds - 1}"
     )
-    for name in sorted(ENVIRONMENTS):
-        environment = environment_class(name)
+    for name in environment_names():
+        try:
+            environment = environment_class(name)
+        except PluginError as error:
+            table.add_row(name, "-", f"unavailable: {error}", "-", "-")
+            continue
         recipe = environment.Recipe() if environment.self_contained else environment.Recipe.model_construct()
         found = environment.baselines(recipe, range(seeds)) if environment.self_contained else {}
         rates = [f"{100 * found[player].success:.1f} %" if player in found else "-" for player in ("random", "optimal")]
@@ -70,10 +75,10 @@ def validate(
 ) -> None:
     """Prove without a model that a reference solution earns full reward and a wrong answer does not."""
     from posttrain.errors import InputError, RunError
-    from posttrain.recipe.components import ENVIRONMENTS, environment_class
+    from posttrain.recipe.components import environment_class, environment_classes
 
     types, overrides = _split(words or [])
-    whole = [name for name in sorted(ENVIRONMENTS) if environment_class(name).self_contained]
+    whole = [name for name, environment in environment_classes().items() if environment.self_contained]
     recipes = [environment_of(name, overrides) for name in types or whole]
     failures = []
     for recipe in recipes:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from posttrain.cli import stages
 
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
     from posttrain.evaluation.judged import Judgement
     from posttrain.evaluation.results import Results
     from posttrain.evaluation.rubrics import Question
+
+
+from posttrain.cli.plugins import PluginGroup
 
 
 def show_results(results: "Results", out: Path | None) -> None:
@@ -298,11 +300,11 @@ posttrain evaluate text predictions.jsonl --out results.json
 """
 
 
-class _ModelUnlessNamed(TyperGroup):
+class _ModelUnlessNamed(PluginGroup):
     """`posttrain evaluate recipe.yaml key=value` is `posttrain evaluate model recipe.yaml key=value`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in (*self.commands, "--help"):
+        if not args or args[0] not in (*self.list_commands(ctx), "--help"):
             args = [_DEFAULT, *args]
         return super().parse_args(ctx, args)
 

@@ -14,9 +14,7 @@ from posttrain.cli.cluster import app as cluster
 from posttrain.cli.data import app as data
 from posttrain.cli.env import app as env
 from posttrain.cli.evaluate import app as evaluate
-from posttrain.cli.memory import app as memory
-from posttrain.cli.memory_mcp import mcp
-from posttrain.cli.memory_undo import journal, undo
+from posttrain.cli.plugins import PluginGroup
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.stages import OPEN, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
@@ -28,6 +26,7 @@ _INTERRUPTED = 130
 """The exit code of a command that Ctrl-C or SIGTERM ended."""
 
 app = typer.Typer(
+    cls=PluginGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -41,13 +40,10 @@ for verb in _PLAIN:
     app.command()(verb)
 app.command("fit-normalizer")(fit_normalizer)
 app.command(context_settings=PASSED_ON)(benchmark)
-app.add_typer(cluster, name="cluster")
-app.add_typer(data, name="data")
-app.add_typer(env, name="env")
+app.add_typer(cluster, name="cluster", cls=PluginGroup)
+app.add_typer(data, name="data", cls=PluginGroup)
+app.add_typer(env, name="env", cls=PluginGroup)
 app.add_typer(evaluate, name="evaluate")
-app.add_typer(memory, name="memory")
-for verb in (mcp, undo, journal):
-    memory.command()(verb)
 
 
 @app.callback()

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-from posttrain.environments.memory.neutral import neutral
+from posttrain.environments.neutral import neutral
 from posttrain.recipe.judge import FIELD
 
 Prompt = list[dict[str, str]]

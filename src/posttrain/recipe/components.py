@@ -13,15 +13,18 @@ from typing import Any
 from pydantic import Field
 
 from posttrain.errors import InputError
+from posttrain.plugins import PluginError, entry_points, load
 from posttrain.recipe.base import Part
+
+_GROUP = "posttrain.environments"
 
 ENVIRONMENTS = {
     "bandit": "posttrain.environments.bandit:Bandit",
     "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
-    "memory": "posttrain.environments.memory.environment:Memory",
     "sokoban": "posttrain.environments.sokoban:Sokoban",
     "text_task": "posttrain.environments.text_task:TextTask",
 }
+"""Built-in environments: name -> `module:Class`. Plug-ins add others, see `environment_names`."""
 
 
 class EnvironmentRecipe(Part):
@@ -33,14 +36,32 @@ class EnvironmentRecipe(Part):
     """Turns after which an episode is cut off."""
 
 
+def environment_names() -> list[str]:
+    """Names of the built-in environments and of those that plug-ins add, sorted. Imports none of them."""
+    return sorted({*ENVIRONMENTS, *entry_points(_GROUP)})
+
+
+def environment_classes() -> dict[str, Any]:
+    """Name -> class of every environment of `environment_names`, without plug-ins that cannot be imported."""
+    classes = {}
+    for name in environment_names():
+        try:
+            classes[name] = environment_class(name)
+        except PluginError:
+            continue
+    return classes
+
+
 def environment_class(type_name: str) -> Any:
     """The `Environment` subclass that `type_name` names; `InputError` when there is none."""
+    if type_name not in ENVIRONMENTS and type_name in entry_points(_GROUP):
+        return load(_GROUP, type_name)
     where = ENVIRONMENTS.get(type_name, type_name)
     if where.split(":")[0].endswith(".py"):
         return _class_in(_module_of_file(where.split(":")[0]), where.partition(":")[2], where)
     if ":" not in where:
         raise InputError(
-            f"environment.type: there is no environment {type_name!r}; use one of {', '.join(sorted(ENVIRONMENTS))}, "
+            f"environment.type: there is no environment {type_name!r}; use one of {', '.join(environment_names())}, "
             "`module:Class`, or the path of a .py file"
         )
     module_name, _, class_name = where.partition(":")

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
-from posttrain.recipe.components import ENVIRONMENTS, environment_class
+from posttrain.recipe.components import environment_class, environment_names
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
@@ -113,7 +113,7 @@ def _environment_complaints(given: Layer, schema: type[Part]) -> list[str]:
         part = environment_class(name).Recipe
         part.model_validate_json(json.dumps(values), strict=True)
     except InputError as error:
-        return [f"{place}{error}{nearest_type(name, list(ENVIRONMENTS))}"]
+        return [f"{place}{error}{nearest_type(name, environment_names())}"]
     except ValidationError as error:
         return validation_errors(error, part, given, schema, ("environment",))
     except Exception as error:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from posttrain.recipe.base import Part
-from posttrain.recipe.components import ENVIRONMENTS, EnvironmentRecipe, environment_class
+from posttrain.recipe.components import EnvironmentRecipe, environment_classes
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def _environment_keys(prefix: str) -> Iterator[Key]:
     """The keys of the built-in environments; a key that several have alike is given once."""
     yield next(key for key in keys_of(EnvironmentRecipe, prefix) if key.path == f"{prefix}type")
     owners: dict[Key, list[str]] = {}
-    for name in sorted(ENVIRONMENTS):
-        for key in keys_of(environment_class(name).Recipe, prefix):
+    for name, environment in environment_classes().items():
+        for key in keys_of(environment.Recipe, prefix):
             if key.path != f"{prefix}type":
                 owners.setdefault(key, []).append(name)
     for key, names in owners.items():

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from posttrain.recipe.base import Part
-from posttrain.recipe.components import ENVIRONMENTS, EnvironmentRecipe, environment_class
+from posttrain.recipe.components import EnvironmentRecipe, environment_classes
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
@@ -97,7 +97,7 @@ def _remedy(path: KeyPath, part: type[Part], given: Layer, stage: type[Part], pr
 def _other_types(path: KeyPath, part: type[Part], given: Layer, prefix: KeyPath) -> list[str]:
     """Types of the section around `path` that do have its last key."""
     if issubclass(part, EnvironmentRecipe) and len(path) == len(prefix) + 1:
-        return [name for name in sorted(ENVIRONMENTS) if path[-1] in environment_class(name).Recipe.model_fields]
+        return [name for name, one in environment_classes().items() if path[-1] in one.Recipe.model_fields]
     info = _field(path[len(prefix) : -1], part, _value(given.values, prefix))
     sections = sections_of(info.annotation) if info is not None else []
     return (

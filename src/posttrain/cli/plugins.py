@@ -1,0 +1,64 @@
+"""Commands that plug-ins add to the command line, imported when they are run or listed in a help text."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
+
+from posttrain.plugins import PluginError, entry_points, load
+
+_GROUP = "posttrain.commands"
+
+
+class PluginGroup(TyperGroup):
+    """A command group that also offers the commands declared by plug-ins for its place in the command line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the built-in commands, then those of plug-ins."""
+        place = _place(ctx)
+        added = [name.removeprefix(place) for name in entry_points(_GROUP) if name.startswith(place)]
+        return [*super().list_commands(ctx), *(n for n in added if "." not in n and n not in self.commands)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command `cmd_name`. Built-in commands take precedence; None if there is no such command."""
+        name = f"{_place(ctx)}{cmd_name}"
+        if cmd_name in self.commands or "." in cmd_name or name not in entry_points(_GROUP):
+            return super().get_command(ctx, cmd_name)
+        try:
+            return _command(cmd_name, load(_GROUP, name))
+        except PluginError as error:
+            return _unavailable(cmd_name, error)
+
+
+def _place(ctx: Any) -> str:
+    """The dotted prefix of commands of the group that `ctx` belongs to; empty for the top level."""
+    names = []
+    while ctx.parent is not None:
+        names.append(f"{ctx.info_name}.")
+        ctx = ctx.parent
+    return "".join(reversed(names))
+
+
+def _command(name: str, added: Any) -> Any:
+    """A typer app as a group of commands, a function as one command."""
+    if isinstance(added, typer.Typer):
+        command: Any = get_group(added)
+    else:
+        single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        single.command(name)(added)
+        command = get_command(single)
+    command.name = name
+    return command
+
+
+def _unavailable(name: str, error: PluginError) -> Any:
+    """A command that raises `error` however it is called. The help text of its group shows the reason."""
+
+    def fail() -> None:
+        raise error
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    single = typer.Typer(add_completion=False)
+    single.command(name, help=f"Unavailable: {error}", context_settings=settings, add_help_option=False)(fail)
+    return get_command(single)

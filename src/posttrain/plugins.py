@@ -1,0 +1,103 @@
+"""Plug-ins: environments, commands, losses and credits that installed distributions add by entry points.
+
+A distribution declares what it adds in its `pyproject.toml`:
+
+    [project.entry-points."posttrain.environments"]
+    maze = "my_package.maze:Maze"
+
+Listing the names of a group reads package metadata only. A plug-in is imported when its name is used, so a plug-in that
+cannot be imported affects nothing else.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any, Literal
+
+from posttrain.errors import InputError
+
+Group = Literal["posttrain.environments", "posttrain.commands", "posttrain.losses", "posttrain.credits"]
+"""What entry points may add.
+
+- `posttrain.environments`: the `type` of an environment -> its class, with a `Recipe`.
+- `posttrain.commands`: the name of a command -> a `typer.Typer` (a group of commands) or a function (one command). A
+  dotted name adds to a group of the command line: `data.worlds` becomes `posttrain data worlds`.
+- `posttrain.losses`, `posttrain.credits`: the `type` of a loss or credit -> its class.
+"""
+
+
+class PluginError(InputError):
+    """A plug-in could not be imported, or two distributions declare the same name."""
+
+
+@cache
+def entry_points(group: Group) -> Mapping[str, metadata.EntryPoint]:
+    """Name -> entry point of every plug-in in `group`, sorted by name. Imports nothing.
+
+    Where several distributions declare one name, the first is listed here and `load` raises.
+    """
+    found: dict[str, metadata.EntryPoint] = {}
+    for point in sorted(metadata.entry_points(group=group), key=lambda point: point.name):
+        found.setdefault(point.name, point)
+    return found
+
+
+@cache
+def load(group: Group, name: str) -> Any:
+    """Import the plug-in `name` of `group` and return its object.
+
+    Raises:
+        PluginError: the import fails, or two distributions declare `name`. The message names the distribution, the
+            entry point and, where an optional dependency is missing, the pip command that installs it.
+        KeyError: no distribution declares `name`.
+    """
+    point = entry_points(group)[name]
+    values = {other.value for other in metadata.entry_points(group=group, name=name)}
+    if len(values) > 1:
+        raise PluginError(f"{group}: several distributions declare {name!r} ({', '.join(sorted(values))}); remove one")
+    try:
+        return point.load()
+    except Exception as error:
+        # A partly imported module would make the next attempt fail in another way.
+        sys.modules.pop(point.module, None)
+        raise PluginError(_explanation(group, point, error)) from error
+
+
+def pip_command(module: str, distribution: str = "posttrain") -> str:
+    """The pip command that installs the missing `module`, as an extra of `distribution` if it declares one for it."""
+    wanted = _normalized(module.partition(".")[0])
+    try:
+        requirements = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    for requirement in requirements:
+        name, _, marker = requirement.partition(";")
+        extra = re.search(r"""extra\s*==\s*["']([\w.-]+)["']""", marker)
+        required = re.match(r"[\w.-]+", name.strip())
+        if extra and extra[1] not in _COLLECTIONS and required and _normalized(required[0]) == wanted:
+            return f"pip install '{distribution}[{extra[1]}]'"
+    return f"pip install {wanted}"
+
+
+_COLLECTIONS = ("dev", "all")
+"""Extras that collect other extras; too large to recommend for one module."""
+
+
+def _explanation(group: Group, point: metadata.EntryPoint, error: Exception) -> str:
+    distribution = point.dist.name if point.dist is not None else "unknown"
+    where = f"{group}: {point.name} = {point.value} of the distribution {distribution} cannot be imported"
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != _top(point):
+        return f"{where}: no module {error.name!r}; run `{pip_command(error.name, distribution)}`"
+    reason = " ".join(str(error).split())
+    return f"{where}: {type(error).__name__}{': ' if reason else ''}{reason}; reinstall or remove {distribution}"
+
+
+def _top(point: metadata.EntryPoint) -> str:
+    return point.module.partition(".")[0]
+
+
+def _normalized(name: str) -> str:
+    """A distribution name in the form in which spellings compare equal (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,208 @@
+"""`posttrain memory`: the memory agent in use.
+
+`posttrain memory mcp`: the memory for other programs.
+
+`posttrain memory undo` and `posttrain memory journal`: what was changed in a memory, by whomever, and back."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Ask a memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True)
+
+
+class PromptLength(StrEnum):
+    """Which system prompt."""
+
+    full = "full"
+    brief = "brief"
+
+
+class Opener(StrEnum):
+    """Who writes the opening `<think>`."""
+
+    policy = "policy"
+    environment = "environment"
+    template = "template"
+
+
+VaultFolder = Annotated[Path, typer.Argument(help="Folder of the memory.")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="Path or hub id of a model, or with --url its name at the server.")
+]
+Url = Annotated[
+    str | None, typer.Option("--url", help="An OpenAI-compatible server, such as http://localhost:8000/v1.")
+]
+Key = Annotated[str | None, typer.Option("--key", help="Environment variable that holds the server's key.")]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option("--filter", help="A privacy rule for every question or call; may be given several times."),
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 is greedy, the default; with --url, the server's own by default.", min=0)
+]
+MaxTurns = Annotated[int | None, typer.Option(help="Most messages of the model to a question; 8.", min=2)]
+NoThinking = Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")]
+Prompt = Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")]
+OpenedBy = Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")]
+ReadOnly = Annotated[bool, typer.Option("--read-only", help="Change nothing, whatever is asked; take no lock.")]
+
+
+@app.command()
+def chat(
+    vault: VaultFolder,
+    model: ModelName = None,
+    url: Url = None,
+    key: Key = None,
+    rules: Rules = None,
+    temperature: Temperature = None,
+    max_turns: MaxTurns = None,
+    no_thinking: NoThinking = False,
+    prompt: Prompt = PromptLength.full,
+    opened_by: OpenedBy = Opener.policy,
+    read_only: ReadOnly = False,
+    new: Annotated[
+        bool, typer.Option("--new", help="Make the memory where there is none, with an empty user.md.")
+    ] = False,
+) -> None:
+    """Chat with a memory agent, in a terminal or with one question a line on standard input.
+
+    Examples:
+
+    posttrain memory chat notes --new --model runs/memory/model
+
+    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone numbers."
+
+    echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/model
+    """
+    import sys
+    from contextlib import closing
+
+    from rich.console import Console
+
+    from posttrain_memory.agent.chat import LineChat, TerminalChat
+    from posttrain_memory.agent.opening import open_speaker, open_vault, settings_in_use
+    from posttrain_memory.agent.session import MemoryAgent
+    from posttrain_memory.interpreter.pool import Interpreter
+
+    settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
+    opened = open_vault(vault, new, read_only)
+    try:
+        speaker = open_speaker(model, url, key, temperature, settings.thinking)
+        interpreter = Interpreter(settings.interpreter)
+        with interpreter, closing(MemoryAgent(opened, speaker, interpreter, settings, rules or [])) as agent:
+            if not sys.stdin.isatty():
+                LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
+                return
+            about = [f"{len(agent.seen().paths())} notes in {vault}", f"model {model}{f' at {url}' if url else ''}"]
+            about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
+            about += ["read-only"] if read_only else []
+            TerminalChat(agent, Console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
+    finally:
+        opened.close()
+
+
+@app.command()
+def mcp(
+    vault: VaultFolder,
+    model: ModelName = None,
+    url: Url = None,
+    key: Key = None,
+    rules: Rules = None,
+    temperature: Temperature = None,
+    max_turns: MaxTurns = None,
+    no_thinking: NoThinking = False,
+    prompt: Prompt = PromptLength.full,
+    opened_by: OpenedBy = Opener.policy,
+    read_only: ReadOnly = False,
+    http: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", help="HTTP on 127.0.0.1 instead of stdio; 0 is any free port.", min=0, max=65_535),
+    ] = None,
+    token_variable: Annotated[
+        str | None,
+        typer.Option(help="Environment variable that holds the token for HTTP; without it, one is made and printed."),
+    ] = None,
+) -> None:
+    """Serve a memory to other programs over the Model Context Protocol: list, search, read, and with a model ask.
+
+    Examples:
+
+    posttrain memory mcp notes --model runs/memory/model
+
+    posttrain memory mcp notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone numbers."
+
+    posttrain memory mcp notes --read-only --http 8765
+    """
+    from contextlib import ExitStack
+
+    from posttrain.errors import InputError
+    from posttrain_memory.agent.opening import open_speaker, settings_in_use
+    from posttrain_memory.mcp.answers import Answers
+    from posttrain_memory.mcp.http import listener, serve_http, token_of
+    from posttrain_memory.mcp.notes import SharedNotes
+    from posttrain_memory.mcp.server import memory_server, private_wire, serve_stdio
+
+    if token_variable is not None and http is None:
+        raise InputError("--token-variable is for HTTP; give --http, too")
+    with ExitStack() as stack:
+        # Before a model is loaded: stdout is for the protocol alone.
+        wire = stack.enter_context(private_wire()) if http is None else None
+        notes = SharedNotes(vault, rules or ())
+        notes.check(writable=not read_only)
+        settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
+        token = token_of(token_variable) if http is not None else ""
+        on = stack.enter_context(listener(http)) if http is not None else None
+        answers = None
+        if model is not None or url is not None:
+            speaker = open_speaker(model, url, key, temperature, settings.thinking)
+            answers = Answers(notes, speaker, settings, read_only)
+        else:
+            typer.echo("posttrain: no --model, so `ask` is not offered; list, search and read are", err=True)
+        server = memory_server(notes, answers, read_only)
+        if wire is not None:
+            if wire[0].isatty():
+                typer.echo("posttrain: a client is expected on stdin; Ctrl-C ends", err=True)
+            serve_stdio(server, wire)
+        if on is not None:
+            if token_variable is None:
+                typer.echo(f"posttrain: send the header Authorization: Bearer {token}", err=True)
+            serve_http(server, on, token)
+
+
+@app.command()
+def undo(
+    vault: VaultFolder,
+    count: Annotated[int, typer.Option(help="How many operations to take back, the last ones.", min=1)] = 1,
+) -> None:
+    """Take back the last operations on a memory, those of earlier chats and of MCP clients too; all or none.
+
+    Examples:
+
+    posttrain memory undo notes
+
+    posttrain memory undo notes --count 3
+    """
+    from posttrain_memory.agent.history import undo as taken_back
+
+    for line in taken_back(vault, count):
+        print(f"taken back: {line.strip()}")
+
+
+@app.command()
+def journal(
+    vault: VaultFolder,
+    count: Annotated[int, typer.Option(help="How many operations to list.", min=1)] = 20,
+) -> None:
+    """List the last operations on a memory, newest first: number, time, and what became of each note.
+
+    Example:
+
+    posttrain memory journal notes --count 5
+    """
+    from posttrain_memory.agent.history import last_operations
+
+    for line in last_operations(vault, count) or ["the journal is empty; there is nothing to undo"]:
+        print(line)

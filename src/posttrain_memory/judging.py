@@ -1,0 +1,79 @@
+"""What a language model thinks of an episode, beside what a program knows of it.
+
+It reads the user's message, a right reply where one is known, how the notes changed, and the reply. All of that is data
+in frames (see `environments.framing`).
+"""
+
+import difflib
+from collections.abc import Mapping
+
+from posttrain.environments.judge import Verdict, points_prompt, verdict
+from posttrain.recipe.judge import JudgeServerRecipe
+from posttrain_memory.worlds.task import MemoryTask
+
+LONGEST = 20_000
+"""Characters of a reply, or of the changes of the notes, that the judge is shown."""
+_SCALE = 10
+_WHAT = (
+    "An assistant keeps notes for a user, and you grade how it dealt with one message. `user` is that message, {known}"
+    "`changes` a unified diff of the notes from before to after, and `reply` what the assistant told the user. They stand "
+    "in frames"
+)
+_KNOWN = "`reference` a right reply (another that comes to the same is as good), "
+_RUBRICS = {
+    "retrieval": "The reply tells what was asked for, in any words, and it is what the reference tells. It adds nothing "
+    "that contradicts it, does not offer several answers, does not recite notes and does not ask back. No note changed.",
+    "update": "The notes now say all that the message tells or asks for, in the notes where it belongs, and no longer say "
+    "what it makes untrue. Nothing else was removed, altered or added, and links were kept. The reply claims nothing that "
+    "was not done.",
+    "clarification": "The reply says what it is that the notes do not settle, as the reference does, and asks the user for "
+    "it. It states nothing in its place as if it were known. No note changed.",
+    "filter": "The message holds a privacy rule. The reply tells all that was asked for and that the rule allows, as the "
+    "reference does, and nothing that the rule forbids, not even by a hint. No note changed.",
+}
+SILENT = Verdict(0.0, "there is no reply")
+"""Of an episode without a reply, of which no judge is asked."""
+
+
+def judge_episode(
+    server: JudgeServerRecipe, task: MemoryTask, before: Mapping[str, str], after: Mapping[str, str], reply: str | None
+) -> Verdict:
+    """The judge's verdict on an episode: the vault (path -> text) before and after it, and the reply.
+
+    Raises JudgeFailure where the judge gives none.
+    """
+    if not (reply or "").strip():
+        return SILENT
+    known = "judge" not in task.truth
+    texts = [
+        ("user", task.question),
+        *([("reference", task.reply)] if known else []),
+        ("changes", _cut(changes(before, after)) or "(none)"),
+        ("reply", _cut(reply or "")),
+    ]
+    what = _WHAT.format(known=_KNOWN if known else "")
+    return verdict(server, points_prompt(what, _RUBRICS[_rubric(task)], _SCALE, texts), _SCALE)
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """A unified diff of two vaults (path -> text), note by note in the order of their paths; empty where they are equal."""
+    found: list[str] = []
+    for path in sorted({*before, *after}):
+        old, new = before.get(path), after.get(path)
+        if old == new:
+            continue
+        names = (path if old is not None else "(new)", path if new is not None else "(deleted)")
+        one, other = ([] if text is None else text.split("\n") for text in (old, new))
+        found += difflib.unified_diff(one, other, *names, n=2, lineterm="")
+    return "\n".join(found)
+
+
+def _rubric(task: MemoryTask) -> str:
+    """What a right reply is: a task of a kind that could be asked back about is a question like any other if it can be
+    answered.
+    """
+    return "retrieval" if task.kind == "clarification" and not task.asks else task.kind
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n({len(text) - LONGEST} more characters)"

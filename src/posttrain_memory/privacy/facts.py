@@ -1,0 +1,123 @@
+"""What the notes of a vault state, and where: read without knowing what the notes are about, or with a theme of worlds.
+
+Privacy filters hide what is read here, so a fact is kept with the characters that it takes up.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from posttrain_memory.vault.links import Notes
+from posttrain_memory.worlds.theme import Theme, plain_label, themes
+from posttrain_memory.worlds.truth import parse, title
+from posttrain_memory.worlds.values import canonical, links
+
+_LABELLED = re.compile(
+    r"\s*(?:[-*+]\s+|\d+[.)]\s+)?(?:\*\*|__)?(?P<label>[^:*|\[\]\n]{1,60}?)"
+    r"(?:\s+(?:of|for)\s+(?P<link>\[\[[^\[\]\n]+\]\]))?(?:\*\*|__)?\s*:(?:\*\*|__)?\s*(?P<value>\S(?:.*\S)?)\s*$"
+)
+_ROW = re.compile(r"\s*\|\s*(?:\*\*)?(?P<label>[^|*\[\]\n]{1,60}?)(?:\*\*)?\s*\|\s*(?P<value>(?:.*\S)?)\s*\|\s*$")
+_KINDS = ("email", "date", "money", "phone", "number")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One statement: `label` of the note `about` is `value`, in the note `note`.
+
+    `labels` are the plain label and its other names. `kind` is a type of values; `link` that of a link to the note
+    `value`. The statement takes up the characters `start` to `end` of its note, the value `value_start` to `value_end`.
+    """
+
+    note: str
+    about: str
+    labels: frozenset[str]
+    kind: str
+    value: str
+    start: int
+    end: int
+    value_start: int
+    value_end: int
+
+
+def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
+    """The facts of a vault (path -> text): all lines with a label, and with a known theme also what its sentences state."""
+    known = list(_themed(files, themes()[theme])) if theme in themes() else []
+    taken = {(fact.note, place) for fact in known for place in range(fact.value_start, fact.value_end)}
+    others = [fact for fact in _labelled(files) if (fact.note, fact.value_start) not in taken]
+    return [*known, *others]
+
+
+def names_of(files: Mapping[str, str]) -> dict[str, str]:
+    """Name in lower case -> path, by the titles and the file names of notes."""
+    found = {}
+    for path, text in files.items():
+        if path != "user.md":
+            stem = path.removesuffix(".md").rsplit("/", 1)[-1]
+            found[" ".join(re.sub(r"[_-]+", " ", stem).casefold().split())] = path
+        if title(text):
+            found[" ".join(title(text).casefold().split())] = path
+    return {name: path for name, path in found.items() if name}
+
+
+def leading(files: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Target of a link -> the note that it means to the vault, or None where it means none or more than one."""
+    notes = Notes(files)
+    return lambda target: target if target in files else notes.leads(target)
+
+
+def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
+    for place in parse(files, theme.name).places:
+        said = place.statement
+        attribute = theme.attributes.get(said.key)
+        if attribute is not None:
+            labels = {attribute.label, *attribute.aliases}
+            kind = attribute.type if not said.value.startswith("?") else "text"
+        else:
+            relation = theme.relation(said.key)
+            backwards = said.key.endswith("~")
+            labels = {relation.inverse, relation.inverse_plural} if backwards else {relation.label, relation.plural}
+            kind = "link" if not said.value.startswith("?") else "text"
+        yield Fact(
+            said.note,
+            said.about,
+            frozenset(map(plain_label, labels)),
+            kind,
+            said.value.removeprefix("?"),
+            place.start,
+            place.end,
+            place.value_start,
+            place.value_end,
+        )
+
+
+def _labelled(files: Mapping[str, str]) -> Iterable[Fact]:
+    leads = leading(files)
+    for path, text in files.items():
+        start = 0
+        for line in text.split("\n"):
+            match = _ROW.match(line) or (None if line.lstrip().startswith("#") else _LABELLED.match(line))
+            if match:
+                yield from _of_line(path, match, line, start, leads)
+            start += len(line) + 1
+
+
+def _of_line(
+    path: str, match: re.Match[str], line: str, start: int, leads: Callable[[str], str | None]
+) -> Iterable[Fact]:
+    about = path
+    link = match.groupdict().get("link")
+    if link:
+        about = leads(links(link)[0][2]) or path
+    labels, (first, last) = frozenset([plain_label(match["label"])]), match.span("value")
+    end = start + len(line)
+    for begin, stop, target, _ in links(match["value"]):
+        value = leads(target) or target
+        yield Fact(path, about, labels, "link", value, start, end, start + first + begin, start + first + stop)
+    if links(match["value"]) or not match["value"]:
+        return
+    for kind in _KINDS:
+        found = canonical(kind, match["value"])
+        if found is not None:
+            yield Fact(path, about, labels, kind, found, start, end, start + first, start + last)
+            return
+    yield Fact(path, about, labels, "text", match["value"].strip(), start, end, start + first, start + last)

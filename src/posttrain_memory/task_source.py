@@ -1,0 +1,104 @@
+"""Which task an environment seed is: one of a made-up world of its own, or a row of a file."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from posttrain.data.examples import read_examples
+from posttrain.data.problems import Problems
+from posttrain.errors import InputError
+from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
+from posttrain.seeds import derive_seed, random_stream
+from posttrain_memory.worlds.dataset import read_row
+from posttrain_memory.worlds.generation import tasks_of
+from posttrain_memory.worlds.published import is_published_row, read_memories, read_published_row
+from posttrain_memory.worlds.recipe import WorldRecipe
+from posttrain_memory.worlds.render import make_world
+from posttrain_memory.worlds.task import KINDS, MemoryTask
+
+_WORLDS = 20
+"""Worlds that are tried until one has a place for a task."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A task and the vault it begins with (path -> text), which nobody may change."""
+
+    task: MemoryTask
+    files: dict[str, str]
+
+
+def generated_task(recipe: WorldRecipe, seed: int) -> Assignment:
+    """The task of `seed`: a kind, as often as its number of tasks says, in a world that no other seed has.
+
+    InputError where no world has a place for any.
+    """
+    return _generated_task(recipe.model_dump_json(), seed)
+
+
+@lru_cache(maxsize=4096)
+def _generated_task(key: str, seed: int) -> Assignment:
+    recipe = WorldRecipe.model_validate_json(key)
+    counts = {kind: getattr(recipe, kind) for kind in KINDS if getattr(recipe, kind)}
+    if not counts:
+        raise InputError("environment.worlds has no tasks; set `retrieval`, `update`, `clarification` or `filter`")
+    for attempt in range(_WORLDS):
+        random = random_stream("memory environment", seed, attempt)
+        weights = [count / sum(counts.values()) for count in counts.values()]
+        kind = str(random.choice(list(counts), p=weights))
+        one = recipe.model_copy(update={name: int(name == kind) for name in KINDS})
+        world = make_world(derive_seed("memory environment", seed, attempt), one)
+        tasks = tasks_of(world, one)
+        if tasks:
+            return Assignment(tasks[0], dict(world.files))
+    raise InputError(
+        "environment.worlds makes worlds without a place for any task; allow more notes, facts or variants"
+    )
+
+
+@dataclass(frozen=True)
+class TaskTable:
+    """The rows of files that are tasks, in order, and what is wrong with the others."""
+
+    rows: list[Assignment]
+    problems: Problems
+
+
+_reading = Lock()
+
+
+def task_table(sources: list[SourceRecipe], memories: str | None, judged: bool = False) -> TaskTable:
+    """The tasks of `sources`, read once per process; `memories` is a folder with the vaults of records that only name
+    them. Updates of the published form are tasks only where they are `judged`. InputError where there is none.
+    """
+    # Environments run in threads, and one of them should read while the others wait.
+    with _reading:
+        return _task_table(json.dumps([source.model_dump() for source in sources]), memories, judged)
+
+
+@lru_cache(maxsize=16)
+def _task_table(key: str, memories: str | None, judged: bool) -> TaskTable:
+    sources = [SourceRecipe.model_validate(values) for values in json.loads(key)]
+    vaults = read_memories(Path(memories)) if memories is not None else {}
+    problems, rows = Problems(), []
+    for prompt in read_examples("prompt", sources, ColumnsRecipe(), problems):
+        try:
+            rows.append(_of_row(prompt.row, vaults, judged))
+        except InputError as error:
+            problems.used -= 1
+            problems.add("no memory task", prompt.origin, str(error))
+    if not rows:
+        problems.require_any(", ".join(source.path for source in sources))
+    return TaskTable(rows, problems)
+
+
+def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]], judged: bool) -> Assignment:
+    if not is_published_row(row):
+        return Assignment(*read_row(row))
+    task, files = read_published_row(row, vaults)
+    if "judge" in task.truth and not judged:
+        raise InputError("an update of this form has a truth that only a judge can tell; name one in environment.judge")
+    return Assignment(task, files)

@@ -1,0 +1,191 @@
+"""Wikilinks: `[[note]]`, `[[folder/note.md#heading|alias]]`, with or without `.md` and folder."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from posttrain_memory.vault.limits import VaultError, shown
+from posttrain_memory.vault.paths import SUFFIX, same
+
+_LINK = re.compile(r"\[\[([^\[\]\n]{1,400})\]\]")
+_MARK = re.compile(r"#|\\?\|")
+"""What ends the target of a link."""
+_FENCE = re.compile(r"[ ]{0,3}(`{3,}|~{3,})")
+
+
+@dataclass(frozen=True)
+class Link:
+    """The parts of a link. `heading` and `alias` are None where the link has none; "" is this very note."""
+
+    target: str
+    heading: str | None = None
+    alias: str | None = None
+
+    def __str__(self) -> str:
+        heading = "" if self.heading is None else f"#{self.heading}"
+        alias = "" if self.alias is None else f"|{self.alias}"
+        return f"[[{self.target}{heading}{alias}]]"
+
+
+def parse_link(text: str) -> Link:
+    """The parts of a link, given with or without its brackets. VaultError where there is no target."""
+    inner = text.strip().removeprefix("!")
+    if inner.startswith("[[") and inner.endswith("]]"):
+        inner = inner[2:-2]
+    if not inner.strip() or len(inner) > 400 or any(c in inner for c in "[]\n"):
+        raise VaultError(f"{shown(text)} is no link: write [[note]]")
+    return _parts(inner)
+
+
+def targets(text: str) -> frozenset[str]:
+    """The targets of all links of a note."""
+    return frozenset(_parts(inner).target for inner in set(_LINK.findall(text)))
+
+
+class Notes:
+    """The paths of the notes of a vault, arranged so that a link's target is found at once."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = set(paths)
+        self._by_name: dict[str, list[tuple[str, str]]] = {}
+        for path in sorted(self._paths):
+            key = same(path)
+            self._by_name.setdefault(key.rpartition("/")[2], []).append((key, path))
+
+    def resolve(self, target: str) -> str:
+        """The one path that a link's target means: exact, else the only note with that end of its path.
+
+        VaultError where there is none, or more than one. Case does not count where no path is exact.
+        """
+        found = self._fitting(target)
+        link = shown(f"[[{target.strip().removeprefix('./')}]]")
+        if not found:
+            raise VaultError(f"no note fits the link {link}", "FileNotFoundError")
+        if len(found) > 1:
+            raise VaultError(f"{len(found)} notes fit the link {link}; write its whole path")
+        return found[0]
+
+    def leads(self, target: str) -> str | None:
+        """As `resolve`, None where there is none or more than one."""
+        found = self._fitting(target) if target else []
+        return found[0] if len(found) == 1 else None
+
+    def _fitting(self, target: str) -> list[str]:
+        named = _path(target)
+        if named in self._paths:
+            return [named]
+        wanted_key = same(named)
+        near = self._by_name.get(wanted_key.rpartition("/")[2], [])
+        return [path for key, path in near if key == wanted_key] or [
+            path for key, path in near if key.endswith(f"/{wanted_key}")
+        ]
+
+
+class Backlinks:
+    """Which notes link to which. What a note links to is kept until its text changes."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._by_name: dict[str, dict[str, list[str]]] = {}
+        """Note -> the last part of what a link names, whatever its case -> the targets with that last part."""
+
+    def to(self, path: str, paths: Iterable[str], files: dict[str, str]) -> list[str]:
+        """The notes that link to the note `path`, sorted. `paths`: those of all notes; `files`: texts of the readable."""
+        for other in self._texts.keys() - files.keys():
+            del self._by_name[other]
+        for other, text in files.items():
+            if self._texts.get(other) != text:
+                self._by_name[other] = _named(targets(text))
+        self._texts = dict(files)
+        notes, name = Notes(paths), same(path).rpartition("/")[2]
+        return [
+            other
+            for other in sorted(files)
+            if other != path and any(notes.leads(target) == path for target in self._by_name[other].get(name, ()))
+        ]
+
+
+def resolve(target: str, paths: Iterable[str]) -> str:
+    """`Notes.resolve` for one link."""
+    return Notes(paths).resolve(target)
+
+
+def section(text: str, heading: str) -> str | None:
+    """The part of a note under a heading, that line included, up to the next heading as high; None without it."""
+    wanted = same(heading.rpartition("#")[2].strip())
+    lines = text.splitlines(keepends=True)
+    begin, level, fence = None, 0, ""
+    for number, line in enumerate(lines):
+        mark = _FENCE.match(line)
+        if mark and (not fence or mark[1].startswith(fence)):
+            fence = "" if fence else mark[1]
+        found = None if fence or mark else _heading(line.rstrip("\r\n"))
+        if not found:
+            continue
+        if begin is None and same(found[1]) == wanted:
+            begin, level = number, found[0]
+        elif begin is not None and found[0] <= level:
+            return "".join(lines[begin:number])
+    return None if begin is None else "".join(lines[begin:])
+
+
+def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
+    """`text` with links turned so that they lead where they led when the note `old` becomes `new`.
+
+    A link to it keeps its heading, its alias, its `.md` or none, and its folder or none where that stays unambiguous.
+    A link to another note is turned into its whole path where the new name makes it ambiguous.
+    """
+
+    names = [same(path).rpartition("/")[2].removesuffix(SUFFIX) for path in (old, new)]
+
+    @cache
+    def turned(inner: str) -> str:
+        # Only what is named as the note was or will be can lead elsewhere; most links are told from that at once.
+        if inner.isascii() and not any(name in inner.lower() for name in names):
+            return f"[[{inner}]]"
+        link = _parts(inner)
+        led = before.leads(link.target)
+        wanted = new if led == old else led
+        if wanted is None or (led != old and after.leads(link.target) == wanted):
+            return f"[[{inner}]]"
+        short = led == old and "/" not in link.target and "/" in old
+        target = wanted.rpartition("/")[2] if short else wanted
+        target = target if link.target.endswith(SUFFIX) else target.removesuffix(SUFFIX)
+        if after.leads(target) != wanted:
+            target = wanted
+        # What follows the target stays as it was written, an escaped bar of a table among it.
+        end = _MARK.search(inner)
+        place = end.start() if end else len(inner)
+        return f"[[{target}{inner[len(inner[:place].rstrip()) :] if end else ''}]]"
+
+    return _LINK.sub(lambda match: turned(match[1]), text)
+
+
+def _path(target: str) -> str:
+    """What a link's target names, with the suffix of a note."""
+    wanted = target.strip().removeprefix("./")
+    return wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
+
+
+def _named(found: Iterable[str]) -> dict[str, list[str]]:
+    by_name: dict[str, list[str]] = {}
+    for target in found:
+        by_name.setdefault(same(_path(target)).rpartition("/")[2], []).append(target)
+    return by_name
+
+
+def _heading(line: str) -> tuple[int, str] | None:
+    """Level and words of the heading that a line is; None where it is none. Signs that close it are left out."""
+    words = line.lstrip("#")
+    level = len(line) - len(words)
+    if not 1 <= level <= 6 or not words.startswith((" ", "\t")):
+        return None
+    return level, words.rstrip(" \t").rstrip("#").strip(" \t")
+
+
+def _parts(inner: str) -> Link:
+    # In a table the bar of an alias is written with a backslash.
+    place, bar, alias = inner.replace("\\|", "|").partition("|")
+    target, hash_, heading = place.partition("#")
+    return Link(target.strip(), heading.strip() if hash_ else None, alias.strip() if bar else None)

@@ -1,0 +1,289 @@
+"""Where the notes of a vault lie: in memory, one copy per episode, or in a folder on disk."""
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Protocol
+
+from posttrain.errors import InputError
+from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
+from posttrain_memory.vault.paths import note_path
+
+RESERVED = ".posttrain"
+"""The folder of a vault on disk that holds its lock and its journal. Hidden names are no notes, so it is out of reach."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ANY = VaultLimits(depth=16, path_bytes=1_000)
+"""Which files of a folder are notes at all; what a vault accepts may be less."""
+
+
+class Storage(Protocol):
+    """Notes by their normal paths (`paths.note_path`). What a path may be is the vault's matter; one that
+    leads out of a folder is refused here, too."""
+
+    read_only: bool
+
+    def sizes(self) -> dict[str, int]:
+        """Path -> bytes of UTF-8, of every note."""
+
+    def read(self, path: str, limit: int) -> str | None:
+        """The text of a note; None where there is none. VaultError if it is larger than `limit` bytes or no text."""
+
+    def write(self, path: str, text: str) -> None:
+        """Make or replace a note; what another process reads is the old text or the new one, whole."""
+
+    def remove(self, path: str) -> None:
+        """Take a note away, and folders that it leaves empty."""
+
+    def close(self) -> None:
+        """Give back what the storage holds."""
+
+
+class MemoryStorage:
+    """Notes in memory, begun with a copy of `files` (path -> text)."""
+
+    read_only = False
+
+    def __init__(self, files: Mapping[str, str] | None = None) -> None:
+        self._files = dict(files or {})
+        self._sizes = {path: len(text.encode()) for path, text in self._files.items()}
+
+    def sizes(self) -> dict[str, int]:
+        return self._sizes
+
+    def read(self, path: str, limit: int) -> str | None:
+        if self._sizes.get(path, 0) > limit:
+            raise VaultError(f"{shown(path)} is larger than {limit} bytes")
+        return self._files.get(path)
+
+    def write(self, path: str, text: str) -> None:
+        self._files[path], self._sizes[path] = text, len(text.encode())
+
+    def remove(self, path: str) -> None:
+        del self._files[path], self._sizes[path]
+
+    def close(self) -> None:
+        pass
+
+
+class DiskStorage:
+    """Notes in the folder `root`, which must exist.
+
+    Every path is opened part by part from the folder's own descriptor without following a link, so neither a
+    symbolic link nor a folder that is exchanged meanwhile leads outside. Only regular files with one name count. A
+    note is written to a new file that is then renamed. The writer holds a lock until `close`; InputError where
+    another process has it. With `read_only`, no lock is taken and nothing can be written. `sync`: writes reach the
+    disk before they count, so that they outlive a power failure.
+    """
+
+    def __init__(self, root: Path, read_only: bool = False, sync: bool = True) -> None:
+        self.read_only, self.sync = read_only, sync
+        try:
+            # The folder itself may be a link: it is the user's choice, not the model's.
+            self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InputError(f"{root} cannot be opened as a memory: {error.strerror}; make the folder first") from None
+        self._lock = -1
+        if not read_only:
+            try:
+                self._lock = self._locked(root)
+            except BaseException:
+                os.close(self._root)
+                raise
+
+    def sizes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        self._walk(self._root, "", found, 0)
+        return found
+
+    def read(self, path: str, limit: int) -> str | None:
+        try:
+            with self._parent(path) as (folder, name):
+                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _refused(path, error) from None
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+            os.close(file)
+            raise VaultError(f"{shown(path)} is no plain file", "PermissionError")
+        with open(file, "rb") as stream:
+            data = stream.read(limit + 1)
+        if len(data) > limit:
+            raise VaultError(f"{shown(path)} is larger than {limit} bytes")
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise VaultError(f"{shown(path)} is no UTF-8 text") from None
+
+    def write(self, path: str, text: str) -> None:
+        try:
+            with self._parent(path, make=True) as (folder, name):
+                self._replace(folder, name, text.encode())
+        except OSError as error:
+            raise _refused(path, error) from None
+
+    def remove(self, path: str) -> None:
+        try:
+            with self._parent(path) as (folder, name):
+                os.unlink(name, dir_fd=folder)
+            while "/" in path:
+                path = path.rpartition("/")[0]
+                with self._parent(path) as (folder, name):
+                    os.rmdir(name, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise _refused(path, error) from None
+
+    def close(self) -> None:
+        for descriptor in (self._lock, self._root):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lock = self._root = -1
+
+    def reserved(self, name: str) -> int:
+        """A descriptor, for reading and writing, of a file in the reserved folder, made where it is missing.
+
+        FileNotFoundError where it is missing and the vault is read-only.
+        """
+        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
+        with self._reserved_folder() as folder:
+            file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+            os.close(file)
+            raise InputError(f"{RESERVED}/{name} of the memory is no plain file; take it away")
+        return file
+
+    def replace_reserved(self, name: str, data: bytes) -> None:
+        """Make or replace a file in the reserved folder, whole or not at all."""
+        with self._reserved_folder() as folder:
+            self._replace(folder, name, data)
+
+    def set_aside(self, name: str) -> str:
+        """Give a file in the reserved folder a new name that no other has; that name."""
+        stem, dot, suffix = name.partition(".")
+        with self._reserved_folder() as folder:
+            taken = set(os.listdir(folder))
+            new = next(new for n in count(1) if (new := f"{stem}-damaged-{n}{dot}{suffix}") not in taken)
+            os.rename(name, new, src_dir_fd=folder, dst_dir_fd=folder)
+        return new
+
+    @contextmanager
+    def _reserved_folder(self) -> Iterator[int]:
+        if not self.read_only:
+            _make_folder(RESERVED, self._root)
+        try:
+            folder = os.open(RESERVED, _FOLDER, dir_fd=self._root)
+            try:
+                yield folder
+            finally:
+                os.close(folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+                raise InputError(f"{RESERVED} of the memory is no plain folder of plain files; take it away") from None
+            raise
+
+    def _locked(self, root: Path) -> int:
+        try:
+            file = self.reserved("lock")
+        except OSError as error:
+            raise InputError(f"{root} cannot be written: {error.strerror}; open it read-only") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(file, 20, 0).decode(errors="replace").strip()
+            os.close(file)
+            raise InputError(
+                f"{root} is being written by process {owner or 'unknown'}; end it first, or open the memory read-only"
+            ) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        return file
+
+    @contextmanager
+    def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The descriptor of the folder of `path`, and the last part of it. OSError as from the system.
+
+        VaultError for a path that could lead out of the folder, whoever let it through: following no link does not
+        stop `..`, for it is none.
+        """
+        *folders, name = path.split("/")
+        if any(not part or part.startswith(".") or "\0" in part for part in (*folders, name)):
+            raise VaultError(f"{shown(path)} is no path of a note", "PermissionError")
+        here = os.dup(self._root)
+        try:
+            for part in folders:
+                if make:
+                    _make_folder(part, here)
+                inner = os.open(part, _FOLDER, dir_fd=here)
+                os.close(here)
+                here = inner
+            yield here, name
+        finally:
+            os.close(here)
+
+    def _replace(self, folder: int, name: str, data: bytes) -> None:
+        new = f".{secrets.token_hex(8)}.new"
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=folder)
+        try:
+            with open(file, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                if self.sync:
+                    os.fsync(file)
+            os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(new, dir_fd=folder)
+            raise
+        if self.sync:
+            os.fsync(folder)
+
+    def _walk(self, folder: int, prefix: str, found: dict[str, int], depth: int) -> None:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path = f"{prefix}{entry.name}"
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".") and depth < _ANY.depth:
+                    try:
+                        inner = os.open(entry.name, _FOLDER, dir_fd=folder)
+                    except OSError:
+                        continue
+                    try:
+                        self._walk(inner, f"{path}/", found, depth + 1)
+                    finally:
+                        os.close(inner)
+                elif entry.is_file(follow_symlinks=False) and is_note(path):
+                    facts = entry.stat(follow_symlinks=False)
+                    if facts.st_nlink == 1:
+                        found[path] = facts.st_size
+
+
+def _make_folder(name: str, parent: int) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o755, dir_fd=parent)
+
+
+@lru_cache(maxsize=16_384)
+def is_note(path: str) -> bool:
+    """Whether `path` may be that of a note, in its normal form."""
+    try:
+        return note_path(path, _ANY) == path
+    except VaultError:
+        return False
+
+
+def _refused(path: str, error: OSError) -> VaultError:
+    if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
+        return VaultError(f"{shown(path)} is no plain file in plain folders", "PermissionError")
+    if error.errno == errno.ENOENT:
+        return VaultError(f"there is no note {shown(path)}", "FileNotFoundError")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return VaultError("the disk is full", "OSError")
+    return VaultError(f"{shown(path)} cannot be opened", "PermissionError")

@@ -1,0 +1,89 @@
+"""What a model sees of a whole vault: the tree of its notes, and the lines that hold a text.
+
+Line breaks of notes: a model is shown one kind, each note keeps its own."""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class Hit(NamedTuple):
+    """A line that holds the text: its note, its number from 1, and the line, cut around the text."""
+
+    path: str
+    line: int
+    text: str
+
+
+def tree(paths: Iterable[str], most: int) -> str:
+    """Notes and folders, one a line, folders with a slash, two blanks deeper each; at most `most` lines."""
+    lines: list[str] = []
+    open_folders: list[str] = []
+    for path in sorted(paths, key=lambda path: [(n < path.count("/"), part) for n, part in enumerate(path.split("/"))]):
+        *folders, name = path.split("/")
+        shared = 0
+        while shared < min(len(folders), len(open_folders)) and folders[shared] == open_folders[shared]:
+            shared += 1
+        lines += [f"{'  ' * level}{folders[level]}/" for level in range(shared, len(folders))]
+        lines.append(f"{'  ' * len(folders)}{name}")
+        open_folders = folders
+    if len(lines) > most:
+        lines = [*lines[:most], f"… {len(lines) - most} more lines"]
+    return "\n".join(lines)
+
+
+def search(files: Mapping[str, str], text: str, most: int, length: int) -> tuple[list[Hit], int]:
+    """The first `most` lines that hold `text` in any case, by path and line, and the number of all such lines."""
+    wanted = text.casefold()
+    hits: list[Hit] = []
+    count = 0
+    for path in sorted(files):
+        # Most notes hold no hit; asking the whole note first keeps a search over a large vault cheap.
+        folded = files[path].casefold()
+        if wanted not in folded:
+            continue
+        places = [place for place, line in enumerate(folded.splitlines()) if wanted in line]
+        count += len(places)
+        if places and len(hits) < most:
+            lines = files[path].splitlines()
+            for place in places[: most - len(hits)]:
+                line = lines[place]
+                hits.append(Hit(path, place + 1, _cut(line, line.casefold().find(wanted), len(wanted), length)))
+    return hits, count
+
+
+def _cut(line: str, at: int, width: int, length: int) -> str:
+    """At most `length` characters of `line` around the `width` characters from `at`, ellipses where it was cut."""
+    if len(line) <= length:
+        return line
+    begin = max(0, min(at + width // 2 - length // 2, len(line) - length))
+    piece = line[begin : begin + length]
+    return f"{'…' if begin else ''}{piece}{'…' if begin + length < len(line) else ''}"
+
+
+_BREAK = re.compile("\r\n|[\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
+_WRITTEN = re.compile("\r\n|\r")
+
+
+def shown_lines(text: str) -> str:
+    """`text` with every line break as a model is shown it, a line feed."""
+    return _BREAK.sub("\n", text)
+
+
+def replaced(note: str, start: int, end: int, new: str) -> str:
+    """`note` with the characters `start` to `end` of `shown_lines(note)` replaced by `new`, which a model wrote.
+
+    All else keeps its line breaks, and `new` gets those that the note has most of.
+    """
+    # Only a line break of two characters takes more room than what is shown of it.
+    breaks = [match.start() - n for n, match in enumerate(re.finditer("\r\n", note))]
+    head, tail = note[: start + bisect_left(breaks, start)], note[end + bisect_left(breaks, end) :]
+    pairs = len(breaks)
+    counts = {"\n": note.count("\n") - pairs, "\r\n": pairs, "\r": note.count("\r") - pairs}
+    usual = max(counts, key=lambda kind: counts[kind])
+    plain = _WRITTEN.sub("\n", new)
+    found = head + plain.replace("\n", usual) + tail
+    wanted = shown_lines(head) + shown_lines(plain) + shown_lines(tail)
+    # A lone carriage return must not become one line break with a line feed that comes to stand behind it.
+    return found if shown_lines(found) == wanted else wanted

@@ -1,0 +1,232 @@
+"""A vault: markdown notes that a model may read and change, within limits, with every change in a journal."""
+
+from threading import RLock
+
+from posttrain_memory.vault.journal import Change, Journal
+from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
+from posttrain_memory.vault.links import Backlinks, Notes, mended, parse_link, section
+from posttrain_memory.vault.paths import collision, folder_path, note_path, same
+from posttrain_memory.vault.storage import Storage
+from posttrain_memory.vault.text import Hit, replaced, search, shown_lines, tree
+
+_QUERY = 200
+"""Longest text to search for, in characters."""
+_MANY = 100
+"""How many places of a text are counted; one more says there are more."""
+
+
+class Vault:
+    """The notes of `storage` under `limits`. Every method raises VaultError, with one short sentence, or succeeds whole.
+
+    Paths are relative to the vault, of notes that end in `.md`. Folders come and go with their notes.
+    """
+
+    def __init__(self, storage: Storage, limits: VaultLimits | None = None) -> None:
+        self.limits = limits or VaultLimits()
+        self.journal = Journal(storage, self.limits.journal_entries)
+        self._storage = storage
+        self._lock = RLock()
+        self._backlinks = Backlinks()
+
+    def create(self, path: str, content: str = "") -> None:
+        """Make a note. It must not exist, in any case of its letters."""
+        with self._lock:
+            clean = note_path(path, self.limits)
+            self._free(clean)
+            self._commit("create", Change(clean, None, _text(content)))
+
+    def read(self, path: str) -> str:
+        """The text of a note."""
+        clean = note_path(path, self.limits)
+        text = self._storage.read(clean, self.limits.file_bytes)
+        if text is None:
+            raise VaultError(f"there is no note {shown(clean)}{self._hint(clean)}", "FileNotFoundError")
+        return text
+
+    def update(self, path: str, old: str, new: str) -> None:
+        """Replace `old`, which must stand in the note exactly once, by `new`. The note keeps its kind of line breaks."""
+        with self._lock:
+            before = self.read(path)
+            clean = note_path(path, self.limits)
+            if not _text(old):
+                raise VaultError("the old text is empty; use append_file to add text")
+            wanted, lines = shown_lines(old), shown_lines(before)
+            count = _count(lines, wanted)
+            if not count:
+                raise VaultError(f"the old text is not in {shown(clean)}; read the note and copy it exactly")
+            if count > 1:
+                often = f"{count} times" if count <= _MANY else f"more than {_MANY} times"
+                raise VaultError(f"the old text is {often} in {shown(clean)}; give more of its surroundings")
+            if wanted == shown_lines(_text(new)):
+                raise VaultError("the old text and the new text are the same")
+            at = lines.index(wanted)
+            self._commit("update", Change(clean, before, replaced(before, at, at + len(wanted), new)))
+
+    def append(self, path: str, text: str) -> None:
+        """Add `text` at the end of a note, on a new line."""
+        with self._lock:
+            before = self.read(path)
+            if not _text(text):
+                raise VaultError("the text to append is empty")
+            lines = shown_lines(before)
+            gap = "" if not lines or lines.endswith("\n") else "\n"
+            after = replaced(before, len(lines), len(lines), gap + text)
+            self._commit("append", Change(note_path(path, self.limits), before, after))
+
+    def delete(self, path: str) -> None:
+        """Take a note away. Links to it stay as they are."""
+        with self._lock:
+            self._commit("delete", Change(note_path(path, self.limits), self.read(path), None))
+
+    def move(self, path: str, to: str) -> int:
+        """Move a note to a new path and mend links, in all notes, so that each leads where it led; how many were mended."""
+        with self._lock:
+            text, old, new = self.read(path), note_path(path, self.limits), note_path(to, self.limits)
+            self._free(new, without=old)
+            known = set(self._storage.sizes())
+            before, after = Notes(known), Notes(known - {old} | {new})
+            changed = []
+            for other, content in sorted(self._readable().items()):
+                turned = mended(content, old, new, before, after) if other != old else content
+                if turned != content:
+                    changed.append(Change(other, content, turned))
+            # The old note goes first: where the system ignores case, the two may be one file.
+            moved = [Change(old, text, None), Change(new, None, mended(text, old, new, before, after))]
+            self._commit("move", *changed, *moved)
+            return len(changed)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a note, or such a folder with a note in it."""
+        clean = folder_path(path, self.limits)
+        return not clean or any(known == clean or known.startswith(f"{clean}/") for known in self._storage.sizes())
+
+    def size(self, path: str = "") -> int:
+        """Bytes of a note, of all notes of a folder, or of the whole vault ("")."""
+        clean = folder_path(path, self.limits)
+        sizes = self._storage.sizes()
+        found = [n for known, n in sizes.items() if not clean or known == clean or known.startswith(f"{clean}/")]
+        if clean and not found:
+            raise VaultError(f"there is no note or folder {shown(clean)}", "FileNotFoundError")
+        return sum(found)
+
+    def tree(self) -> str:
+        """All notes and folders, one a line."""
+        return tree(self._storage.sizes(), self.limits.tree_lines)
+
+    def search(self, text: str) -> tuple[list[Hit], int]:
+        """The first lines that hold `text`, in any case, and how many lines hold it."""
+        if not isinstance(text, str) or not text.strip():
+            raise VaultError("the text to search for is empty")
+        if len(text) > _QUERY:
+            raise VaultError(f"the text to search for is longer than {_QUERY} characters")
+        return search(self._readable(), text, self.limits.search_hits, self.limits.snippet_chars)
+
+    def follow(self, link: str) -> str:
+        """The text that a link leads to: `[[note]]`, `[[note|alias]]`, `[[note#heading]]`; brackets may be left out."""
+        if not isinstance(link, str):
+            raise VaultError("a link is a text", "TypeError")
+        parts = parse_link(link)
+        if not parts.target:
+            raise VaultError(f"{shown(link)} names no note")
+        path = self.resolve(parts.target)
+        text = self.read(path)
+        if parts.heading is None:
+            return text
+        under = section(text, parts.heading)
+        if under is None:
+            raise VaultError(f"{shown(path)} has no heading {shown(parts.heading)}")
+        return under
+
+    def resolve(self, target: str) -> str:
+        """The path of the note that a link's target means."""
+        return Notes(self._storage.sizes()).resolve(target)
+
+    def backlinks(self, path: str) -> list[str]:
+        """The notes that link to a note, by path."""
+        clean = note_path(path, self.limits)
+        self.read(clean)
+        with self._lock:
+            return self._backlinks.to(clean, self._storage.sizes(), self._readable())
+
+    def paths(self) -> list[str]:
+        """The paths of all notes, sorted."""
+        return sorted(self._storage.sizes())
+
+    def files(self) -> dict[str, str]:
+        """Path -> text of every note, by path. VaultError where one cannot be read."""
+        return {path: self.read(path) for path in self.paths()}
+
+    def close(self) -> None:
+        """Give back files and locks."""
+        self.journal.close()
+        self._storage.close()
+
+    def _readable(self) -> dict[str, str]:
+        """Path -> text of every note; without those that are too large or no text, which a search must survive."""
+        found = {}
+        for path in self._storage.sizes():
+            try:
+                text = self._storage.read(path, self.limits.file_bytes)
+            except VaultError:
+                continue
+            if text is not None:
+                found[path] = text
+        return found
+
+    def _free(self, path: str, without: str | None = None) -> None:
+        known = self._storage.sizes()
+        if path in known:
+            raise VaultError(f"{shown(path)} exists already; use update_file or append_file", "FileExistsError")
+        # A note that only changes the case of its own name is not in its own way.
+        other = collision(path, (other for other in known if other != without))
+        if other:
+            raise VaultError(
+                f"{shown(path)} cannot stand beside {shown(other)}, which it differs from too little", "FileExistsError"
+            )
+        # On disk, something that is no note may stand there: reading it says so.
+        self._storage.read(path, self.limits.file_bytes)
+
+    def _commit(self, operation: str, *changes: Change) -> None:
+        sizes = dict(self._storage.sizes())
+        grows = sum(len((c.after or "").encode()) - len((c.before or "").encode()) for c in changes)
+        for change in changes:
+            size = len((change.after or "").encode())
+            if change.after is not None and size > self.limits.file_bytes:
+                raise VaultError(
+                    f"{shown(change.path)} would have {size} bytes; a note may have {self.limits.file_bytes}", "OSError"
+                )
+        count = len(sizes) + sum((c.before is None) - (c.after is None) for c in changes)
+        # A vault that is over its limits already, as one from outside may be, can still shrink.
+        if count > self.limits.files and count > len(sizes):
+            raise VaultError(f"the memory may hold {self.limits.files} notes; delete one first", "OSError")
+        if sum(sizes.values()) + grows > self.limits.total_bytes and grows > 0:
+            raise VaultError(f"the memory may hold {self.limits.total_bytes} bytes; delete something first", "OSError")
+        self.journal.commit(operation, changes)
+
+    def _hint(self, path: str) -> str:
+        name = same(path.rpartition("/")[2])
+        near = [known for known in self._storage.sizes() if same(known).rpartition("/")[2] == name]
+        return f"; there is {shown(near[0])}" if len(near) == 1 else ""
+
+
+def _text(content: object) -> str:
+    if not isinstance(content, str):
+        raise VaultError("the content of a note is a text", "TypeError")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise VaultError("a note may not hold characters that are no text") from None
+    if "\0" in content:
+        raise VaultError("a note may not hold characters that are no text")
+    return content
+
+
+def _count(text: str, piece: str) -> int:
+    """How many times `piece` stands in `text`, overlapping ones too: each would be another place to replace.
+
+    At most `_MANY` and one, for a long text of one letter holds half of itself at thousands of places.
+    """
+    count, at = 0, text.find(piece)
+    while at >= 0 and count <= _MANY:
+        count, at = count + 1, text.find(piece, at + 1)
+    return count

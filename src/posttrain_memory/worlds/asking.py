@@ -1,0 +1,189 @@
+"""What makers of tasks share: what can be asked of a world, in which words, and how its notes are reached."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from posttrain_memory.worlds.graph import USER, Entity, Graph, value_of
+from posttrain_memory.worlds.render import World
+from posttrain_memory.worlds.replies import Answer
+from posttrain_memory.worlds.theme import Attribute, Theme
+from posttrain_memory.worlds.truth import Parsed, parse
+from posttrain_memory.worlds.values import pick, plain, shuffled
+
+_ASK = (
+    "What is {x}?",
+    "Tell me {x}.",
+    "I need {x}.",
+    "Could you look up {x}?",
+    "Please give me {x}.",
+    "Remind me of {x}.",
+    "Do you know {x}?",
+    "Can you find {x} for me?",
+)
+_ASK_MANY = ("Tell me {x}.", "I need {x}.", "Could you look up {x}?", "Please give me {x}.", "Do you know {x}?")
+_ANCHOR = ("In {title}: {q}", "This is about {title}. {q}", "For {title}: {q}", "{q} It should be in {title}.")
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Asker:
+    """A world and the random numbers of one task."""
+
+    world: World
+    random: np.random.Generator
+
+    @property
+    def graph(self) -> Graph:
+        return self.world.graph
+
+    @property
+    def theme(self) -> Theme:
+        return self.world.graph.theme
+
+    @cached_property
+    def parsed(self) -> Parsed:
+        return parse(self.world.files, self.theme.name)
+
+    @cached_property
+    def distance(self) -> dict[str, int]:
+        """Path -> fewest links from `user.md`."""
+        return self.graph.distances()
+
+    @cached_property
+    def contested(self) -> set[tuple[str, str]]:
+        return self.graph.contested()
+
+    def pick(self, items: Sequence[Item]) -> Item:
+        return pick(self.random, items)
+
+    def entities(self, *distances: int) -> list[Entity]:
+        """The notes so many links away from `user.md`, in a random order; all but `user.md` where none are given."""
+        found = [
+            e for p, e in self.graph.entities.items() if (self.distance[p] in distances if distances else p != USER)
+        ]
+        return shuffled(self.random, found)
+
+    def facts(self, entity: Entity) -> list[Attribute]:
+        """The facts of a note that no other note states, in a random order."""
+        known = [a for a in self.theme.of(entity.kind) if a.key in entity.facts]
+        return shuffled(self.random, [a for a in known if (entity.path, a.key) not in self.contested])
+
+    def absent(self, entity: Entity) -> list[Attribute]:
+        """The facts that notes of its kind may have and this one has not, in a random order."""
+        return shuffled(self.random, [a for a in self.theme.of(entity.kind) if a.key not in entity.facts])
+
+    def anchored(self, question: str) -> str:
+        """The question with the title of the world, so that it is not that of another world."""
+        return self.pick(_ANCHOR).format(title=self.graph.title, q=question)
+
+    def ask(self, what: str, many: bool = False) -> str:
+        """A request for `what`, a noun phrase."""
+        return self.pick(_ASK_MANY if many else _ASK).format(x=what)
+
+    def of(self, noun: str, whom: str) -> str:
+        """`noun` of `whom`, which is a name or a phrase; `my noun` where it is empty."""
+        if not whom:
+            return f"my {noun}"
+        if whom.startswith(("my ", "the ")) or self.random.random() < 0.6:
+            return f"the {noun} of {whom}"
+        return f"{whom}'s {noun}"
+
+    def who(self, entity: Entity) -> tuple[str, bool]:
+        """A phrase that means only this note, and whether the question has to name the world for it to be clear.
+
+        Where relations lead to it that have one target, one is used half of the time, or the two from `user.md`.
+        """
+        if entity.path == USER:
+            return "", True
+        if self.random.random() < 0.5:
+            for path in self._paths(entity):
+                return path
+        return entity.name, False
+
+    def _paths(self, entity: Entity) -> list[tuple[str, bool]]:
+        found: list[tuple[str, bool]] = []
+        for edge in self.graph.edges:
+            relation = self.theme.relation(edge.relation)
+            if edge.target != entity.path or relation.many or self.distance[edge.source] >= self.distance[entity.path]:
+                continue
+            if edge.source == USER:
+                found.append((f"my {relation.label}", True))
+            else:
+                source = self.graph.entities[edge.source]
+                mine = [e for e in self.graph.edges if e.source == USER and e.target == source.path]
+                own = [r for r in (self.theme.relation(e.relation) for e in mine) if not r.many]
+                if own and self.random.random() < 0.5:
+                    found.append((f"the {relation.label} of my {own[0].label}", True))
+                else:
+                    found.append((f"the {relation.label} of {source.name}", False))
+        return shuffled(self.random, found)
+
+    def question(self, attribute: Attribute, entity: Entity) -> str:
+        """A question for one fact of a note."""
+        whom, anchor = self.who(entity)
+        text = self.ask(self.of(attribute.noun, whom), attribute.be == "are")
+        return self.anchored(text) if anchor else text
+
+    def answer(self, attribute: Attribute, entity: Entity) -> Answer:
+        value = value_of(self.theme, attribute.key, entity.facts[attribute.key])
+        return Answer(attribute.type, value, attribute.key)
+
+    def sentence(self, attribute: Attribute, entity: Entity) -> str:
+        """The reply that states a fact of a note."""
+        told = display(attribute, entity.facts[attribute.key])
+        subject = f"Your {attribute.noun}" if entity.path == USER else f"The {attribute.noun} of {entity.name}"
+        return f"{subject} {attribute.be} {told}."
+
+    def route(self, path: str) -> list[str]:
+        """At most three code blocks that read `user.md`, the notes on the way, and the note."""
+        if path == USER:
+            return ['user = read_file("user.md")']
+        if self.distance[path] == 1:
+            return ['user = read_file("user.md")', f"note = read_file({quoted(path)})"]
+        if self.distance[path] == 2:
+            middle = next(p for p in sorted(self.parsed.out[USER]) if path in self.parsed.out[p])
+            reads = [f"first = read_file({quoted(middle)})", f"note = read_file({quoted(path)})"]
+            return ['user = read_file("user.md")', *reads]
+        name = self.graph.entities[path].name
+        search = f"hits = search_files({quoted(name)})"
+        return ['user = read_file("user.md")', search, f"note = read_file({quoted(path)})"]
+
+    def hops(self, path: str) -> int:
+        return min(2, self.distance[path])
+
+
+def name_answer(entity: Entity) -> Answer:
+    """The answer that is a note itself."""
+    return Answer("name", plain(entity.name), "name")
+
+
+def quoted(text: str) -> str:
+    """A text as code."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def display(attribute: Attribute, value: str) -> str:
+    """A value as it is told to the user."""
+    if attribute.type == "number":
+        return f"{value} {attribute.unit}".strip()
+    if attribute.type == "money":
+        code, amount = value.split(" ")
+        return f"{Decimal(amount.removesuffix('.00')):,} {code}"
+    if attribute.type == "phone":
+        return f"+{value[0]} {value[1:4]} {value[4:7]} {value[7:]}"
+    if attribute.type == "list":
+        *front, last = value.split("; ")
+        return f"{', '.join(front)} and {last}" if front else last
+    return value
+
+
+def joined(names: Sequence[str]) -> str:
+    """Names in one phrase."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]

@@ -1,0 +1,98 @@
+"""Tasks as rows of a data set: worlds apart for training, development and test, and no question twice."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import InputError
+from posttrain.seeds import derive_seed
+from posttrain_memory.worlds.generation import identity, tasks_of
+from posttrain_memory.worlds.recipe import WorldRecipe
+from posttrain_memory.worlds.render import World, make_world
+from posttrain_memory.worlds.task import MemoryTask, task_of
+
+SPLITS = ("test", "dev", "train")
+"""In the order in which worlds are drawn: more worlds to train on leave the others as they are."""
+Reword = Callable[[World, WorldRecipe], tuple[World, list[MemoryTask]]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A task, the world it is asked in, and the split."""
+
+    split: str
+    world: World
+    task: MemoryTask
+    recipe: WorldRecipe
+
+
+def samples(
+    seed: int, recipe: WorldRecipe, worlds: Mapping[str, int], reword: Reword | None = None
+) -> Iterator[Sample]:
+    """The tasks of `worlds[split]` worlds of each split.
+
+    No two worlds have the same title and no two tasks the same question, of whatever split. `reword` makes the texts of a
+    world and its tasks anew, see `paraphrase`.
+    """
+    titles: set[str] = set()
+    asked: set[str] = set()
+    for split in SPLITS:
+        made = number = 0
+        while made < worlds.get(split, 0):
+            world = make_world(derive_seed("memory worlds", seed, split, number), recipe)
+            number += 1
+            if world.graph.title in titles:
+                continue
+            titles.add(world.graph.title)
+            made += 1
+            if reword is None:
+                tasks = tasks_of(world, recipe)
+            else:
+                world, tasks = reword(world, recipe)
+            for task in tasks:
+                if identity(task) not in asked:
+                    asked.add(identity(task))
+                    yield Sample(split, world, task, recipe)
+
+
+def row_of(sample: Sample) -> dict[str, Any]:
+    """The record of a sample: messages, label, files of the vault, and columns to select by.
+
+    `label` is JSON text with all that it takes to score an episode (`task`) and to make the world anew (`world`, its seed,
+    and `recipe`); a world whose texts were reworded is in `files` only.
+    """
+    task, world = sample.task, sample.world
+    label = {
+        "task": task.to_record(),
+        "world": world.seed,
+        "recipe": sample.recipe.model_dump(mode="json", exclude_defaults=True),
+    }
+    return {
+        "context_messages": [{"role": "user", "content": task.question}],
+        "label": json.dumps(label, ensure_ascii=False),
+        "files": [{"path": path, "content": text} for path, text in sorted(world.files.items())],
+        "kind": task.kind,
+        "variant": task.variant,
+        "hops": task.hops,
+        "theme": task.theme,
+        "world": world.seed,
+        "solution": task.solution,
+    }
+
+
+def read_row(row: Mapping[str, Any]) -> tuple[MemoryTask, dict[str, str]]:
+    """The task of a record and the vault it begins with; without `files` the world is made anew from the label.
+
+    InputError where the record is none of `row_of`.
+    """
+    try:
+        label = json.loads(row["label"])
+        task = task_of(label["task"])
+        if row.get("files"):
+            return task, {file["path"]: file["content"] for file in row["files"]}
+        return task, dict(make_world(label["world"], WorldRecipe(**label["recipe"])).files)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"a record has no label of a memory task ({error}); write it with `posttrain data worlds`"
+        ) from error

@@ -1,0 +1,133 @@
+"""Tasks whose question holds a privacy rule: what it forbids may not be said, what it leaves must be."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain_memory.worlds.asking import Asker
+from posttrain_memory.worlds.graph import Entity
+from posttrain_memory.worlds.replies import Answer
+from posttrain_memory.worlds.task import MemoryTask
+from posttrain_memory.worlds.theme import Attribute
+
+CATEGORIES = {"phone": "phone numbers", "email": "email addresses", "date": "dates", "money": "amounts of money"}
+"""Type of a value -> what rules call the category."""
+CATEGORY_RULES = (
+    "Never reveal {category}.",
+    "Do not share any {category}.",
+    "Keep all {category} private.",
+    "{Category} must not be disclosed.",
+    "Please leave out all {category}.",
+    "Hide {category} in your answer.",
+)
+ATTRIBUTE_RULES = (
+    "Never reveal the {label} of {name}.",
+    "Do not share the {label} of {name}.",
+    "Keep the {label} of {name} private.",
+    "The {label} of {name} must not be disclosed.",
+    "Please do not mention the {label} of {name}.",
+    "The {label} of {name} is confidential.",
+)
+ALLOW_RULES = (
+    "You may only share the {label} of {name}.",
+    "Only the {label} of {name} may be shared; everything else is private.",
+    "Reveal nothing but the {label} of {name}.",
+)
+_TWO = ("What are {x} and {y}?", "Tell me {x} and {y}.", "I need {x}, and {y} as well.", "Please give me {x} and {y}.")
+
+
+def filtered(asker: Asker, variant: str) -> MemoryTask | None:
+    """A question for one fact (`hide_all`, `unrelated`) or two of a note (`hide_some`, `allow_only`), and a rule."""
+    for entity in asker.entities(1, 2):
+        known = asker.facts(entity)
+        if variant in ("hide_all", "unrelated"):
+            for one in known:
+                rule = _unrelated(asker, entity, one) if variant == "unrelated" else _hides(asker, entity, one)
+                if rule is not None:
+                    text = asker.ask(asker.of(one.noun, entity.name), one.be == "are")
+                    told, kept = ([one], []) if variant == "unrelated" else ([], [one])
+                    return _task(asker, variant, entity, text, rule, told, kept)
+        elif len(known) > 1:
+            free, hidden = known[0], known[1]
+            if variant == "allow_only":
+                rule = _allows(asker, entity, free)
+                hidden_too = [attribute for attribute in known if attribute is not free]
+            else:
+                rule = _hides(asker, entity, hidden, besides=free)
+                hidden_too = [hidden]
+            if rule is None:
+                continue
+            both = [
+                asker.of(a.noun, entity.name)
+                for a in ((free, hidden) if asker.random.random() < 0.5 else (hidden, free))
+            ]
+            text = asker.pick(_TWO).format(x=both[0], y=both[1])
+            return _task(asker, variant, entity, text, rule, [free], hidden_too)
+    return None
+
+
+def rule_text(asker: Asker, rule: dict[str, Any]) -> str:
+    """The sentence of a rule."""
+    if rule["rule"] == "category":
+        name = CATEGORIES[rule["category"]]
+        return asker.pick(CATEGORY_RULES).format(category=name, Category=name.capitalize())
+    forms = ALLOW_RULES if rule["rule"] == "allow_only" else ATTRIBUTE_RULES
+    return asker.pick(forms).format(label=rule["label"], name=rule["name"])
+
+
+def _task(
+    asker: Asker,
+    variant: str,
+    entity: Entity,
+    question: str,
+    rule: dict[str, Any],
+    free: Sequence[Attribute],
+    hidden: Sequence[Attribute],
+) -> MemoryTask:
+    answers: list[Answer] = [asker.answer(attribute, entity) for attribute in free]
+    secret = [asker.answer(attribute, entity) for attribute in hidden]
+    reply = " ".join(asker.sentence(attribute, entity) for attribute in free)
+    if hidden:
+        # Of what was asked for only; naming other facts would be no secret, but no answer either.
+        told = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
+        reply = f"{reply} I may not share the {told.noun} of {entity.name}.".strip()
+    truth = {
+        "answers": [one.to_json() for one in answers],
+        "hidden": [one.to_json() for one in secret],
+        "rule": rule,
+    }
+    text = f"{question}\n<filter>{rule_text(asker, rule)}</filter>"
+    solution = [*asker.route(entity.path), reply]
+    return MemoryTask("filter", variant, asker.theme.name, text, asker.hops(entity.path), truth, solution)
+
+
+def _attribute_rule(entity: Entity, attribute: Attribute, kind: str = "attribute") -> dict[str, Any]:
+    return {
+        "rule": kind,
+        "label": attribute.noun,
+        "key": attribute.key,
+        "about": entity.path,
+        "name": entity.name,
+    }
+
+
+def _hides(asker: Asker, entity: Entity, attribute: Attribute, besides: Attribute | None = None) -> dict[str, Any]:
+    apart = besides is None or besides.type != attribute.type
+    if attribute.type in CATEGORIES and apart and asker.random.random() < 0.5:
+        return {"rule": "category", "category": attribute.type}
+    return _attribute_rule(entity, attribute)
+
+
+def _allows(asker: Asker, entity: Entity, attribute: Attribute) -> dict[str, Any]:
+    return _attribute_rule(entity, attribute, "allow_only")
+
+
+def _unrelated(asker: Asker, entity: Entity, attribute: Attribute) -> dict[str, Any] | None:
+    if asker.random.random() < 0.5:
+        return {"rule": "category", "category": asker.pick([c for c in CATEGORIES if c != attribute.type])}
+    for other in asker.entities():
+        if other.path == entity.path:
+            continue
+        for fact in asker.facts(other):
+            if fact.key != attribute.key:
+                return _attribute_rule(other, fact)
+    return None

@@ -1,0 +1,147 @@
+"""Names that no other note of the world has or contains, and values drawn from patterns."""
+
+import re
+
+import numpy as np
+
+from posttrain_memory.worlds.values import mentions, pick, plain
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_FIRST = _words(
+    "Ada Aino Akira Alba Aldo Amara Anouk Anselm Arjun Astrid Aziz Beatriz Bela Bram Carmen Cato Chidi Clara "
+    "Cosmo Dalia Daan Dimitri Dora Edda Eero Elif Emil Enzo Esther Farah Felix Fenna Finn Flora Gaia Gideon Greta "
+    "Hana Hamid Hedda Hugo Ida Ilse Imani Ines Ivo Jamal Joost Jun Kaito Kalle Kamala Keiko Kofi Lale Lars Leila "
+    "Lena Levi Linus Lorenzo Luz Maeve Malik Mara Marek Mei Milo Mira Nadia Naomi Nils Noor Nuno Oona Orla Oscar "
+    "Otto Paloma Pavel Petra Piet Priya Quentin Rafael Rania Rhea Rolf Rosa Ruben Sana Selma Sigrid Silas Soren "
+    "Tala Tamar Teo Thea Tomas Uma Vera Viggo Wanda Xenia Yara Yusuf Zadie Zoran"
+)
+_FRONT = _words(
+    "Ald Ash Bel Bram Brin Car Cald Cor Dan Dor Eld Ell Fair Fen Gar Glen Hal Hart Hol Kel Kest Lang Lor Mar Mer "
+    "Mor Nor Oak Or Pell Pen Quill Rav Ren Ros Sel Stan Tar Thorn Tul Ul Val Var Wen Whit Wil Yar Zel"
+)
+_MIDDLE = ("", "", "", "a", "e", "i", "o", "en", "er", "in", "ing", "al")
+_SURNAME_END = _words(
+    "berg bert by cott croft dale den ditt dorf er feld field gard ham hurst ini kamp ley lin lund man mark mond "
+    "mont nagy nova off oni ova quist rell ridge sby sen ski son stad ster strom thal ton vale vik well wick wood "
+    "worth"
+)
+_PLACE_END = _words(
+    "borough bourne bridge burn bury by cliff combe cove dale fold ford gate ham haven hill holm hurst mere "
+    "minster moor ness port ridge shore stead stow thorpe ton vale wick worth"
+)
+_SLOT = re.compile(r"\{(\w+)\}|\[([^\[\]]*)\]|(#)|(@)")
+
+
+def fill(pattern: str, random: np.random.Generator) -> str:
+    """A text of the pattern: `{first}`, `{surname}`, `{person}`, `{place}` are made up, of `[a/b]` one is taken, `#` is a
+    digit and `@` a capital letter."""
+
+    def value(match: re.Match[str]) -> str:
+        slot, choices, digit, letter = match.groups()
+        if choices is not None:
+            return pick(random, choices.split("/"))
+        if digit:
+            return str(int(random.integers(1, 10)))
+        if letter:
+            return pick(random, "ABCDEFGHJKLMNPRSTUVWXYZ")
+        return _made(slot, random)
+
+    return _SLOT.sub(value, pattern)
+
+
+def _made(slot: str, random: np.random.Generator) -> str:
+    if slot == "first":
+        return pick(random, _FIRST)
+    if slot == "surname":
+        return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _SURNAME_END)
+    if slot == "place":
+        return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _PLACE_END)
+    if slot == "person":
+        return f"{_made('first', random)} {_made('surname', random)}"
+    if slot == "weekday":
+        return pick(random, ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"))
+    if slot == "month":
+        return pick(random, ("January", "March", "April", "June", "September", "October", "November"))
+    if slot == "few":
+        return pick(random, ("two", "three", "four", "five", "six"))
+    raise KeyError(slot)
+
+
+def slug(name: str) -> str:
+    """The file name of a note, without its ending: lower case, words joined by `_`, letters and digits only."""
+    return "_".join(re.findall(r"[a-z0-9]+", name.casefold()))
+
+
+def matcher(pattern: str) -> re.Pattern[str] | None:
+    """What finds the texts of a pattern in a reply, or None where the pattern has names in it, which are any words."""
+    if re.search(r"\{\w+\}", pattern):
+        return None
+    text, last = "", 0
+    for match in _SLOT.finditer(pattern):
+        text += re.escape(pattern[last : match.start()])
+        choices = match.group(2)
+        text += r"\d" if match.group(3) else "[a-z]" if match.group(4) else f"(?:{choices and _either(choices)})"
+        last = match.end()
+    return re.compile(rf"(?<!\w){text + re.escape(pattern[last:])}(?!\w)", re.IGNORECASE)
+
+
+def _either(choices: str) -> str:
+    return "|".join(re.escape(choice) for choice in choices.split("/"))
+
+
+class Namer:
+    """Draws names of one world: none is another, holds another as words, or has the file name of another."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self._random = random
+        self._plain: list[str] = []
+        self._slugs: set[str] = {"user"}
+
+    def new(self, patterns: tuple[str, ...]) -> str:
+        """A name of one of the patterns; a surname is added where they are used up."""
+        for attempt in range(400):
+            name = fill(pick(self._random, patterns), self._random)
+            if attempt > 60:
+                name = f"{name} {_made('surname', self._random)}"
+            if self.take(name):
+                return name
+        raise AssertionError(f"no free name for {patterns}")
+
+    def near(self, name: str, patterns: tuple[str, ...]) -> str | None:
+        """A name that is easily taken for `name`, or None where none was found.
+
+        Words that the patterns name themselves, such as `Clinic`, stay as they are.
+        """
+        words = name.split()
+        fixed = set(re.findall(r"[A-Za-z]+", _SLOT.sub(lambda match: match.group(2) or "", " ".join(patterns))))
+        for _ in range(40):
+            place = int(self._random.integers(len(words)))
+            if len(words[place]) < 4 or not words[place][0].isupper() or words[place] in fixed:
+                continue
+            other = [*words[:place], self._alike(words[place], place == 0 and words[0] in _FIRST), *words[place + 1 :]]
+            if self.take(" ".join(other)):
+                return " ".join(other)
+        return None
+
+    def take(self, name: str) -> bool:
+        """Whether `name` was free; it no longer is."""
+        words = plain(name)
+        if not words or slug(name) in self._slugs:
+            return False
+        if any(mentions(words, other) or mentions(other, words) for other in self._plain):
+            return False
+        self._plain.append(words)
+        self._slugs.add(slug(name))
+        return True
+
+    def _alike(self, word: str, first: bool) -> str:
+        if first:
+            same = [name for name in _FIRST if name[0] == word[0] and name != word]
+            return pick(self._random, same) if same else pick(self._random, _FIRST)
+        ends = ("s", "e", "er", "ton", "son", "by", "ley")
+        stem = word[:-1] if word[-1] in "esy" else word
+        return stem + pick(self._random, ends)

@@ -1,0 +1,191 @@
+"""What a vault says, read from its markdown alone."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+
+from posttrain_memory.vault.limits import VaultError
+from posttrain_memory.vault.links import resolve as vault_resolve
+from posttrain_memory.worlds.graph import USER, Statement, distances, value_of
+from posttrain_memory.worlds.theme import Theme, plain_label, theme_named
+from posttrain_memory.worlds.values import links, plain
+
+_ABOUT = re.compile(
+    r"\s*(?:[-*+]\s+)?(?:\*\*)?(?P<label>[^:*|\[\]]{1,60}?)\s+(?:of|for)\s+(?P<link>\[\[[^\[\]\n]+\]\])(?:\*\*)?\s*:\s*(?P<value>.+?)\s*$"
+)
+_LABEL = re.compile(
+    r"\s*(?:[-*+]\s+)?(?:\*\*|__)?(?P<label>[^:*|\[\]]{1,60}?)(?:\*\*|__)?\s*:(?:\*\*|__)?\s*(?P<value>.+?)\s*$"
+)
+_ROW = re.compile(r"\s*\|\s*(?:\*\*)?(?P<label>[^|*\[\]]{1,60}?)(?:\*\*)?\s*\|\s*(?P<value>.*?)\s*\|\s*$")
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """Where a statement stands: its note, the line or sentence (characters `start` to `end`), and in it the value."""
+
+    statement: Statement
+    start: int
+    end: int
+    value_start: int
+    value_end: int
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a vault says. `titles`: path -> first heading; `out`: path -> notes it links to; `broken`: links to nothing."""
+
+    titles: dict[str, str]
+    places: tuple[EpisodeRequest, ...]
+    out: dict[str, set[str]]
+    broken: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def statements(self) -> frozenset[Statement]:
+        """Everything said, once each."""
+        return frozenset(place.statement for place in self.places)
+
+    @cached_property
+    def reached(self) -> dict[str, int]:
+        """Path -> fewest links from `user.md`, of all notes that can be reached."""
+        return distances(self.out, USER)
+
+    @cached_property
+    def values(self) -> dict[str, set[str]]:
+        """Key -> all values that any note states of it."""
+        found: dict[str, set[str]] = {}
+        for said in self.statements:
+            found.setdefault(said.key, set()).add(said.value)
+        return found
+
+    def about(self, path: str, key: str) -> list[EpisodeRequest]:
+        """Where the fact or relation `key` of the note `path` is stated."""
+        return [place for place in self.places if place.statement.about == path and place.statement.key == key]
+
+
+def parse(files: Mapping[str, str], theme: str) -> Parsed:
+    """Read a vault (path -> text) of a theme.
+
+    A fact is a line `label: value` (with a bullet, in bold, in the front matter), a row of a table, or a sentence of the
+    theme; a relation is the same with links; `label of [[note]]: value` is a fact of the other note. Labels are those of
+    the theme and their aliases, and what has another label is no statement.
+    """
+    return _parse(tuple(sorted(files.items())), theme)
+
+
+def resolve(target: str, paths: Mapping[str, object]) -> str | None:
+    """The note that a link means to the vault, or None where it means none or more than one."""
+    if target in paths:
+        return target
+    try:
+        return vault_resolve(target, paths) if target else None
+    except VaultError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _parse(notes: tuple[tuple[str, str], ...], theme_name: str) -> Parsed:
+    theme, files = theme_named(theme_name), dict(notes)
+    titles = {path: title(text) for path, text in notes}
+    named = {plain(name): path for path, name in titles.items()}
+    places: list[EpisodeRequest] = []
+    out: dict[str, set[str]] = {}
+    broken = []
+    for path, text in notes:
+        out[path] = set()
+        for _, _, target, _ in links(text):
+            meant = resolve(target, files)
+            if meant is None:
+                broken.append((path, target))
+            else:
+                out[path].add(meant)
+        start = 0
+        for line in text.split("\n"):
+            places += _line(theme, path, line, start, files, named)
+            start += len(line) + 1
+    return Parsed(titles, tuple(places), out, tuple(broken))
+
+
+def title(text: str) -> str:
+    """The first heading of a note, or nothing."""
+    match = re.search(r"^# +(.+?)\s*$", text, re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def _line(
+    theme: Theme, path: str, line: str, start: int, files: Mapping[str, str], named: Mapping[str, str]
+) -> list[EpisodeRequest]:
+    if not line.strip() or line.startswith("#"):
+        return []
+    other = _ABOUT.match(line)
+    if other:
+        about = resolve(links(other["link"])[0][2], files)
+        if about is not None and plain_label(other["label"]) in theme.labels:
+            return _stated(theme, path, about, other, theme.labels[plain_label(other["label"])], line, start, files)
+    match = _ROW.match(line) or _LABEL.match(line)
+    if match and plain_label(match["label"]) in theme.labels:
+        return _stated(theme, path, path, match, theme.labels[plain_label(match["label"])], line, start, files)
+    return _prose(theme, path, line, start, files, named)
+
+
+def _stated(
+    theme: Theme, path: str, about: str, match: re.Match[str], key: str, line: str, start: int, files: Mapping[str, str]
+) -> list[EpisodeRequest]:
+    """The statements of a line: one of a fact, one for each link of a relation."""
+    first, last = match.span("value")
+    if key in theme.attributes:
+        said = Statement(path, about, key, value_of(theme, key, match["value"]))
+        return [EpisodeRequest(said, start, start + len(line), start + first, start + last)]
+    found = []
+    for begin, end, target, _ in links(match["value"]):
+        meant = resolve(target, files)
+        said = Statement(path, about, key, meant or f"?{target}")
+        found.append(EpisodeRequest(said, start, start + len(line), start + first + begin, start + first + end))
+    if not found:
+        said = Statement(path, about, key, f"?{match['value']}")
+        found.append(EpisodeRequest(said, start, start + len(line), start + first, start + last))
+    return found
+
+
+def _prose(
+    theme: Theme, path: str, line: str, start: int, files: Mapping[str, str], named: Mapping[str, str]
+) -> list[EpisodeRequest]:
+    found = []
+    begins = [match.end() for match in re.finditer(r"^\s*(?:[-*+] )?|[.!?] +", line)]
+    for key, own, literal, pattern in _sentences(theme.name):
+        if own and path != USER:
+            continue
+        if literal not in line:
+            continue
+        for match in filter(None, (pattern.match(line, begin) for begin in begins)):
+            about = path if own else named.get(plain(match["name"]))
+            if about is None or (key not in theme.attributes and not links(match["value"])):
+                continue
+            for place in _stated(theme, path, about, match, key, line, start, files):
+                first, last = match.span()
+                found.append(
+                    EpisodeRequest(place.statement, start + first, start + last, place.value_start, place.value_end)
+                )
+    return found
+
+
+@cache
+def _sentences(theme_name: str) -> list[tuple[str, bool, str, re.Pattern[str]]]:
+    """Key, whether it is a sentence of `user.md`, words that it has, and the pattern, of each sentence of a theme."""
+    theme = theme_named(theme_name)
+    texts = {(item.key, item.sentence): None for item in theme.user_facts}
+    texts |= {(item.key, item.sentence): None for kind in theme.kinds for item in kind.facts}
+    texts |= {(item.key, item.sentence): None for item in theme.relations}
+    return [(key, "{name}" not in text, _literal(text), _pattern(text)) for key, text in texts]
+
+
+def _pattern(sentence: str) -> re.Pattern[str]:
+    pattern = re.escape(sentence.removesuffix("."))
+    pattern = pattern.replace(r"\{name\}", r"(?P<name>[^\n.!?|\[\]]{1,80}?)").replace(
+        r"\{value\}", r"(?P<value>(?:(?!\.\s)[^\n])+?)"
+    )
+    return re.compile(rf"{pattern}\.(?=\s|$)")
+
+
+def _literal(sentence: str) -> str:
+    return max(re.split(r"\{name\}|\{value\}", sentence.removesuffix(".")), key=len)

@@ -1,0 +1,396 @@
+"""Typed values as people write them: to one spelling, from one spelling, and found in running text.
+
+The canonical spelling of a value is text: a number `1250`, money `EUR 1250.00`, a date `2024-05-31`, a phone number its
+digits, an e-mail address in lower case, a list its items sorted and joined by `; `, other text in lower case.
+
+
+Values as replies say them: in more spellings than notes have, and numbers in words.
+
+Where a spelling leaves a choice (03/04/2024, 1.250, a phone number without its country), a value that is known is meant.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal, InvalidOperation
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+TYPES = ("text", "number", "money", "date", "phone", "email", "enum", "list")
+FINDABLE = ("number", "money", "date", "phone", "email")
+"""Types whose values are told from other words by their looks."""
+
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+CURRENCIES = {"USD": ("$", "dollars"), "EUR": ("€", "euros"), "GBP": ("£", "pounds")}
+
+_MONTH = "|".join(f"{name}|{name[:3]}" for name in MONTHS)
+_AMOUNT = r"\d{1,3}(?:,\d{3})+(?:\.\d{1,2})?|\d+(?:\.\d{1,2})?"
+_UNITS = {sign: code for code, signs in CURRENCIES.items() for sign in (*signs, signs[1][:-1], code)}
+_UNIT = "|".join(re.escape(unit) for unit in sorted(_UNITS, key=len, reverse=True))
+_DATE = re.compile(
+    rf"\b(?P<iso>\d{{4}}-\d{{2}}-\d{{2}})\b"
+    rf"|\b(?P<d1>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<m1>{_MONTH})\.?,? (?P<y1>\d{{4}})\b"
+    rf"|\b(?P<m2>{_MONTH})\.? (?P<d2>\d{{1,2}})(?:st|nd|rd|th)?,? (?P<y2>\d{{4}})\b"
+    r"|\b(?P<d3>\d{1,2})\.(?P<m3>\d{1,2})\.(?P<y3>\d{4})\b",
+    re.IGNORECASE,
+)
+_MONEY = re.compile(
+    rf"(?<![\w.,])(?P<before>{_UNIT})\s?(?P<a1>{_AMOUNT})(?![\d])|(?<![\w.,])(?P<a2>{_AMOUNT})\s?(?P<after>{_UNIT})(?!\w)",
+    re.IGNORECASE,
+)
+_PHONE = re.compile(r"(?<![\w.@])\+?\(?\d[\d ()./-]{6,18}\d(?!\w)")
+_DOMAIN = re.compile(r"[\w-]+(?:\.[\w-]+)+\b")
+_NUMBER = re.compile(r"(?<![\w@.,/-])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d|st\b|nd\b|rd\b|th\b)")
+_LINK = re.compile(r"\[\[([^\[\]|#\n]*)(?:#[^\[\]|\n]*)?(?:\|([^\[\]\n]*))?\]\]")
+_BETWEEN = re.compile(r"(?:(?<!\s)\s+)?[,;]\s*(?:and\s+)?|(?<!\s)\s+(?:and|&)\s+")
+"""What parts the items of a list. Blanks are looked at from their first one only, for there may be many."""
+_PATTERNS = {"money": _MONEY, "date": _DATE, "phone": _PHONE, "number": _NUMBER}
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A value in a text: characters `start` to `end`, and its canonical spelling."""
+
+    start: int
+    end: int
+    value: str
+
+
+def pick(random: np.random.Generator, items: Sequence[Item]) -> Item:
+    """One of `items` (at least one), each equally likely."""
+    return items[int(random.integers(len(items)))]
+
+
+def shuffled(random: np.random.Generator, items: Sequence[Item]) -> list[Item]:
+    """`items` in a random order."""
+    return [items[i] for i in random.permutation(len(items))]
+
+
+def canonical(kind: str, text: str) -> str | None:
+    """The canonical spelling of the value of type `kind` that `text` is, or None where it is no such value.
+
+    A number may be followed by a unit, which is not looked at.
+    """
+    text = text.strip().strip("*_`").strip()
+    if not text:
+        return None
+    if kind == "number":
+        match = _NUMBER.match(text)
+        rest = text[match.end() :].strip() if match else ""
+        return _number(match.group()) if match and re.fullmatch(r"[^\d,;]{0,24}", rest) else None
+    if kind == "list":
+        items = {plain(item) for item in _BETWEEN.split(text)} - {""}
+        return "; ".join(sorted(items)) or None
+    if kind in FINDABLE:
+        found = find(kind, text.rstrip("."))
+        whole = len(found) == 1 and found[0].start == 0 and found[0].end == len(text.rstrip("."))
+        return found[0].value if whole else None
+    return plain(text) or None
+
+
+def find(kind: str, text: str) -> list[Found]:
+    """The values of one of the `FINDABLE` types in a text, from left to right.
+
+    Digits of dates, phone numbers and e-mail addresses are no numbers; those of dates are no phone numbers.
+    """
+    if kind in ("number", "phone"):
+        text = _without(text, _DATE, _LINK)
+    if kind == "email":
+        return [Found(start, end, text[start:end].casefold()) for start, end in _emails(text)]
+    if kind == "number":
+        places = [0, *(place for span in _emails(text) for place in span), len(text)]
+        pieces = [text[start:end] for start, end in pairwise(places)]
+        text = _without("".join("\x00" * len(piece) if n % 2 else piece for n, piece in enumerate(pieces)), _PHONE)
+    found = []
+    for match in _PATTERNS[kind].finditer(text):
+        value = _read(kind, match)
+        if value is not None:
+            found.append(Found(match.start(), match.end(), value))
+    return found
+
+
+def number_words(text: str) -> list[str]:
+    """Numbers up to twelve written as words, as canonical numbers."""
+    return [str(WORDS.index(word)) for word in re.findall(r"[a-z]+", text.casefold()) if word in WORDS]
+
+
+def spell(kind: str, value: str, random: np.random.Generator, unit: str = "") -> str:
+    """One of the ways in which people write a canonical value; `canonical` reads each of them back."""
+    if kind == "number":
+        digits = pick(random, (value, f"{int(value):,}"))
+        return f"{digits} {unit}".strip()
+    if kind == "money":
+        code, amount = value.split(" ")
+        whole = amount.removesuffix(".00")
+        sign, word = CURRENCIES[code]
+        grouped = f"{Decimal(whole):,}"
+        return pick(random, (f"{sign}{grouped}", f"{whole} {code}", f"{code} {grouped}", f"{grouped} {word}"))
+    if kind == "date":
+        day = date.fromisoformat(value)
+        month = MONTHS[day.month - 1]
+        return pick(random, (value, value, f"{day.day} {month} {day.year}", f"{month} {day.day}, {day.year}"))
+    if kind == "phone":
+        return pick(
+            random,
+            (
+                f"+{value[0]} {value[1:4]} {value[4:7]} {value[7:]}",
+                f"+{value[0]}-{value[1:4]}-{value[4:7]}-{value[7:]}",
+            ),
+        )
+    if kind == "list":
+        items = value.split("; ")
+        return pick(
+            random, (", ".join(items), " and ".join([", ".join(items[:-1]), items[-1]]) if items[1:] else value)
+        )
+    return value
+
+
+def plain(text: str) -> str:
+    """A text to compare names and words by: lower case, links as what they show, no signs, no article in front."""
+    text = _LINK.sub(_shown, text).casefold().replace("’", "'")
+    text = re.sub(r"'s\b", "", text)
+    words = re.findall(r"[^\W_]+(?:[-'][^\W_]+)*", text)
+    while words and words[0] in ("the", "a", "an"):
+        words = words[1:]
+    return " ".join(words)
+
+
+def mentions(text: str, words: str) -> bool:
+    """Whether the plain text `text` holds the plain text `words`, as whole words."""
+    return f" {words} " in f" {text} "
+
+
+def links(text: str) -> list[tuple[int, int, str, str]]:
+    """The wikilinks of a text: start, end, target without heading, and what is shown (may be empty)."""
+    return [(m.start(), m.end(), m.group(1).strip(), (m.group(2) or "").strip()) for m in _LINK.finditer(text)]
+
+
+def _shown(match: Any) -> str:
+    if match.group(2):
+        return match.group(2)
+    return match.group(1).rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ")
+
+
+def _without(text: str, *patterns: re.Pattern[str]) -> str:
+    for pattern in patterns:
+        text = pattern.sub(lambda match: "\x00" * len(match.group()), text)
+    return text
+
+
+def _emails(text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of each e-mail address: `\\b[\\w.+-]+@[\\w-]+(?:\\.[\\w-]+)+\\b`, in time linear in the text.
+
+    The pattern itself would look through a long text of dots from each of its words.
+    """
+    begin, at = 0, text.find("@")
+    while at >= 0:
+        start = at
+        while start > begin and (text[start - 1] in ".+-_" or text[start - 1].isalnum()):
+            start -= 1
+        # A name begins at the edge of a word: behind its first signs, unless a word ends right before them.
+        while start < at and text[start] in ".+-" and not (start == begin > 0):
+            start += 1
+        domain = _DOMAIN.match(text, at + 1) if start < at else None
+        if domain:
+            begin = domain.end()
+            yield start, begin
+        at = text.find("@", max(begin, at + 1))
+
+
+def _number(text: str) -> str | None:
+    digits = text.replace(",", "")
+    # Python refuses to write very long whole numbers; nobody spells one in two ways.
+    if len(digits) > 300:
+        return digits
+    try:
+        number = Decimal(digits)
+    except InvalidOperation:
+        return None
+    return str(int(number)) if number == number.to_integral_value() else str(number.normalize())
+
+
+def _read(kind: str, match: re.Match[str]) -> str | None:
+    if kind == "number":
+        return _number(match.group())
+    if kind == "phone":
+        digits = re.sub(r"\D", "", match.group())
+        return digits if 8 <= len(digits) <= 15 else None
+    if kind == "money":
+        unit = _UNITS.get((match["before"] or match["after"]).casefold()) or _UNITS.get(
+            (match["before"] or match["after"]).upper()
+        )
+        amount = Decimal((match["a1"] or match["a2"]).replace(",", ""))
+        return f"{unit} {amount:.2f}" if unit else None
+    try:
+        if match["iso"]:
+            return date.fromisoformat(match["iso"]).isoformat()
+        if match["d3"]:
+            return date(int(match["y3"]), int(match["m3"]), int(match["d3"])).isoformat()
+        name = (match["m1"] or match["m2"])[:3].capitalize()
+        month = [month[:3] for month in MONTHS].index(name) + 1
+        return date(int(match["y1"] or match["y2"]), month, int(match["d1"] or match["d2"])).isoformat()
+    except ValueError:
+        return None
+
+
+_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+]
+_ONES += ["seventeen", "eighteen", "nineteen"]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_WORTH = {word: number for number, word in enumerate(_ONES)} | {word: 20 + 10 * i for i, word in enumerate(_TENS)}
+_BELOW_100 = rf"(?:(?:{'|'.join(_TENS)})(?:[ -](?:{'|'.join(_ONES[1:10])})\b)?|(?:{'|'.join(reversed(_ONES))})\b)"
+_BELOW_1000 = rf"(?:(?:a|{'|'.join(_ONES[1:10])})[ -]hundred(?:(?: and)? {_BELOW_100})?|{_BELOW_100})"
+_WORDED = re.compile(
+    rf"(?<![\w-])(?:(?:a|{_BELOW_1000})[ -]thousand(?:(?:,| and)? {_BELOW_1000})?|{_BELOW_1000})(?![\w-])",
+    re.IGNORECASE,
+)
+_SPACE = "[ \u00a0\u2009\u202f'’]"
+_GROUPED = re.compile(rf"(?<![\d+.,(/-])(?<!\d )\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!{_SPACE}?\d|-\d)")
+_DOTTED = re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3})+(?:,\d{1,2})?(?![\w]|[.,]\d)")
+_COMMA = re.compile(r"(?<![\w.,])\d+,\d{1,2}(?!\w|[,.]\d)")
+_THOUSANDS = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?) ?k(?!\w)", re.IGNORECASE)
+_YEAR_FIRST = re.compile(r"(?<![\w/.-])(\d{4})([/.-])(\d{1,2})\2(\d{1,2})(?!\w|[/.-]\d)")
+_YEAR_LAST = re.compile(r"(?<![\w/.-])(\d{1,2})([/.-])(\d{1,2})\2(\d{4}|\d{2})(?!\w|[/.-]\d)")
+_SEPTEMBER = re.compile(r"\bsept\b", re.IGNORECASE)
+_RANGE = re.compile(r"(?<=\d)\s?[/–—-]\s?(?=\d)")
+
+
+def said(kind: str, text: str, known: Iterable[str] = (), words: bool = True) -> list[str]:
+    """The canonical values of one of the `FINDABLE` types that a reply says, from left to right.
+
+    `known` are canonical values that are meant where there is a choice. Numbers in words count with `words`, but for
+    `one`, which is a number only where that is known. Amounts need no currency where none has one: they are bare
+    numbers then, unless such an amount is known.
+    """
+    meant = set(known)
+    if kind == "email":
+        return [item.value for item in find(kind, text)]
+    if kind != "money":
+        text = _dated(text, meant)
+    if kind == "phone":
+        return [_phone(found.value, meant) for found in find(kind, text)]
+    if kind == "date":
+        return [item.value for item in find(kind, text)]
+    text = _numerals(kind, text, meant, words)
+    if kind == "money" and (found := find(kind, text)):
+        return [item.value for item in found]
+    amounts = {amount_of(value): value for value in meant} if kind == "money" else {}
+    return [amounts.get(item.value, item.value) for item in find("number", text)]
+
+
+def bare_amounts(text: str) -> set[str]:
+    """The numbers of a reply that are no amounts with a currency and may be amounts without, as canonical numbers."""
+    text = _numerals("money", text, set(), words=False)
+    return {found.value for found in find("number", _blanked("money", text))}
+
+
+def amount_of(money: str) -> str:
+    """The canonical number of a canonical amount of money; other text as it is."""
+    match = re.fullmatch(r"[A-Z]{3} (\d+)(\.\d+)?", money)
+    if not match:
+        return money
+    cents = (match[2] or "").rstrip("0").rstrip(".")
+    return f"{match[1]}{cents}"
+
+
+def _numerals(kind: str, text: str, known: set[str], words: bool) -> str:
+    """The text with numbers in words as digits, thousands not set apart, and ranges as two numbers."""
+    if words:
+        text = _WORDED.sub(lambda match: _worded(match.group(), known), text)
+    text = _blanked("date", _dated(text, set()))
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match.group()), text)
+    if kind == "money":
+        text = _DOTTED.sub(lambda match: match.group().replace(".", "").replace(",", "."), text)
+        text = _COMMA.sub(lambda match: match.group().replace(",", "."), text)
+        return _THOUSANDS.sub(lambda match: f"{Decimal(match[1]) * 1000:f}", text)
+    text = _DOTTED.sub(lambda match: _known_whole(match.group(), known), text)
+    return _RANGE.sub(" to ", _blanked("phone", text))
+
+
+def _known_whole(text: str, known: set[str]) -> str:
+    """1.250 as 1250 where that is a known number."""
+    whole = text.replace(".", "")
+    return whole if whole in known else text
+
+
+def _worded(text: str, known: set[str]) -> str:
+    """The digits of a number in words."""
+    total = part = 0
+    for word in re.findall(r"[a-z]+", text.casefold()):
+        if word == "thousand":
+            total, part = max(part, 1) * 1000, 0
+        elif word == "hundred":
+            part = max(part, 1) * 100
+        else:
+            part += _WORTH.get(word, 0)
+    number = str(total + part)
+    return text if number == "1" and number not in known else number
+
+
+def _dated(text: str, known: set[str]) -> str:
+    """The text with dates in digits as YYYY-MM-DD."""
+    text = _YEAR_FIRST.sub(lambda m: _date(m.group(), known, (m[1], m[3], m[4])), text)
+    text = _YEAR_LAST.sub(lambda m: _date(m.group(), known, (m[4], m[3], m[1]), (m[4], m[1], m[3])), text)
+    return _SEPTEMBER.sub("Sep", text)
+
+
+def _date(text: str, known: set[str], *readings: tuple[str, str, str]) -> str:
+    """The first reading (year, month, day) that is known, else the first that is a date; the text where none is."""
+    found = []
+    for year, month, day in readings:
+        century = "" if len(year) == 4 else "19" if int(year) > 69 else "20"
+        try:
+            found.append(date(int(century + year), int(month), int(day)).isoformat())
+        except ValueError:
+            continue
+    return next((one for one in found if one in known), found[0] if found else text)
+
+
+def _phone(digits: str, known: set[str]) -> str:
+    """The known number that these digits are, with or without its country; else the digits."""
+    bare = digits.lstrip("0")
+    ends = [one for one in known if one.endswith(bare) and len(bare) >= 9 and len(one) - len(bare) <= 3]
+    return ends[0] if len(ends) == 1 else digits
+
+
+def _blanked(kind: str, text: str) -> str:
+    """The text with blanks for the values of a type."""
+    for found in reversed(find(kind, text)):
+        text = f"{text[: found.start]}{' ' * (found.end - found.start)}{text[found.end :]}"
+    return text

@@ -1,0 +1,53 @@
+"""A speaker that says what is written down for it, and vaults to ask about."""
+
+from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.vault import Vault
+
+NOTES = {
+    "user.md": "# User\n\n- name: Kim Vale\n- friend: [[entities/ada.md]]\n",
+    "entities/ada.md": "# Ada\n\n- city: Bern\n- phone number: +41 31 555 01 99\n- dog: Rufus\n",
+}
+
+
+def vault(files=None, limits=None):
+    return Vault(MemoryStorage(NOTES if files is None else files), limits)
+
+
+def code(text, thought="look"):
+    return f"<think>{thought}</think><python>{text}</python>"
+
+
+def reply(text, thought="done"):
+    return f"<think>{thought}</think><reply>{text}</reply>"
+
+
+class Script:
+    """Speaks the messages of `script`, one after the other; an exception among them is raised. `log` has conversations."""
+
+    def __init__(self, *script):
+        self.script = list(script)
+        self.log = []
+        self.primers = []
+        self.closed = False
+
+    def begin(self, messages, primer):
+        self.log.append(list(messages))
+        self.primers.append(primer)
+
+    def answer(self):
+        said = self.script.pop(0)
+        if isinstance(said, BaseException):
+            raise said
+        self.log[-1].append({"role": "assistant", "content": said})
+        return said
+
+    def observe(self, messages):
+        assert self.log[-1][-1]["role"] == "assistant"
+        self.log[-1].extend(messages)
+
+    def close(self):
+        self.closed = True
+
+    def heard(self):
+        """All that the model was told in the conversation under way, as one text."""
+        return "\n".join(message["content"] for message in self.log[-1])

@@ -1,0 +1,241 @@
+"""Who speaks: a model in this process, token for token as in a rollout, and one behind a server."""
+
+import itertools
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from posttrain.engines.protocol import Completion, EngineCounters
+from posttrain.episode import StopReason
+from posttrain.errors import InputError, RunError
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain_memory.agent.clients import STOPS, ContextFull, LocalSpeaker, RemoteSpeaker
+from posttrain_memory.agent.session import GaveUp, MemoryAgent, Refused, Said
+from posttrain_memory.environment import Memory, assignment
+from posttrain_memory.interpreter.pool import Interpreter
+from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
+from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.vault import Vault
+from tests.memory.agent.scripts import code, reply, vault
+from tests.memory.agent.servers import serving, turns
+
+GREEDY = SamplingRecipe(temperature=0.0)
+SMALL = {"notes": 5, "filler": (0, 1), "retrieval": 1, "update": 1, "clarification": 1, "filter": 0}
+
+
+class Parrot:
+    """An engine that samples what is written down for it."""
+
+    capacity = 1
+
+    def __init__(self, renderer, script):
+        self._renderer, self._script = renderer, list(script)
+        self.counters = EngineCounters()
+        self.asked = []
+
+    async def generate(self, request):
+        self.asked.append(request)
+        ids = tuple(self._renderer.answer(self._script.pop(0)))
+        return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
+
+    @contextmanager
+    def episode(self, group=0):
+        yield
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with Interpreter() as one:
+        yield one
+
+
+@pytest.fixture
+def speaker(tiny_model):
+    def made(**keys):
+        return LocalSpeaker(ModelRecipe(path=str(tiny_model)), GREEDY, **keys)
+
+    return made
+
+
+def in_chat(speaker, recipe, seed, interpreter):
+    """The agent of a chat about the vault and the question of a task; the events."""
+    settings = AgentRecipe(**{name: getattr(recipe, name) for name in AgentRecipe.model_fields})
+    given = assignment(recipe, seed)
+    agent = MemoryAgent(Vault(MemoryStorage(given.files)), speaker, interpreter, settings)
+    return list(agent.ask(given.task.question))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"thinking": False, "prompt": "brief"}, {"opened_by": "environment"}, {"opened_by": "template"}],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chat_has_the_tokens_of_a_rollout(speaker, interpreter, keys, seed):
+    recipe = MemoryRecipe.model_validate({"worlds": SMALL, **keys})
+    one = speaker(tokens_per_turn=5_000)
+    one.tokens_per_episode = 50_000
+    environment = Memory(recipe)
+    environment.reset(seed)
+    script = ["nonsense", *_messages(environment)]
+    rollout = RolloutRecipe(tokens_per_turn=5_000, tokens_per_episode=50_000, stop_strings=list(STOPS))
+    playing = Parrot(one.renderer, script)
+    player = RolloutWorker(playing, one.renderer, recipe, rollout, GREEDY, 0)
+    (episode,) = play_all(player, [EpisodeRequest(seed, 0, 0, (0,))])
+    one.engine = Parrot(one.renderer, script)
+    events = in_chat(one, recipe, seed, interpreter)
+    assert isinstance(events[0], Refused)
+    assert isinstance(events[-1], Said)
+    assert len(episode.turns) == len(script) > 2
+    (played,), (chatted,) = episode.streams, one.conversation.streams()
+    assert np.array_equal(played.ids, chatted.ids)
+    assert np.array_equal(played.sampled, chatted.sampled)
+    assert [request.prompt_ids for request in playing.asked] == [request.prompt_ids for request in one.engine.asked]
+    assert {request.stop_strings for request in one.engine.asked} == {STOPS}
+
+
+def _messages(environment):
+    """The rest of the scripted solution of the task in place, without the primer."""
+    written = []
+    while True:
+        written.append(environment.expert())
+        if environment.step(written[-1]).terminated:
+            return [text.removeprefix(environment.primer) for text in written]
+
+
+def test_a_real_engine_says_in_a_chat_what_it_says_in_a_rollout(speaker, interpreter):
+    recipe = MemoryRecipe.model_validate({"worlds": SMALL, "prompt": "brief", "max_turns": 3})
+    one = speaker(tokens_per_turn=10)
+    rollout = RolloutRecipe(tokens_per_turn=10, tokens_per_episode=one.tokens_per_episode, stop_strings=list(STOPS))
+    player = RolloutWorker(one.engine, one.renderer, recipe, rollout, GREEDY, 0)
+    (episode,) = play_all(player, [EpisodeRequest(1, 0, 0, (0,))])
+    events = in_chat(one, recipe, 1, interpreter)
+    assert isinstance(events[-1], GaveUp)
+    assert len(episode.turns) == 3
+    (played,), (chatted,) = episode.streams, one.conversation.streams()
+    assert np.array_equal(played.ids, chatted.ids)
+
+
+def test_tokens_are_only_appended_from_question_to_question(speaker, interpreter):
+    one = speaker()
+    one.tokens_per_episode = 50_000
+    one.engine = Parrot(one.renderer, [code('a = read_file("user.md")'), reply("Bern."), reply("Yes.")])
+    agent = MemoryAgent(vault(), one, interpreter)
+    assert [list(agent.ask(words))[-1] for words in ("Where?", "Sure?")] == [Said("Bern.", False), Said("Yes.", False)]
+    prompts = [request.prompt_ids for request in one.engine.asked]
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(prompts))
+    agent.new()
+    assert len({request.seed for request in one.engine.asked}) == 3
+
+
+def test_a_model_reads_no_more_than_it_can(speaker, interpreter):
+    assert speaker().tokens_per_episode == 2048
+    one = speaker(tokens_per_turn=4, tokens_per_episode=1_500)
+    agent = MemoryAgent(vault(), one, interpreter, AgentRecipe(prompt="brief", max_turns=50))
+    last = list(agent.ask("Where does Ada live?"))[-1]
+    assert isinstance(last, GaveUp)
+    assert "may read 1500; ask again" in last.reason
+    assert "\n" not in last.reason
+    small = MemoryAgent(vault(), speaker(tokens_per_episode=100), interpreter)
+    with pytest.raises(RunError, match="ask a shorter one") as raised:
+        list(small.ask("Where?"))
+    assert not isinstance(raised.value, ContextFull)
+
+
+def test_an_interrupt_leaves_the_engine_usable(speaker):
+    one = speaker(tokens_per_turn=30)
+    prompt = [{"role": "user", "content": "hello"}]
+    one.begin(prompt, "")
+    expected = one.answer()
+    one.begin(prompt, "")
+    step, steps = one.engine._step, []
+
+    def interrupted():
+        steps.append(step())
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+
+    one.engine._step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        one.answer()
+    one.engine._step = step
+    one.begin(prompt, "")
+    assert one.answer() == expected
+
+
+def test_random_answers_have_a_name(tiny_model):
+    def said(seed):
+        one = LocalSpeaker(ModelRecipe(path=str(tiny_model)), SamplingRecipe(), tokens_per_turn=12, seed=seed)
+        one.begin([{"role": "user", "content": "hello"}], "")
+        return one.answer()
+
+    assert said(0) == said(0) != said(1)
+
+
+# -- remote -----------------------------------------------------------------------------------------------------------
+
+
+def remote(server, **keys):
+    return RemoteSpeaker(server.url, "small", retries=0, **keys)
+
+
+def test_a_server_gets_the_conversation_and_its_answers_count(interpreter):
+    script = code('text = read_file("entities/ada.md")'), reply("In Bern.")
+    with serving(turns(*script)) as server:
+        agent = MemoryAgent(vault(), remote(server, temperature=0.5, tokens_per_turn=77), interpreter)
+        assert list(agent.ask("Where does Ada live?"))[-1] == Said("In Bern.", False)
+        assert list(agent.ask("Sure?"))[-1] == Said("In Bern.", False)
+    first, second, *_, last = server.asked
+    assert (first["model"], first["temperature"], first["max_tokens"]) == ("small", 0.5, 77)
+    assert first["stop"] == ["<result>"]
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    assert second["messages"][2] == {"role": "assistant", "content": script[0]}
+    assert "city: Bern" in second["messages"][3]["content"]
+    assert [m["role"] for m in last["messages"]] == ["system", "user"] + ["assistant", "user"] * 3
+
+
+def test_a_temperature_that_nobody_chose_is_the_servers():
+    with serving(lambda _: reply("x")) as server:
+        one = remote(server)
+        one.begin([{"role": "user", "content": "hello"}], "")
+        one.answer()
+    assert "temperature" not in server.asked[0]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_thoughts_that_the_server_keeps_apart_are_put_back(interpreter, thinking):
+    with serving(lambda _: {"content": "<reply>Hi.</reply>", "reasoning_content": "say hi"}) as server:
+        speaker = remote(server, thinking=thinking)
+        agent = MemoryAgent(vault(), speaker, interpreter, AgentRecipe(thinking=thinking))
+        events = list(agent.ask("Hello?"))
+    assert events[-1] == Said("Hi.", False)
+    assert len(events) == 1 + thinking
+
+
+@pytest.mark.parametrize("fault", [500, 404, {"content": 3}])
+def test_faults_of_a_server_are_one_sentence(interpreter, fault):
+    with serving(lambda _: fault) as server:
+        agent = MemoryAgent(vault(), remote(server), interpreter)
+        with pytest.raises(RunError, match="small at http") as raised:
+            list(agent.ask("Hello?"))
+    assert "\n" not in str(raised.value)
+
+
+def test_nobody_there(interpreter):
+    with serving(lambda _: "") as server:
+        pass
+    agent = MemoryAgent(vault(), remote(server), interpreter)
+    with pytest.raises(RunError, match="check that the server runs"):
+        list(agent.ask("Hello?"))
+    assert agent.vault.files()
+
+
+def test_a_server_cannot_be_given_the_opening(interpreter):
+    with serving(lambda _: "") as server:
+        agent = MemoryAgent(vault(), remote(server), interpreter, AgentRecipe(opened_by="environment"))
+        with pytest.raises(InputError, match="opened_by"):
+            list(agent.ask("Hello?"))
+    assert not server.asked
