@@ -25,9 +25,9 @@ from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, RewardObjective, VerdictObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
+from posttrain.training.updater import Updater
 
 START = "start of this run"
 TRAINED = "trained"
@@ -187,7 +187,7 @@ def _remarks(episodes: Sequence[Episode], most: int) -> list[str]:
 class LossEvaluator:
     """Nats per trained token, over all rows and over those of each domain."""
 
-    def __init__(self, learner: Learner[TokenScores], recipe: SftRecipe, data: DataSet) -> None:
+    def __init__(self, learner: Updater[TokenScores], recipe: SftRecipe, data: DataSet) -> None:
         self.learner = learner
         self.recipe = recipe
         self.data = data
@@ -270,7 +270,7 @@ class PreferenceEvaluator(Generic[Output]):
 
     def __init__(
         self,
-        learner: Learner[Output],
+        learner: Updater[Output],
         recipe: DpoRecipe | RewardRecipe,
         data: DataSet,
         objective_for: Callable[[Sequence[Sample]], PairObjective | VerdictObjective | RewardObjective],
