@@ -183,7 +183,7 @@ class Trainer(Generic[Output]):
         self.log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
-        self.warn(events.take())
+        self.warn(events.drain())
 
     def warn(self, messages: Sequence[str]) -> None:
         """Show and log what the user should know of the step that was just counted."""
