@@ -56,7 +56,7 @@ _PUBLIC = {
 }
 """Public name -> module that defines it. `posttrain.rollout` is a package that can be called."""
 
-__all__ = ["__version__", "rollout", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", "rollout", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,11 +60,12 @@ class Baseline:
 class Environment(ABC):
     """One task attempt. A fresh instance plays each episode.
 
-    Subclasses nest a `Recipe` class (keys of `environment:` in a recipe) and implement `reset` and `step`; `expert`
-    and `baselines` where they can be computed.
+    Subclasses implement `reset` and `step`, and `expert` and `baselines` where they can be computed. One with keys of
+    its own in a recipe nests a `Recipe` class; the values are in `self.recipe`.
     """
 
-    Recipe: ClassVar[type[EnvironmentRecipe]]
+    Recipe: ClassVar[type[EnvironmentRecipe]] = EnvironmentRecipe
+    """Keys of the `environment` section of a recipe."""
     self_contained: ClassVar[bool] = True
     """Its defaults are a whole task; otherwise a recipe has to name data."""
     players: ClassVar[tuple[str, ...]] = ()

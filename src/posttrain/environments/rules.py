@@ -4,19 +4,15 @@ A rule is `function(answer, row) -> float`, or gives a mapping of names to numbe
 others are only reported. It raises where it cannot tell; the episode then fails instead of being paid nothing.
 """
 
-import hashlib
 import importlib
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.recipe.components import module_of_file
 
 Rule = Callable[[str, dict[str, Any]], float | Mapping[str, float]]
 
@@ -81,26 +77,13 @@ def load_rule(where: str) -> Rule:
     """The function that `where` names, `module:function` or `path/to/file.py:function`; InputError if there is none."""
     place, _, name = where.rpartition(":")
     try:
-        module = _module_of_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+        module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise InputError(f"environment.rule: {place} cannot be imported ({type(error).__name__}: {error})") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"environment.rule: {place} has no function {name!r}; write `module:function`")
     return function
-
-
-@lru_cache(maxsize=32)
-def _module_of_file(path: Path) -> ModuleType:
-    # The whole path names the module, so that two files of one name are two modules.
-    name = f"posttrain_rule_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _label(row: dict[str, Any]) -> str:

@@ -2,10 +2,11 @@
 
 import torch
 
+from posttrain.errors import RunError
 from posttrain.losses.batch import Metrics, TokenBatch
 from posttrain.losses.kl import kl_to_reference
 from posttrain.losses.ratios import correction, distance, ratio, stream_ratio, total
-from posttrain.recipe.loss import CispoLoss, GspoLoss, LossRecipe, PpoLoss
+from posttrain.recipe.loss import CispoLoss, GspoLoss, LossRecipe, PolicyLoss, PpoLoss
 
 
 def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
@@ -19,6 +20,8 @@ def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -
         losses, metrics = gspo(recipe, logprobs, batch)
     elif isinstance(recipe, CispoLoss):
         losses, metrics = cispo(recipe, logprobs, batch)
+    elif recipe.function is not None:
+        losses, metrics = registered_loss(recipe, logprobs, batch)
     else:
         losses, metrics = reinforce(logprobs, batch), {}
     weights = batch.weights
@@ -88,3 +91,15 @@ def _clipped(ratios: torch.Tensor, advantages: torch.Tensor, low: float, high: f
 def nll(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """sum over tokens of weight x -log pi: negative log-likelihood in nats, a scalar to minimise; `logprobs` [N]."""
     return -(batch.weights * logprobs).sum()
+
+
+def registered_loss(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """Losses [N] and metrics of a function of `register_loss`. RunError if the losses have another shape."""
+    result = recipe.call(logprobs, batch)
+    losses, metrics = result if isinstance(result, tuple) else (result, {})
+    if losses.shape != logprobs.shape:
+        raise RunError(
+            f"loss.type {recipe.type} returned losses of shape {tuple(losses.shape)}; they must be one per sampled token, "
+            f"{tuple(logprobs.shape)}"
+        )
+    return losses, dict(metrics)

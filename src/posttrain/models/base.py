@@ -12,6 +12,7 @@ from posttrain.distributed.world import current, threads
 from posttrain.errors import InputError
 from posttrain.models.forward import transformer
 from posttrain.models.load import add_adapters, load_end_tokens, load_tokenizer, resolve_device
+from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
 
@@ -24,9 +25,20 @@ class TrainedModel:
     task = "CAUSAL_LM"
     """What peft calls the kind of model."""
 
-    def __init__(self, recipe: ModelRecipe, seed: int = 0, trained: bool = True) -> None:
-        """Load the model of `recipe`; `seed` names the stream that initialises adapters and new heads. A model that is not
-        `trained` keeps no masters."""
+    def __init__(self, model: ModelRecipe | str | Path, seed: int = 0, trained: bool = True, **settings: Any) -> None:
+        """Load a model.
+
+        Args:
+            model: a hub id, a directory, a `.gguf` file, `packaged:smollm2-135m`, or a complete `ModelRecipe`.
+            seed: run seed; adapters and new heads are initialised from it.
+            trained: whether the weights will be optimized; otherwise no float32 master weights are kept.
+            settings: further keys of the `model` section, for example `dtype="bfloat16"` or `lora={"rank": 16}`.
+
+        Raises:
+            InputError: there is no such model, or a setting is wrong.
+        """
+        named = {} if isinstance(model, ModelRecipe) else {"path": str(model)}
+        recipe = section(ModelRecipe, model if isinstance(model, ModelRecipe) else None, **named, **settings)
         if (own := threads(recipe.threads)) is not None:
             torch.set_num_threads(own)
         self.recipe = recipe

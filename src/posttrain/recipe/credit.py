@@ -1,14 +1,22 @@
 """Credit: what turns rewards into one advantage per sampled token."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.recipe.base import Part
 from posttrain.recipe.model import LoraRecipe, ModelRecipe, OptimizerRecipe
+from posttrain.recipe.registry import Registry, Section
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class TurnReturnsCredit(Part):
+class Credit(Section):
+    """Keys that every credit has."""
+
+
+class TurnReturnsCredit(Credit):
     """Returns from each turn on."""
 
     type: Literal["turn_returns"]
@@ -19,7 +27,7 @@ class TurnReturnsCredit(Part):
     """`others`: minus the mean of what the other episodes of the group earned from that turn on, 0 where they had ended; unbiased. `none`: the raw return."""
 
 
-class MtGrpoCredit(Part):
+class MtGrpoCredit(Credit):
     """Group statistics of each turn's reward and of the outcome, which is what the last turn pays."""
 
     type: Literal["mt_grpo"]
@@ -28,7 +36,7 @@ class MtGrpoCredit(Part):
     """Weight of a turn's own reward beside the outcome, in the turns before the last."""
 
 
-class GigpoCredit(Part):
+class GigpoCredit(Credit):
     """Episodes compared with their group, and turns with those of the group that were played in the same state."""
 
     type: Literal["gigpo"]
@@ -41,7 +49,7 @@ class GigpoCredit(Part):
     """Both comparisons are divided by their standard deviation; false is what its authors' code does unless told otherwise."""
 
 
-class GroupCredit(Part):
+class GroupCredit(Credit):
     """Baselines from the episodes of one task."""
 
     type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax"]
@@ -58,14 +66,14 @@ class GroupCredit(Part):
         return values
 
 
-class BatchCredit(Part):
+class BatchCredit(Credit):
     """Baselines without groups."""
 
     type: Literal["brpo", "arpo"]
     """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
 
 
-class TokenCredit(Part):
+class TokenCredit(Credit):
     """Returns from each token on."""
 
     type: Literal["reinforce", "reinforce_pp"]
@@ -74,7 +82,7 @@ class TokenCredit(Part):
     """Discount per sampled token."""
 
 
-class ValueCredit(Part):
+class ValueCredit(Credit):
     """Advantages over the values of the critic."""
 
     type: Literal["gae"]
@@ -87,7 +95,7 @@ class ValueCredit(Part):
     """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
 
 
-class BilevelValueCredit(Part):
+class BilevelValueCredit(Credit):
     """Advantages over the values of the critic, of turns and, within a turn, of tokens."""
 
     type: Literal["bilevel_gae"]
@@ -107,17 +115,49 @@ class BilevelValueCredit(Part):
 CriticCredit = ValueCredit | BilevelValueCredit
 """Credit that needs the values of a critic."""
 
-CreditRecipe = Annotated[
-    GroupCredit
-    | BatchCredit
-    | TokenCredit
-    | TurnReturnsCredit
-    | MtGrpoCredit
-    | GigpoCredit
-    | ValueCredit
-    | BilevelValueCredit,
-    Field(discriminator="type"),
-]
+CREDITS = Registry("credit", "posttrain.credits", Credit)
+"""Credits by `type`."""
+CREDITS.build_in(
+    GroupCredit,
+    BatchCredit,
+    TokenCredit,
+    TurnReturnsCredit,
+    MtGrpoCredit,
+    GigpoCredit,
+    ValueCredit,
+    BilevelValueCredit,
+)
+CreditRecipe = Annotated[SerializeAsAny[Credit], BeforeValidator(CREDITS.validate)]
+
+
+def register_credit(name: str) -> Callable[[F], F]:
+    """Function decorator that adds a credit, which recipes choose with `credit.type: name`.
+
+        @posttrain.register_credit("best_of_group")
+        def best_of_group(returns, groups, *, scale: float = 1.0):
+            best = {group: returns[groups == group].max() for group in groups}
+            return scale * (returns - [best[group] for group in groups])
+
+    The function gets arguments by the names of its parameters, of the N episodes of a step:
+
+    - `returns` [N] float64: sum of each episode's rewards;
+    - `groups` [N] int64: the group of each episode;
+    - `lengths` [N] int64: its sampled tokens;
+    - `rewards`: list of N arrays [n] float64, the rewards of its sampled tokens;
+    - `episodes`: list of N `Episode`.
+
+    It returns one advantage per episode, [N], or a list of N arrays [n], one advantage per sampled token. Its keyword-only
+    parameters, which need type annotations, become keys of the `credit` section.
+
+    Raises:
+        ValueError: `name` is a built-in credit, or a parameter has another name than those above.
+    """
+
+    def registered(function: F) -> F:
+        CREDITS.add(name, function)
+        return function
+
+    return registered
 
 
 class FilterRecipe(Part):

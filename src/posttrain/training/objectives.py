@@ -15,9 +15,8 @@ from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import KtoLoss, PairLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample
 from posttrain.training.updater import Totals, Updater
 
@@ -240,11 +239,20 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
 class PolicyObjective:
     """Policy loss + KL coefficient x KL to the reference (where the recipe puts it in the loss) - entropy bonus."""
 
-    def __init__(self, recipe: RlRecipe, kl_coefficient: float) -> None:
-        self.loss = recipe.loss
-        self.kl = recipe.kl
-        self.kl_coefficient = kl_coefficient if recipe.kl.place == "loss" else 0.0
-        self.entropy_coefficient = recipe.entropy
+    def __init__(
+        self,
+        loss: LossRecipe,
+        kl: KlRecipe | None = None,
+        kl_coefficient: float | None = None,
+        entropy: float = 0.0,
+    ) -> None:
+        """`kl_coefficient`: its current value where it is adaptive; default `kl.coefficient`. The samples need
+        `ref_logprobs` where it is above 0."""
+        self.loss = loss
+        self.kl = kl or KlRecipe()
+        coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
+        self.kl_coefficient = coefficient if self.kl.place == "loss" else 0.0
+        self.entropy_coefficient = entropy
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)

@@ -117,7 +117,7 @@ def make_updates(
 
 def _objective(recipe: RlRecipe, kl: float, shared: bool, rows: PtxRows | None) -> Objective[TokenScores]:
     """What an update of the policy minimises; `shared`: with the loss of the values that its trunk carries."""
-    policy, critic = PolicyObjective(recipe, kl), recipe.critic
+    policy, critic = PolicyObjective(recipe.loss, recipe.kl, kl, recipe.entropy), recipe.critic
     objective = SharedObjective(policy, critic.coefficient, critic.clip) if shared else policy
     return objective if rows is None else MixedObjective(objective, rows.recipe.coefficient)
 

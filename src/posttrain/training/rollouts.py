@@ -12,12 +12,12 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import EngineCounters
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome
-from posttrain.errors import InputError, RunError
+from posttrain.errors import InputError
 from posttrain.evaluation.summary import knows_success, reported
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all, without_failures
 from posttrain.rollout.filters import has_signal, uncertainty
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
@@ -120,7 +120,8 @@ def _play_groups(
     ]
     episodes = play(player, places)
     collected.sampled += episodes
-    usable = _apply_failure_policy(episodes, recipe, collected)
+    usable, message = without_failures(episodes, recipe.rollout.failures)
+    collected.messages += [message] if message else []
     if recipe.credit.type == "remax":
         greedy = replace(player, sampling=SamplingRecipe(temperature=0.0))
         probes = [EpisodeRequest(s, g, size, (recipe.seed, "greedy", step, g)) for g, s in zip(ids, seeds, strict=True)]
@@ -133,31 +134,6 @@ def _play_groups(
             )
             usable = [e for e in usable if e.group not in without]
     return [[e for e in usable if e.group == group] for group in ids]
-
-
-def _apply_failure_policy(episodes: list[Episode], recipe: RlRecipe, collected: RolloutBatch) -> list[Episode]:
-    """Drop failed episodes, or give them the recipe's reward; too many of them stop the run."""
-    failed = [e for e in episodes if e.outcome is Outcome.FAILED]
-    failures = recipe.rollout.failures
-    if failed:
-        collected.messages.append(
-            f"{len(failed)} of {len(episodes)} episodes failed, the first in group {failed[0].group} "
-            f"(environment seed {failed[0].seed}): {failed[0].failure}"
-        )
-    if len(failed) > failures.max_share * len(episodes):
-        raise RunError(
-            f"{collected.messages[-1]}; that is more than rollout.failures.max_share = {failures.max_share}, so the run "
-            "stops here; mend the environment and go on with --resume"
-        )
-    if failures.policy != "score":
-        return [e for e in episodes if e.outcome is not Outcome.FAILED]
-    for episode in failed:
-        if episode.turns:
-            last = episode.turns[-1]
-            correction = failures.reward - episode.total_reward
-            last.reward += correction
-            episode.streams[last.stream].rewards[last.stop - 1] += correction
-    return [e for e in episodes if e.streams]
 
 
 def check_tasks(recipe: RlRecipe | EvaluateRecipe) -> list[str]:
