@@ -25,7 +25,7 @@ from .test_rl import lines, train
 
 PPO = {"credit": {"type": "gae"}, "critic": {"optimizer": {"learning_rate": 3e-3}}}
 
-RULE = '''def kind(answer, row):
+REWARD = '''def kind(answer, **row):
     """One point where the prompt says dragon, whatever the answer."""
     return 1.0 if row["word"] == "dragon" else 0.0
 '''
@@ -33,13 +33,13 @@ RULE = '''def kind(answer, row):
 
 def foretold(tiny, folder, **changes):
     """A task whose return stands in the prompt: the policy cannot change it, a critic can know it."""
-    (folder / "rules.py").write_text(RULE)
+    (folder / "rewards.py").write_text(REWARD)
     rows = [{"prompt": f"Say {word} {n}.", "word": word} for n in range(20) for word in ("dragon", "lake")]
     return {
         "environment": {
             "type": "text_task",
             "prompts": write_jsonl(folder / "prompts.jsonl", rows),
-            "rule": f"{folder / 'rules.py'}:kind",
+            "reward": f"{folder / 'rewards.py'}:kind",
             "success_reward": None,
         },
         "seeds": {"start": 0, "count": 30},

@@ -1,14 +1,12 @@
-"""One prompt, one answer, one score: from a rule, a verifier or a judge; a reward model scores outside of here."""
+"""One prompt, one answer, one score: from a reward function, a verifier or a judge. Reward models score elsewhere."""
 
-import copy
 import importlib
 import json
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import Lock
 from typing import Any, Literal
 
@@ -21,7 +19,7 @@ from posttrain.data.problems import Problems
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import judge_score, prepare_judge
 from posttrain.environments.protocol import Environment, Message, Observation, Step, require_rows
-from posttrain.environments.rules import SCORE, load_rule
+from posttrain.environments.rewards import SCORE, RewardFailure, finite_scores, load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, Sources
@@ -44,17 +42,17 @@ class TextTaskRecipe(EnvironmentRecipe):
     columns: ColumnsRecipe = ColumnsRecipe()
     """What the columns of `prompts` are called."""
     reasoning_gym: ReasoningGymRecipe | None = None
-    """Tasks of reasoning-gym instead of `prompts`; its own verifier scores unless `rule` or `judge` is given."""
+    """Tasks of reasoning-gym instead of `prompts`; its own verifier scores unless `reward` or `judge` is given."""
     strict: bool = False
     """Whether a row that cannot be used is an error; otherwise such rows are left out, counted and named."""
     system: str | None = None
     """System message put before every prompt; it takes the place of one that the row has."""
-    rule: str | None = Field(None, pattern=r"^.+:\w+$")
-    """A function `(answer, row) -> float` that scores: `module:function` or `path/to/file.py:function`. It may give a mapping instead, whose `score` is the score; its other numbers are reported."""
+    reward: str | None = None
+    """A function `(prompt, answer, **row) -> float` that scores: `exact`, `contains`, `final_number`, `module:function` or `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other numbers are reported."""
     judge: JudgeRecipe | None = None
     """A language model that scores."""
     score_weight: float = Field(1.0, ge=0)
-    """What the score of the rule, judge or verifier counts in the reward; 0 only reports it, beside what a reward model pays."""
+    """Weight of the score of the function, judge or verifier in the reward; 0 only reports it, beside the reward of a reward model."""
     success_reward: float | None = 1.0
     """An answer succeeds where its score is at least this; null reports no success, and so does a missing score."""
 
@@ -62,8 +60,8 @@ class TextTaskRecipe(EnvironmentRecipe):
     def _one_of_each(self) -> "TextTaskRecipe":
         if bool(self.prompts) == (self.reasoning_gym is not None):
             raise ValueError("give exactly one of `prompts` (files with rows) and `reasoning_gym` (made-up tasks)")
-        if self.rule is not None and self.judge is not None:
-            raise ValueError("`rule` and `judge` both score the answer; keep one")
+        if self.reward is not None and self.judge is not None:
+            raise ValueError("`reward` and `judge` both score the answer; keep one")
         if any(source.weight != 1 for source in self.prompts):
             raise ValueError("`prompts.weight` means nothing here, for the seed chooses the row; remove it")
         return self
@@ -95,9 +93,11 @@ class TextTask(Environment):
     self_contained = False
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where the data, the rule, the data set of reasoning-gym or the judge's key is missing."""
+        """InputError where the data, the reward function, the data set of reasoning-gym or the judge's key is missing."""
         super().__init__(recipe)
-        self._rule = load_rule(self.recipe.rule) if self.recipe.rule is not None else None
+        self._reward = load_reward(self.recipe.reward) if self.recipe.reward is not None else None
+        if self._reward is not None and self._reward.waits:
+            self.waits = True
         if self.recipe.judge is not None:
             prepare_judge(self.recipe.judge)
         self.task_count(recipe)
@@ -131,10 +131,10 @@ class TextTask(Environment):
 
     @classmethod
     def pays(cls, recipe: EnvironmentRecipe) -> bool:
-        """Whether there is a rule, a judge or a verifier whose score counts."""
+        """Whether there is a reward function, a judge or a verifier whose score counts."""
         assert isinstance(recipe, TextTaskRecipe)
         return recipe.score_weight > 0 and any(
-            part is not None for part in (recipe.rule, recipe.judge, recipe.reasoning_gym)
+            part is not None for part in (recipe.reward, recipe.judge, recipe.reasoning_gym)
         )
 
     @classmethod
@@ -156,7 +156,7 @@ class TextTask(Environment):
         return Observation(list(messages))
 
     def step(self, action: str) -> Step:
-        """Score the answer; 0 where only a reward model scores. Raises RuleFailure or JudgeFailure instead of a guess."""
+        """Score the answer; 0 where only a reward model scores. Raises RewardFailure or JudgeFailure where there is no score."""
         task = self._current()
         scores, weight = self._scored(action, task), self.recipe.score_weight
         self._task = None
@@ -177,7 +177,7 @@ class TextTask(Environment):
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """A seed repeats its task, and no step follows the end. With a rule or verifier and a reference answer, that
+        """A seed repeats its task, and no step follows the end. With a reward function or verifier and a reference answer, that
         answer earns full reward (`success_reward`, or 1) and a wrong one does not. A judge is not asked.
 
         Seeds beyond the last row are left out; InputError where that leaves none.
@@ -202,7 +202,7 @@ class TextTask(Environment):
     def _score_in_validation(self, seed: int, answer: str) -> float:
         try:
             step = play(self, seed, [answer])[-1]
-        except RuleFailure as error:
+        except RewardFailure as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         require(step.terminated, seed, "one answer did not end the episode")
         try:
@@ -218,31 +218,22 @@ class TextTask(Environment):
 
     def _scores(self) -> bool:
         """Whether something other than a reward model scores."""
-        return any(part is not None for part in (self._rule, self.recipe.judge, self.recipe.reasoning_gym))
+        return any(part is not None for part in (self._reward, self.recipe.judge, self.recipe.reasoning_gym))
 
     def _scored(self, answer: str, task: _Task) -> dict[str, float]:
-        """The score of a rule, a judge or a verifier, and what else the rule reports; empty where there is none."""
+        """The score by the reward function, judge or verifier, and what else the function reports; empty without any."""
         if self.recipe.judge is not None:
             return {SCORE: judge_score(self.recipe.judge, self._shown, answer)}
-        scoring: Callable[[], Any]
-        if self._rule is not None:
-            # A copy, so that a rule that changes its row changes no later episode.
-            scoring, name = partial(self._rule, answer, copy.deepcopy(task.row)), f"rule {self.recipe.rule}"
-        elif task.verifier is not None:
-            # Policies end answers in line breaks, and no reference of reasoning-gym begins or ends in white space.
-            scoring, name = partial(task.verifier, answer.strip()), "the verifier"
-        else:
+        if self._reward is not None:
+            return self._reward(self._shown, answer, task.row, task.origin)
+        if task.verifier is None:
             return {}
         try:
-            found = scoring()
+            # Policies end answers in line breaks, and no reference of reasoning-gym begins or ends in white space.
+            result = task.verifier(answer.strip())
         except Exception as error:
-            raise RuleFailure(f"{name} raised {type(error).__name__} on {task.origin}: {error}") from error
-        scores = {str(key): _number(value) for key, value in found.items()} if isinstance(found, Mapping) else None
-        scores = {SCORE: _number(found)} if scores is None else scores
-        if SCORE not in scores or not all(map(math.isfinite, scores.values())):
-            wanted = f"a finite number, or finite numbers by name with {SCORE!r} among them"
-            raise RuleFailure(f"{name} returned {found!r} on {task.origin}; it must return {wanted}")
-        return scores
+            raise RewardFailure(f"the verifier raised {type(error).__name__} on {task.origin}: {error}") from error
+        return finite_scores(result, "the verifier", task.origin)
 
     def _of_row(self, seed: int) -> _Task:
         rows = prompt_table(self.recipe).rows
@@ -259,18 +250,6 @@ class TextTask(Environment):
                 row[name] = given
         messages = [{k: v for k, v in message.items() if k not in ("train", "primer")} for message in prompt.messages]
         return _Task(messages, row, _reference(row), prompt.origin)
-
-
-def _number(value: Any) -> float:
-    """NaN for what is no number, text included."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-class RuleFailure(Exception):
-    """A rule or verifier gave no finite score."""
 
 
 _reading = Lock()

@@ -142,7 +142,7 @@ def check_tasks(recipe: RlRecipe | EvaluateRecipe) -> list[str]:
     """
     if recipe.reward is None and not environment_class(recipe.environment.type).pays(recipe.environment):
         raise InputError(
-            "nothing scores the answers; name a rule or a judge in environment.rule or environment.judge, or a reward "
+            "nothing scores the answers; name a function in environment.reward, a judge in environment.judge, or a reward "
             "model in reward.path"
         )
     training, held_out = _ranges(recipe)

@@ -186,23 +186,22 @@ class _Graph:
 _policy = lru_cache(maxsize=1024)(Policy.from_json)
 
 
-def reward(answer: str, row: dict[str, Any]) -> float:
-    """Combined reward of `answer`, 0 to 1 (see `verifier`); `row["label"]` holds the policy as JSON.
+def reward(answer: str, label: Any = None) -> float:
+    """Combined reward of `answer`, 0 to 1 (see `verifier`); `label` of the row is the policy as JSON.
 
-    ValueError where the row has no text `label`, InputError where that is no policy.
+    ValueError if the row has no text `label`, InputError if that is not a policy.
     """
-    return _verdict(answer, row).reward
+    return _verdict(answer, label).reward
 
 
-def scores(answer: str, row: dict[str, Any]) -> dict[str, float]:
+def scores(answer: str, label: Any = None) -> dict[str, float]:
     """As `reward`, which is `score`, with the three numbers that it is made of."""
-    found = _verdict(answer, row)
+    found = _verdict(answer, label)
     parts = ("factual_accuracy", "logical_soundness", "efficiency")
     return {"score": found.reward} | {name: getattr(found, name) for name in parts}
 
 
-def _verdict(answer: str, row: dict[str, Any]) -> Verdict:
-    label = row.get("label")
+def _verdict(answer: str, label: Any) -> Verdict:
     if not isinstance(label, str):
         raise ValueError("the row has no text `label` with its policy; use prompts of `posttrain data rationales`")
     return verify(answer, _policy(label))
