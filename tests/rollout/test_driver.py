@@ -135,7 +135,7 @@ def test_a_reward_that_is_not_a_number_is_a_failure_and_never_zero():
 
 
 def test_a_slow_environment_times_out():
-    (episode,) = play([15], environment_seconds=0.05)
+    (episode,) = play([15], environment_timeout=0.05)
     assert episode.failure == "counting took longer than 0.05 s"
 
 

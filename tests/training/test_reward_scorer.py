@@ -308,7 +308,7 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalize, penalty, t
     recipe = RlRecipe(
         environment={"type": "bandit"},
         credit={"type": "reinforce"},
-        rollout={"missing_end_penalty": penalty},
+        rollout={"missing_eos_penalty": penalty},
         reward={"path": str(reward_model), "normalize": normalize, "clip": None},
     )
     running = RunningStatistics(recipe.reward)

@@ -91,7 +91,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         {"model": {"lora": {"rank": 2}}},
         {"model": {"dtype": "bfloat16"}},
         {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
-        {"rollout": {"overlong": {"limit": 18, "buffer": 6}}},
+        {"rollout": {"overlong_penalty": {"limit": 18, "buffer": 6}}},
     ],
     ids=str,
 )

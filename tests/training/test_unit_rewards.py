@@ -92,8 +92,8 @@ def test_no_split_changes_the_gradient(form, tiny_model, monkeypatch):
         model, reader = made(tiny_model, TOKEN)
         return model, unit_reward_forward(model, reader)
 
-    loss = RewardLossRecipe(centring=0.01)
-    objective = UnitRewardObjective(loss, recipe(TOKEN, entropy=0.5, entropy_form=form))
+    loss = RewardLossRecipe(center_rewards_coefficient=0.01)
+    objective = UnitRewardObjective(loss, recipe(TOKEN, entropy_coefficient=0.5, entropy_form=form))
     whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
     plain = gradients(make_model, 4096, UnitRewardObjective(loss, recipe(TOKEN)), pair_samples(), monkeypatch)
     assert any(not torch.allclose(whole[name], plain[name], rtol=1e-2) for name in whole)
@@ -114,7 +114,7 @@ def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
         model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
         return model, reward_forward(model)
 
-    loss = RewardLossRecipe(centring=0.01)
+    loss = RewardLossRecipe(center_rewards_coefficient=0.01)
     plain = gradients(of_answers, 150, RewardObjective(loss), pair_samples(), monkeypatch)
     for form in ("length_fair", "published"):
         objective = UnitRewardObjective(loss, recipe(OUTCOME, entropy_form=form))
