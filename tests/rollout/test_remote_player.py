@@ -185,7 +185,7 @@ def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said,
 def test_the_turns_before_a_fault_are_kept_and_the_episode_is_retried_where_asked():
     fault = Reply(status=400, body="{}")
     with serving(always(Reply("one"), fault, Reply("two"), Reply("right"))) as server:
-        (episode,) = play(server, rollout={"failures": {"policy": "retry", "retries": 1}})
+        (episode,) = play(server, rollout={"failures": {"action": "retry", "retries": 1}})
     assert [turn.answer for turn in episode.turns] == ["two", "right"]
     with serving(always(Reply("one"), fault, Reply("two"))) as server:
         first, _, _ = play(server, (1, 2, 3), max_concurrent=1)

@@ -28,7 +28,7 @@ from posttrain.training.updater import Updater, means
 
 from . import small
 from .test_critic import foretold
-from .test_learner import samples as episodes
+from .test_updater import samples as episodes
 from .test_ptx import ptx, rows
 from .test_rl import lines, train
 

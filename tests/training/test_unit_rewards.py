@@ -126,7 +126,7 @@ def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
     objective = UnitRewardObjective(loss, recipe(TOKEN))
     total, _ = objective(output, pair_samples(), [])
     assert torch.equal(total, objective.judge(output, pair_samples()).losses.sum())
-    uneven = UnitRewardObjective(loss, recipe(TOKEN, entropy=0.3))(output, pair_samples(), [])[0]
+    uneven = UnitRewardObjective(loss, recipe(TOKEN, entropy_coefficient=0.3))(output, pair_samples(), [])[0]
     expected = total + 0.3 * unevenness(output.rewards, output.stream, output.streams, "length_fair").sum()
     assert torch.equal(uneven, expected)
     assert uneven != total
@@ -139,7 +139,7 @@ def run(values):
 
 @pytest.mark.parametrize("segmenter", [TOKEN, ENTROPY], ids=["token", "entropy"])
 def test_a_run_learns_and_its_model_scores_as_it_was_measured(segmenter, tiny_model, tiny_policy, tmp_path):
-    units = {"segmenter": segmenter, "entropy": 0.02}
+    units = {"segmenter": segmenter, "entropy_coefficient": 0.02}
     directory = run(recipe_values("reward", tiny_model, tmp_path, epochs=6, units=units))
     lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
@@ -204,4 +204,4 @@ def test_wrong_units_are_refused_in_one_sentence(tiny_model, tmp_path):
     with pytest.raises(ValidationError):
         recipe(TOKEN, aggregate="sum")
     with pytest.raises(ValidationError):
-        recipe(TOKEN, entropy=-0.1)
+        recipe(TOKEN, entropy_coefficient=-0.1)
