@@ -15,8 +15,8 @@ from posttrain.training.updater import Updater, means
 from . import small
 from .preferences import write_jsonl
 from .test_batches import sample
-from .test_updater import samples as episodes
 from .test_rl import lines, train
+from .test_updater import samples as episodes
 
 
 def rows():

@@ -86,7 +86,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
         {"loss": {"type": "gspo", "correction": {"type": "mis", "level": "sequence"}}},
         {"loss": {"type": "reinforce", "aggregation": "constant", "constant": 100}, "learner": {"updates_per_step": 1}},
-        {"kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward"}},
+        {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}},
         {"kl": {"coefficient": 0.1, "estimator": "k2"}},
         {"model": {"lora": {"rank": 2}}},
         {"model": {"dtype": "bfloat16"}},

@@ -28,9 +28,9 @@ from posttrain.training.updater import Updater, means
 
 from . import small
 from .test_critic import foretold
-from .test_updater import samples as episodes
 from .test_ptx import ptx, rows
 from .test_rl import lines, train
+from .test_updater import samples as episodes
 
 SHARED = {"backbone": "shared", "optimizer": {"learning_rate": 1e-2}}
 
