@@ -117,7 +117,7 @@ class EpisodeWorker(ABC, Generic[D]):
     async def play(self, place: EpisodeRequest) -> Episode:
         """One episode. A failing environment fails this episode alone, after the retries the recipe allows."""
         failures = self.rollout.failures
-        attempts = failures.retries + 1 if failures.policy == "retry" else 1
+        attempts = failures.retries + 1 if failures.action == "retry" else 1
         for attempt in range(attempts):
             episode = await self._attempt(place, attempt)
             if episode.outcome is not Outcome.FAILED:
@@ -168,7 +168,7 @@ class EpisodeWorker(ABC, Generic[D]):
 
         Anything it raises is its failure.
         """
-        seconds = self.rollout.environment_seconds
+        seconds = self.rollout.environment_timeout
         try:
             if seconds is None and not environment.waits:
                 return function()
@@ -301,7 +301,7 @@ def rollout(
     max_tokens: int = 64,
     tokens_per_episode: int = 2048,
     stop_strings: Sequence[str] = (),
-    environment_seconds: float | None = None,
+    environment_timeout: float | None = None,
     failures: FailureRecipe | Mapping[str, Any] | None = None,
     run_seed: int = 0,
     step: int = 0,
@@ -320,7 +320,7 @@ def rollout(
         max_tokens: most tokens sampled in one turn.
         tokens_per_episode: most tokens of an episode's context, prompt included.
         stop_strings: texts that end a turn besides the model's end token.
-        environment_seconds: time-out of one call of the environment in seconds; None is no limit.
+        environment_timeout: time-out of one call of the environment in seconds; None is no limit.
         failures: keys of `rollout.failures` in a recipe: what happens to an episode whose environment raised or timed
             out. By default it is left out with a warning.
         run_seed, step: name the random numbers. The same two give the same episodes on a CPU in float32.
@@ -337,7 +337,7 @@ def rollout(
         tokens_per_turn=max_tokens,
         tokens_per_episode=tokens_per_episode,
         stop_strings=list(stop_strings),
-        environment_seconds=environment_seconds,
+        environment_timeout=environment_timeout,
         failures=failures or FailureRecipe(),
     )
     sampling = section(SamplingRecipe, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -382,7 +382,7 @@ def without_failures(episodes: Sequence[Episode], failures: FailureRecipe) -> tu
             f"{message}; that is more than rollout.failures.max_share = {failures.max_share}; correct the environment or "
             "its reward, then resume the run"
         )
-    if failures.policy != "score":
+    if failures.action != "score":
         return [e for e in episodes if e.outcome is not Outcome.FAILED], message
     for episode in failed:
         if episode.turns:

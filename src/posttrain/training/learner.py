@@ -34,7 +34,7 @@ class Learner:
         *,
         loss: str | PolicyLoss | Mapping[str, Any] = "ppo",
         kl: float | KlRecipe | Mapping[str, Any] = 0.0,
-        entropy: float = 0.0,
+        entropy_coefficient: float = 0.0,
         temperature: float = 1.0,
         tokens_per_batch: int = 4096,
         updates: int = 1,
@@ -47,7 +47,7 @@ class Learner:
             loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `reinforce`, or one that was
                 registered), or its settings such as `PpoLoss(clip_high=0.28)`.
             kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
-            entropy: coefficient of the entropy bonus.
+            entropy_coefficient: weight of the entropy bonus.
             temperature: the temperature that the episodes were sampled with.
             tokens_per_batch: most tokens in one forward pass. A longer stream raises RunError.
             updates: optimizer steps of the whole loop, over which a `schedule` other than `constant` runs.
@@ -55,17 +55,17 @@ class Learner:
                 `max_gradient_norm`, `schedule`, `warmup_updates`, ...
 
         Raises:
-            InputError: a setting is wrong, or `kl.place` is `reward`.
+            InputError: a setting is wrong, or `kl.apply_to` is `reward`.
         """
         self.policy = policy
         self.loss: PolicyLoss = chosen(LOSSES, loss)
         self.kl = section(KlRecipe, coefficient=kl) if isinstance(kl, int | float) else section(KlRecipe, kl)
-        if self.kl.place == "reward":
+        if self.kl.apply_to == "reward":
             raise InputError(
-                "a learner adds the KL penalty to the loss; with `place: reward`, subtract it from the rewards that you "
+                "a learner adds the KL penalty to the loss; with `apply_to: reward`, subtract it from the rewards that you "
                 "pass to `advantages`"
             )
-        self.entropy = entropy
+        self.entropy_coefficient = entropy_coefficient
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
         self._controller = KlController(self.kl)
@@ -102,7 +102,7 @@ class Learner:
         if self.loss.correction is not None:
             for sample, old in zip(samples, self._logprobs(samples), strict=True):
                 sample.old_logprobs = old
-        objective = PolicyObjective(self.loss, self.kl, coefficient, self.entropy)
+        objective = PolicyObjective(self.loss, self.kl, coefficient, self.entropy_coefficient)
         metrics = means(self._updater.update(samples, objective))
         self._controller.update(metrics.get("policy/kl"), len(episodes))
         return metrics

@@ -138,7 +138,7 @@ class RewardObjective(_PerRow):
         if self.loss.margin:
             sides = [samples[place].side for place in chosen]
             margin = torch.tensor([side.margin for side in sides if side is not None], device=output.device)
-        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.centring)
+        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.center_rewards_coefficient)
         return Judgement(rows, losses, output[chosen].detach(), output[rejected].detach())
 
     def __call__(
@@ -251,7 +251,7 @@ class PolicyObjective:
         self.loss = loss
         self.kl = kl or KlRecipe()
         coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
-        self.kl_coefficient = coefficient if self.kl.place == "loss" else 0.0
+        self.kl_coefficient = coefficient if self.kl.apply_to == "loss" else 0.0
         self.entropy_coefficient = entropy
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
