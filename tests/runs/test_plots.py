@@ -154,7 +154,7 @@ def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory
     assert list(rewards["rejected, validation"].get_ydata()) == [-0.1]
     assert list(margin["validation rows"].get_ydata()) == [0.3]
     assert list(likelihood["rejected"].get_ydata()) == [-1.2, -1.2]
-    assert list(reference["estimated KL divergence from the reference"].get_ydata()) == [0.1, 0.1]
+    assert list(reference["estimated KL divergence from the reference model"].get_ydata()) == [0.1, 0.1]
 
 
 def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
