@@ -26,8 +26,8 @@ learner = posttrain.Learner(policy, learning_rate=3e-3, loss="ppo")
 
 def report(when: str) -> None:
     episodes = posttrain.rollout(engine, env, seeds=range(32), max_tokens=2, run_seed=1)
-    rate, low, high = posttrain.success_rate(episodes)
-    print(f"{when}: success {rate:.0%} [{low:.0%}, {high:.0%}], n = {len(episodes)}")
+    rate = posttrain.summarize(episodes).success
+    print(f"{when}: success {rate.value:.0%}, 95% interval [{rate.low:.0%}, {rate.high:.0%}], n = {rate.n}")
 
 
 report("before")

@@ -22,21 +22,35 @@ if TYPE_CHECKING:
     from posttrain.environments.protocol import Step as Step
     from posttrain.episode import Advantages as Advantages
     from posttrain.episode import Episode as Episode
+    from posttrain.evaluation.summary import summarize as summarize
     from posttrain.models.policy import Policy as Policy
     from posttrain.models.reward import RewardModel as RewardModel
+    from posttrain.recipe.components import register_environment as register_environment
+    from posttrain.recipe.credit import register_credit as register_credit
     from posttrain.recipe.loss import CispoLoss as CispoLoss
     from posttrain.recipe.loss import GspoLoss as GspoLoss
     from posttrain.recipe.loss import KlRecipe as KlRecipe
     from posttrain.recipe.loss import PpoLoss as PpoLoss
     from posttrain.recipe.loss import ReinforceLoss as ReinforceLoss
+    from posttrain.recipe.loss import register_loss as register_loss
+    from posttrain.result import Result as Result
     from posttrain.rollout.driver import rollout as rollout
     from posttrain.training.learner import Learner as Learner
+    from posttrain.training.trainer import Callback as Callback
+    from posttrain.verbs import dpo as dpo
+    from posttrain.verbs import evaluate as evaluate
+    from posttrain.verbs import generate as generate
+    from posttrain.verbs import pipeline as pipeline
+    from posttrain.verbs import reward as reward
+    from posttrain.verbs import rl as rl
+    from posttrain.verbs import sft as sft
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "Advantages": "posttrain.episode",
     "CispoLoss": "posttrain.recipe.loss",
+    "Callback": "posttrain.training.trainer",
     "Environment": "posttrain.environments.protocol",
     "Episode": "posttrain.episode",
     "GspoLoss": "posttrain.recipe.loss",
@@ -47,12 +61,24 @@ _PUBLIC = {
     "Policy": "posttrain.models.policy",
     "PpoLoss": "posttrain.recipe.loss",
     "ReinforceLoss": "posttrain.recipe.loss",
+    "Result": "posttrain.result",
     "RewardModel": "posttrain.models.reward",
     "Step": "posttrain.environments.protocol",
     "VllmEngine": "posttrain.engines.vllm.engine",
     "advantages": "posttrain.credit.assign",
+    "dpo": "posttrain.verbs",
+    "evaluate": "posttrain.verbs",
+    "generate": "posttrain.verbs",
     "load_dataset": "posttrain.data.examples",
     "make_env": "posttrain.environments.opening",
+    "pipeline": "posttrain.verbs",
+    "register_credit": "posttrain.recipe.credit",
+    "register_environment": "posttrain.recipe.components",
+    "register_loss": "posttrain.recipe.loss",
+    "reward": "posttrain.verbs",
+    "rl": "posttrain.verbs",
+    "sft": "posttrain.verbs",
+    "summarize": "posttrain.evaluation.summary",
 }
 """Public name -> module that defines it. `posttrain.rollout` is a package that can be called."""
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.evaluation.statistics import success_rate
-from posttrain.evaluation.summary import mean_at_k, pass_at_k, passes, powers_up_to, summarise
+from posttrain.evaluation.summary import mean_at_k, pass_at_k, passes, powers_up_to, summarize
 from tests.rollout.episodes import played
 
 COUNTS = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
@@ -64,10 +64,10 @@ def test_powers():
 
 def test_a_summary_has_it_where_seeds_were_played_several_times():
     episodes = [played(seed=seed, success=seed == attempt) for seed in range(3) for attempt in range(2)]
-    values = summarise(episodes).metrics()
+    values = summarize(episodes).metrics()
     assert values["mean@k/2"] == pytest.approx(1 / 3)
     assert values["pass@k/1"] == pytest.approx(1 / 3)
     assert values["pass@k/2"] == pytest.approx(2 / 3)
     assert values["pass@k/2_low"] < values["pass@k/2"] < values["pass@k/2_high"]
-    once = summarise([played(seed=seed, success=True) for seed in range(3)]).metrics()
+    once = summarize([played(seed=seed, success=True) for seed in range(3)]).metrics()
     assert not [key for key in once if "@k" in key]

@@ -110,13 +110,13 @@ class Evaluation:
         )
 
 
-def summarise(episodes: Sequence[Episode]) -> Evaluation:
+def summarize(episodes: Sequence[Episode]) -> Evaluation:
     """Success, return and lengths of `episodes`, any number per seed; ValueError without episodes.
 
     Intervals are over seeds: the episodes of one seed count as one mean (see `clustered_rate`).
     """
     if not episodes:
-        raise ValueError("no episodes to summarise")
+        raise ValueError("no episodes to summarize")
     successes: dict[int, list[bool]] = defaultdict(list)
     returns: dict[int, list[float]] = defaultdict(list)
     for episode in episodes:
@@ -190,4 +190,4 @@ def evaluate(
         for index in range(recipe.episodes_per_seed)
     ]
     episodes = play_all(player, places)
-    return summarise(episodes), episodes
+    return summarize(episodes), episodes
