@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from posttrain.episode import Advantages as Advantages
     from posttrain.episode import Episode as Episode
     from posttrain.evaluation.summary import summarize as summarize
+    from posttrain.losses.batch import TokenBatch as TokenBatch
     from posttrain.models.policy import Policy as Policy
     from posttrain.models.reward import RewardModel as RewardModel
+    from posttrain.recipe.components import EnvironmentRecipe as EnvironmentRecipe
     from posttrain.recipe.components import register_environment as register_environment
     from posttrain.recipe.credit import register_credit as register_credit
     from posttrain.recipe.loss import CispoLoss as CispoLoss
@@ -52,6 +54,7 @@ _PUBLIC = {
     "CispoLoss": "posttrain.recipe.loss",
     "Callback": "posttrain.training.trainer",
     "Environment": "posttrain.environments.protocol",
+    "EnvironmentRecipe": "posttrain.recipe.components",
     "Episode": "posttrain.episode",
     "GspoLoss": "posttrain.recipe.loss",
     "KlRecipe": "posttrain.recipe.loss",
@@ -64,6 +67,7 @@ _PUBLIC = {
     "Result": "posttrain.result",
     "RewardModel": "posttrain.models.reward",
     "Step": "posttrain.environments.protocol",
+    "TokenBatch": "posttrain.losses.batch",
     "VllmEngine": "posttrain.engines.vllm.engine",
     "advantages": "posttrain.credit.assign",
     "dpo": "posttrain.verbs",

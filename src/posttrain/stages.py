@@ -18,6 +18,7 @@ def run_stage(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
+    callbacks: tuple = (),
 ) -> RunDirectory:
     """Run the recipe in `<recipe.runs>/<recipe.name>` and return that run.
 

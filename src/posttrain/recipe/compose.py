@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
-from posttrain.recipe.components import environment_class, environment_names
+from posttrain.recipe.components import environment_class, environment_names, register_environment
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
@@ -65,11 +65,14 @@ def chosen(kinds: Registry, value: str | Part | Mapping[str, Any], /, **keywords
 
 
 def plain_values(value: Any) -> Any:
-    """`value` as YAML would hold it: paths as text, typed sections as mappings, tuples as lists, dotted keys nested."""
+    """`value` as YAML would hold it: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
+    class of an environment as the `type` that names it."""
     if isinstance(value, Part):
         return value.model_dump(mode="json")
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, type):
+        return register_environment(value)
     if isinstance(value, list | tuple):
         return [plain_values(item) for item in value]
     if not isinstance(value, Mapping):
