@@ -295,7 +295,9 @@ class UnitCreditor:
             "time/units": time.perf_counter() - begun,
         }
         missing = [f"no units were found in any of the {len(scored)} episodes; look at unit_credit.segmenter"]
-        return StepUnits(self.recipe, units, metrics, [] if any(u is not None and u.any for u in units) else missing)
+        return StepUnits(
+            self.recipe, units, metrics, [] if any(u is not None and u.has_units for u in units) else missing
+        )
 
     def _stored(self, raw: float) -> float:
         return scaled(raw, *self.scorer.statistics, self.scorer.source.clip)
