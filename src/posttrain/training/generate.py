@@ -45,7 +45,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
     replaces = recipe.predictions if overwrite else None
     with AnswerLog(directory.checkpoints / "answers.jsonl", about, replaces) as log, Interrupts():
         if resume:
-            log.refuse_foreign(recipe.predictions)
+            log.check_overwritable(recipe.predictions)
         generation = _Generation(recipe, answerer, log, console)
         try:
             generation.play(wanted)
