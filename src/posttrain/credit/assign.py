@@ -8,7 +8,7 @@ import numpy as np
 
 from posttrain.credit.baselines import arpo, brpo, dr_grpo, grpo, opo, remax, rloo
 from posttrain.credit.returns import gae, reinforce, reinforce_pp, reinforce_pp_baseline, whitened
-from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_credit, turn_numbers
+from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_credit, turn_indices
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.compose import chosen
@@ -24,13 +24,13 @@ from posttrain.recipe.credit import (
 )
 
 
-def advantages_over_values(
+def critic_advantages(
     recipe: CriticCredit, episodes: Sequence[Episode], paid: Sequence[np.ndarray], values: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Advantages before whitening, per episode [n] float64 over its sampled tokens, as `paid` and `values` are."""
     if isinstance(recipe, ValueCredit):
         return gae(paid, values, recipe.discount, recipe.gae_lambda)
-    turns = [turn_numbers(episode) for episode in episodes]
+    turns = [turn_indices(episode) for episode in episodes]
     decays = (recipe.gae_lambda, recipe.turn_gae_lambda)
     return bilevel_gae(paid, values, turns, recipe.discount, recipe.turn_discount, *decays)
 
@@ -42,7 +42,7 @@ def discounted_returns(
     nothing = [np.zeros(len(own)) for own in paid]
     if isinstance(recipe, ValueCredit):
         return gae(paid, nothing, recipe.discount, 1.0)
-    turns = [turn_numbers(episode) for episode in episodes]
+    turns = [turn_indices(episode) for episode in episodes]
     return bilevel_gae(paid, nothing, turns, recipe.discount, recipe.turn_discount, 1.0, 1.0)
 
 
@@ -100,10 +100,10 @@ def advantages(
     recipe: CreditRecipe = chosen(CREDITS, credit, **settings)
     if isinstance(recipe, CriticCredit) and values is None:
         raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
-    return assign(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values)
+    return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values)
 
 
-def assign(
+def compute_advantages(
     episodes: Sequence[Episode],
     recipe: CreditRecipe,
     rewards: RewardStreams,
@@ -118,11 +118,11 @@ def assign(
     was sampled, since no token could be credited with it.
     """
     sampled = [[stream.sampled for stream in episode.streams] for episode in episodes]
-    paid = rewards_of_sampled_tokens(episodes, rewards)
+    paid = sampled_rewards(episodes, rewards)
     if isinstance(recipe, CriticCredit):
         if values is None:
             raise ValueError(f"{recipe.type} needs the values of a critic")
-        credit = advantages_over_values(recipe, episodes, paid, of_sampled_tokens(episodes, values))
+        credit = critic_advantages(recipe, episodes, paid, sampled_values(episodes, values))
         credit = whitened(credit) if recipe.whiten else credit
     elif isinstance(recipe, TurnCredit):
         credit = turn_credit(recipe, episodes, paid)
@@ -157,12 +157,12 @@ def registered_credit(recipe: Credit, episodes: Sequence[Episode], paid: Sequenc
     return credit
 
 
-def rewards_of_sampled_tokens(episodes: Sequence[Episode], rewards: RewardStreams) -> list[np.ndarray]:
-    """Per episode [n] float64; RunError as `assign` says."""
+def sampled_rewards(episodes: Sequence[Episode], rewards: RewardStreams) -> list[np.ndarray]:
+    """Per episode [n] float64; RunError as in `compute_advantages`."""
     return [_paid(episode, streams) for episode, streams in zip(episodes, rewards.values, strict=True)]
 
 
-def of_sampled_tokens(episodes: Sequence[Episode], numbers: PerToken) -> list[np.ndarray]:
+def sampled_values(episodes: Sequence[Episode], numbers: PerToken) -> list[np.ndarray]:
     """Per episode [n] float64: the numbers of its sampled tokens, in order, across its streams."""
     return [
         np.concatenate([np.zeros(0), *(own[s.sampled] for own, s in zip(streams, episode.streams, strict=True))])
