@@ -183,7 +183,7 @@ VERBS: dict[str, Callable[..., Result]] = {
 """Name of a stage -> the function that runs it."""
 
 
-def read_recipe(stage: str, *recipe: RecipeLike, resume: str | Path | None = None, **overrides: Any) -> Recipe:
+def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = None, **overrides: Any) -> Recipe:
     """The typed recipe that the function of `stage` runs for these arguments. InputError as `sft`."""
     if resume is not None and not all(isinstance(part, Layer) for part in recipe):
         raise InputError(f"--resume {resume} continues with the recipe of that run; leave out the recipe")
