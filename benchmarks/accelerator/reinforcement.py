@@ -19,8 +19,8 @@ from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Totals
 from posttrain.training.objectives import logprobs, token_batch
+from posttrain.training.updater import Totals
 
 
 class ClippedLoss:
@@ -66,7 +66,7 @@ def learning(
         behaviour = np.concatenate([sample.stream.rollout_logprobs[sample.stream.sampled] for sample in samples])
         apart = float(np.abs(np.concatenate(scores) - behaviour).mean())
         if totals["optimizer/skipped"][0]:
-            raise RuntimeError("; ".join(training.learner.take_messages()))
+            raise RuntimeError("; ".join(training.learner.take_warnings()))
         if time.monotonic() > until:
             break
     total, count = sum(took.values()), groups * members

@@ -15,7 +15,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..conftest import make_tokenizer
 
@@ -83,7 +83,7 @@ def play(seeds, engine=None, **rollout):
         sampling=SamplingRecipe(),
         version=4,
     )
-    return play_all(player, [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)])
+    return collect_episodes(player, [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)])
 
 
 def test_an_episode_has_its_turns_rewards_and_streams():
@@ -122,7 +122,7 @@ def test_a_failing_environment_fails_its_episode_alone():
 def test_retry_plays_again_with_other_random_numbers():
     Counting.failures_left = 1
     engine = EchoEngine()
-    (episode,) = play([13], engine, failures=FailureRecipe(policy="retry", retries=1))
+    (episode,) = play([13], engine, failures=FailureRecipe(action="retry", retries=1))
     assert episode.outcome is Outcome.TERMINATED
     assert engine.requests[0].prompt_ids == engine.requests[2].prompt_ids
     assert engine.requests[0].seed != engine.requests[2].seed
@@ -135,7 +135,7 @@ def test_a_reward_that_is_not_a_number_is_a_failure_and_never_zero():
 
 
 def test_a_slow_environment_times_out():
-    (episode,) = play([15], environment_seconds=0.05)
+    (episode,) = play([15], environment_timeout=0.05)
     assert episode.failure == "counting took longer than 0.05 s"
 
 

@@ -12,7 +12,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.stages import Recipe
 from posttrain.rollout.driver import RolloutWorker
-from posttrain.rollout.weight_sync import Weights
+from posttrain.rollout.weight_sync import WeightSnapshot
 from posttrain.runs.directory import RunDirectory
 from posttrain.stages import run_stage
 from posttrain.training import rl
@@ -53,7 +53,7 @@ class OneThread:
         self.recipe, self.manager, self.tasks = recipe, manager, tasks
         self.replica = manager.policy.replica()
         self.engine = LocalEngine(self.replica, recipe.engine)
-        self.weights = {0: Weights.of(manager.policy, 0)}
+        self.weights = {0: WeightSnapshot.capture(manager.policy, 0)}
 
     @contextmanager
     def running(self, step):
@@ -61,7 +61,7 @@ class OneThread:
 
     def take(self, step):
         weights = self.weights[max(0, step - 1 - self.recipe.rollout.async_rollouts)]
-        weights.put_into(self.replica)
+        weights.load_into(self.replica)
         self.engine.load_weights(weights.version)
         worker = RolloutWorker(
             self.engine,
@@ -78,7 +78,7 @@ class OneThread:
         return batch
 
     def learned(self, step):
-        self.weights[step] = Weights.of(self.manager.policy, step)
+        self.weights[step] = WeightSnapshot.capture(self.manager.policy, step)
 
 
 def results(run):

@@ -35,7 +35,7 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
             "filter": {"type": "dynamic", "max_rounds": 2},
         },
         "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 50},
-        "entropy": 0.01,
+        "entropy_coefficient": 0.01,
         "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_updates": 2},
         "learner": {"tokens_per_batch": 1500, "updates_per_step": 2},
         "evaluation": {
@@ -137,6 +137,6 @@ def episodes(run: Path) -> dict[str, list]:
                 for s in e.streams
             ],
             stored.advantages and [[a.tobytes() for a in streams] for streams in stored.advantages.values],
-            [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty) for u in stored.units],
+            [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty_value) for u in stored.units],
         ]
     return found

@@ -9,15 +9,15 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.learner import Learner, means
 from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater, means
 
 from . import small
 from .preferences import write_jsonl
 from .test_batches import sample
-from .test_learner import samples as episodes
 from .test_rl import lines, train
+from .test_updater import samples as episodes
 
 
 def rows():
@@ -40,7 +40,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
         return 1.0
 
     monkeypatch.setattr(Optimizer, "step", keep)
-    totals = Learner(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
+    totals = Updater(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
     return found, means(totals)
 
 

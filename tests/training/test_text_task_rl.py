@@ -154,12 +154,12 @@ def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, t
 
 def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": "running"})
-    recipe["rollout"]["missing_end_penalty"] = 0.5
+    recipe["rollout"]["missing_eos_penalty"] = 0.5
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     assert small.run(recipe | {"runs": str(tmp_path / "whole")}) == 0
     killed = recipe | {"runs": str(tmp_path / "killed")}
-    assert small.run(killed, die_at=("posttrain.training.learner:Learner.update", 2)) == -9
+    assert small.run(killed, die_at=("posttrain.training.updater:Updater.update", 2)) == -9
     assert small.run(killed, resume=True) == 0
     whole, again = tmp_path / "whole" / "text", tmp_path / "killed" / "text"
     assert small.weights(whole) == small.weights(again)

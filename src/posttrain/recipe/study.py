@@ -67,15 +67,15 @@ def _kind_of(value: Any) -> str:
 class Limit(Part):
     """What a metric may be for a trial to count."""
 
-    most: float | None = None
+    max: float | None = None
     """The metric is at most this."""
-    least: float | None = None
+    min: float | None = None
     """The metric is at least this."""
 
     @model_validator(mode="after")
     def _one_of_them(self):
-        if (self.most is None) == (self.least is None):
-            raise ValueError("a limit is either `most` or `least`; give one of them")
+        if (self.max is None) == (self.min is None):
+            raise ValueError("a limit is either `max` or `min`; give one of them")
         return self
 
 
@@ -293,7 +293,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
             f"policy/{name}"
             for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
         ),
-        *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_behaviour_k1", "kl_behaviour_k3")),
+        *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
         *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
         *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "stale", "stale_alone", "restarted")),
         *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused", "discarded")),

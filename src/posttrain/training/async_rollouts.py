@@ -23,10 +23,17 @@ from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.filters import ages, without_stale
+from posttrain.rollout.filters import ages, drop_stale
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
-from posttrain.rollout.journal import BatchJournal, EventLog, Recorded, digest_of, remove_batches, require_as_recorded
-from posttrain.rollout.weight_sync import Published, Weights, WeightSync
+from posttrain.rollout.journal import (
+    BatchEvents,
+    EpisodeBuffer,
+    EventLog,
+    check_replay,
+    episodes_digest,
+    remove_batches,
+)
+from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
 from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors
@@ -54,11 +61,11 @@ class Sampler:
     def __init__(
         self,
         manager: RolloutManager,
-        published: Published,
+        published: PublishedWeights,
         run: Path,
         steps: int,
         greedy: bool,
-        replayed: Mapping[int, Recorded] | None,
+        replayed: Mapping[int, BatchEvents] | None,
     ) -> None:
         """Create the thread's state; `start` starts it.
 
@@ -145,13 +152,13 @@ class Sampler:
             sampling=rollout.sampling,
             version=0,
             scorer=manager.scorer,
-            flights=self._in_flight,
+            in_flight=self._in_flight,
         )
         on_disk = True
         for step in range(first, self._steps + 1):
             # The local engine computes the same after the same requests, so it samples a partial batch again to the same bits.
             keep_partial = manager.engine_settings.type != "local"
-            with BatchJournal(directory, step, keep_partial=keep_partial) as journal:
+            with EpisodeBuffer(directory, step, keep_partial=keep_partial) as journal:
                 if on_disk and not journal.complete:
                     on_disk = False
                     remove_batches(directory, step + 1)
@@ -159,22 +166,24 @@ class Sampler:
                 self._hand_over(self._batch(journal, sync, worker, tasks))
 
     def _batch(
-        self, journal: BatchJournal, sync: WeightSync, worker: AsyncRolloutWorker, tasks: TaskOrder
+        self, journal: EpisodeBuffer, sync: WeightSync, worker: AsyncRolloutWorker, tasks: TaskOrder
     ) -> SampledBatch:
         """The batch of a step, from the journal or sampled."""
         if journal.end is not None:
-            batch = collect(worker, tasks, journal.step, self._greedy, journal.play)
+            batch = collect(worker, tasks, journal.step, self._greedy, journal.collect_episodes)
             batch.seconds, batch.metrics = journal.end["seconds"], dict(journal.end["metrics"])
             batch.counters = EngineCounters(**journal.end["counters"])
             return SampledBatch(journal.step, batch, tasks.state_dict(), 0.0)
         engine, restarts, begun = worker.engine, self._in_flight.restarts, time.perf_counter()
-        sync.wait(journal.step)
+        sync.wait_for(journal.step)
         waited = time.perf_counter() - begun
         with self._engine_in_use(engine):
             # Counted inside: an evaluation with the same engine does not belong to the batch.
             begun, counters = time.perf_counter(), replace(engine.counters)
-            sync.begin(journal.step)
-            batch = collect(replace(worker, version=sync.version), tasks, journal.step, self._greedy, journal.play)
+            sync.begin_batch(journal.step)
+            batch = collect(
+                replace(worker, version=sync.version), tasks, journal.step, self._greedy, journal.collect_episodes
+            )
             batch.seconds = time.perf_counter() - begun
             batch.counters = engine.counters.since(counters)
             self._count_discarded(batch, journal.tokens_before, self._in_flight.restarts - restarts)
@@ -208,10 +217,10 @@ class Sampler:
 
     def _record(self, step: int, sync: WeightSync, batch: RolloutBatch) -> None:
         """Write the events of the batch, before the journal marks it as complete."""
-        taken, passes = sync.end()
-        recorded = Recorded(step, taken, passes, digest_of([*batch.sampled, *batch.greedy.values()]))
+        taken, passes = sync.end_batch()
+        recorded = BatchEvents(step, taken, passes, episodes_digest([*batch.sampled, *batch.greedy.values()]))
         if self._replayed is not None:
-            require_as_recorded(self._replayed[step], recorded, str(self._manager.rollout.replay))
+            check_replay(self._replayed[step], recorded, str(self._manager.rollout.replay))
         self._events.append(recorded)
 
     def _hand_over(self, batch: SampledBatch) -> None:
@@ -225,7 +234,7 @@ def journals_of(run: Path) -> Path:
     return run / "ahead"
 
 
-def replayed_events(recipe: RlRecipe) -> dict[int, Recorded] | None:
+def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents] | None:
     """The events of the run that `rollout.replay` names, by step; None without a replay.
 
     Raises:
@@ -265,7 +274,7 @@ class AsyncRollouts:
         steps: int,
         greedy: bool = False,
         smallest_group: int = 1,
-        replayed: Mapping[int, Recorded] | None = None,
+        replayed: Mapping[int, BatchEvents] | None = None,
     ) -> None:
         """Create the rollouts; `running` starts the thread.
 
@@ -281,10 +290,10 @@ class AsyncRollouts:
         self.rollout, self.smallest_group = rollout, smallest_group
         self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
         """Whether a batch needs the weights of one certain step, not the newest."""
-        self._published = Published(rollout.async_rollouts + 1 if self._exact else 1)
+        self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
         self._sampler = Sampler(manager, self._published, run.path, steps, greedy, replayed)
         self._world = current()
-        self._older: list[Weights] = []
+        self._older: list[WeightSnapshot] = []
         self._step = 0
         """The last step that was learned."""
         self._versions: dict[int, int] = {}
@@ -301,7 +310,7 @@ class AsyncRollouts:
             yield
         finally:
             if not self._sampler.stop():
-                events.tell(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
+                events.record(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
             self._remove_covered()
 
     def take(self, step: int) -> RolloutBatch:
@@ -332,7 +341,7 @@ class AsyncRollouts:
         self._versions[step] = self.manager.policy.version
         for old in [known for known in self._versions if known < step - self.rollout.async_rollouts]:
             del self._versions[old]
-        weights = Weights.of(self.manager.policy, step)
+        weights = WeightSnapshot.capture(self.manager.policy, step)
         if self._world.first:
             self._published.publish(weights)
 
@@ -357,16 +366,16 @@ class AsyncRollouts:
         self._versions = dict(map(tuple, state["versions"]))
         if self._world.first:
             for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
-                self._published.publish(Weights(step, version, read.tensors))
+                self._published.publish(WeightSnapshot(step, version, read.tensors))
 
-    def _pending(self) -> list[Weights]:
+    def _pending(self) -> list[WeightSnapshot]:
         """The weights 1, 2, ... `async_rollouts` steps ago, on rank 0 and where a batch needs them. Before a checkpoint is
         read: empty tensors to read into."""
         if not (self._exact and self._world.first):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
         steps = [max(0, self._step - back) for back in range(1, self.rollout.async_rollouts + 1)]
-        return [kept[step] if kept else Weights.unread(self.manager.policy) for step in steps]
+        return [kept[step] if kept else WeightSnapshot.empty(self.manager.policy) for step in steps]
 
     def _remove_covered(self) -> None:
         """Delete the batches on disk that no resume will need."""
@@ -385,13 +394,13 @@ class AsyncRollouts:
                 )
 
     def _drop_stale(self, batch: RolloutBatch, version: int) -> None:
-        most = self.rollout.stale_after
+        most = self.rollout.max_staleness
         if most is None:
             return
-        kept, stale, alone = without_stale(batch.episodes, version, most, self.smallest_group)
+        kept, stale, alone = drop_stale(batch.episodes, version, most, self.smallest_group)
         batch.episodes = kept
         batch.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
         if not kept:
             batch.warnings.append(
-                f"every episode is older than rollout.stale_after = {most} updates, so nothing is learned from"
+                f"every episode is older than rollout.max_staleness = {most} updates, so nothing is learned from"
             )

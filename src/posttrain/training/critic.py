@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from posttrain.credit.assign import (
-    advantages_over_values,
+    critic_advantages,
     discounted_returns,
-    of_sampled_tokens,
-    rewards_of_sampled_tokens,
+    sampled_rewards,
+    sampled_values,
 )
 from posttrain.credit.returns import explained_variance
 from posttrain.episode import Episode, PerToken, RewardStreams
@@ -20,9 +20,9 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.batches import Sample, on_stream
-from posttrain.training.learner import Learner, Totals
 from posttrain.training.objectives import ValueObjective, computed
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Totals, Updater
 
 
 class CriticLearner:
@@ -55,12 +55,12 @@ class CriticLearner:
         """
         self.settings = settings
         self.credit = credit
-        if settings.trunk == "shared":
+        if settings.backbone == "shared":
             self.model: Critic | SharedCritic = SharedCritic(policy)
         else:
             self.model = _own_critic(settings, policy, seed, stored_statistics)
         self.optimizer = Optimizer(self.model.trainable(), settings.optimizer, updates)
-        self.learner: Learner[torch.Tensor] = Learner(
+        self.learner: Updater[torch.Tensor] = Updater(
             self.model, self.optimizer, learner, self._forward, key="critic.optimizer"
         )
         self.objective = ValueObjective(settings.clip)
@@ -89,8 +89,8 @@ class CriticLearner:
         left = iter(samples)
         for episode in episodes:
             values.append([on_stream(computed(next(left).values), stream.sampled) for stream in episode.streams])
-        rewards_of, values_of = rewards_of_sampled_tokens(episodes, rewards), of_sampled_tokens(episodes, values)
-        advantages = advantages_over_values(self.credit, episodes, rewards_of, values_of)
+        rewards_of, values_of = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
+        advantages = critic_advantages(self.credit, episodes, rewards_of, values_of)
         targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, values_of, strict=True))])
         ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
         for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
@@ -116,7 +116,7 @@ class CriticLearner:
         return fit
 
     def take_warnings(self) -> list[str]:
-        """As `Learner.take_warnings`."""
+        """As `Updater.take_warnings`."""
         return [
             f"critic: {warning}; lower critic.optimizer.learning_rate if it happens again"
             for warning in self.learner.take_warnings()

@@ -25,24 +25,24 @@ from posttrain.recipe.warnings import notes
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, VerdictObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
+from posttrain.training.updater import Updater
 
 
 class References:
     """Gives samples their `reference`. The policy at its start is the reference model."""
 
-    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Learner[TokenScores]) -> None:
+    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores]) -> None:
         """Take it before the policy's weights change, or are restored."""
         self.policy = policy
         self.learner = learner
         self._known: dict[bytes, np.ndarray] = {}
         self._directory: Path | None = None
-        if recipe.loss.needs_reference and recipe.reference_cache:
+        if recipe.loss.needs_reference and recipe.cache_ref_logprobs:
             home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
             self._directory = Path(recipe.data.cache).parent if recipe.data.cache else home
             self._model = _digest_of(policy)
@@ -154,7 +154,7 @@ def train(
     batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
-    learner = Learner(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
+    learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     references = References(recipe, policy, learner)
     rows = [*data.stored, *data.validation, *data.test]
     if recipe.loss.needs_reference:
@@ -175,18 +175,18 @@ def train(
 
 
 def _objective(
-    recipe: DpoRecipe, learner: Learner[TokenScores], references: References, samples: Sequence[Sample]
+    recipe: DpoRecipe, learner: Updater[TokenScores], references: References, samples: Sequence[Sample]
 ) -> PairObjective | VerdictObjective:
     """What to minimise on these samples, which get their reference log-probabilities where the loss needs them."""
     if recipe.loss.needs_reference:
         references.give(samples)
     if isinstance(recipe.loss, KtoLoss):
         return VerdictObjective(recipe.loss, _reference_point(learner, references, samples, recipe.data.max_tokens))
-    return PairObjective(recipe.loss, recipe.supervised)
+    return PairObjective(recipe.loss, recipe.nll_coefficient)
 
 
 def _reference_point(
-    learner: Learner[TokenScores], references: References, samples: Sequence[Sample], max_tokens: int
+    learner: Updater[TokenScores], references: References, samples: Sequence[Sample], max_tokens: int
 ) -> torch.Tensor:
     """KTO's estimate of the KL: each prompt with the next row's answer. Over the whole step, so no micro-batch matters."""
     mismatched = [

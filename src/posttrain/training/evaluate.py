@@ -21,10 +21,10 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     final = evaluator.final(0)
     with MetricsLog(directory, recipe.sinks) as log:
         for name, values in evaluator.baselines().items():
-            log.write(0, "baseline", {"player": name, **values})
-        log.write(0, "final", {"player": EVALUATED, **final})
+            log.write(0, "baseline", {"policy": name, **values})
+        log.write(0, "final", {"policy": EVALUATED, **final})
     tables = write_tables(directory, [evaluator])
-    warnings = [*evaluator.warnings, *events.take()]
+    warnings = [*evaluator.warnings, *events.drain()]
     write_report(directory, tables, warnings=warnings)
     for table in tables:
         console.print(table.rich())

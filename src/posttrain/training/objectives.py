@@ -9,7 +9,7 @@ import torch
 from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.kl import kl_loss
 from posttrain.losses.policy import nll, policy_loss
-from posttrain.losses.preference import PairSums, kto_losses, preference_losses
+from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
@@ -18,7 +18,7 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Learner, Totals
+from posttrain.training.updater import Totals, Updater
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class PairObjective(_PerRow):
         references = _reference_sums(samples, logps.device) if self.loss.needs_reference else None
         losses = preference_losses(
             self.loss,
-            PairSums(
-                chosen=logps[chosen],
-                rejected=logps[rejected],
+            PairLogprobs(
+                chosen_logprobs=logps[chosen],
+                rejected_logprobs=logps[rejected],
                 chosen_length=lengths[chosen],
                 rejected_length=lengths[rejected],
-                reference_chosen=None if references is None else references[chosen],
-                reference_rejected=None if references is None else references[rejected],
+                ref_chosen_logprobs=None if references is None else references[chosen],
+                ref_rejected_logprobs=None if references is None else references[rejected],
             ),
         )
         return Comparisons(rows, losses.losses, losses.chosen_rewards, losses.rejected_rewards)
@@ -138,7 +138,7 @@ class RewardObjective(_PerRow):
         if self.loss.margin:
             sides = [samples[place].side for place in chosen]
             margin = torch.tensor([side.margin for side in sides if side is not None], device=output.device)
-        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.centring)
+        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.center_rewards_coefficient)
         return Comparisons(rows, losses, output[chosen].detach(), output[rejected].detach())
 
     def __call__(
@@ -201,12 +201,12 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
     return forward
 
 
-def logprobs(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
+def logprobs(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
     return [of_sample for of_sample, _ in scores(learner, samples)]
 
 
-def scores(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def scores(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample and the values [n] float32 before them, None
     where no head reads any; without gradient."""
     by_sample: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -242,7 +242,7 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
 
 
 class PolicyObjective:
-    """Policy loss + `kl_coefficient` x KL to the reference model (with `kl.place: loss`) - `entropy` x entropy."""
+    """Policy loss + `kl_coefficient` x KL to the reference model (with `kl.apply_to: loss`) - `entropy` x entropy."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class PolicyObjective:
         self.loss = loss
         self.kl = kl or KlRecipe()
         coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
-        self.kl_coefficient = coefficient if self.kl.place == "loss" else 0.0
+        self.kl_coefficient = coefficient if self.kl.apply_to == "loss" else 0.0
         self.entropy_coefficient = entropy
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:

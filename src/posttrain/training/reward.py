@@ -16,7 +16,6 @@ from posttrain.recipe.warnings import notes
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import check_margins, load_data, samples_of_row
@@ -24,6 +23,7 @@ from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.unit_normalizer import fit_run
 from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward
+from posttrain.training.updater import Updater
 
 
 def train(
@@ -37,7 +37,7 @@ def train(
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     forward, objective = _computed(recipe, model, [*data.stored, *data.validation, *data.test])
     optimizer = Optimizer(model.trainable(), recipe.optimizer, total)
-    learner: Learner[Any] = Learner(model, optimizer, recipe.learner, forward)
+    learner: Updater[Any] = Updater(model, optimizer, recipe.learner, forward)
     evaluator = PreferenceEvaluator(
         learner, data, recipe.name, lambda samples: objective, model=model, renderer=renderer
     )

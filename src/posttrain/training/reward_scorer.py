@@ -16,7 +16,7 @@ from posttrain.data.rendering import LossOn, Renderer, render_conversation
 from posttrain.episode import CUT_OFF, Episode, Outcome, PerToken, RewardStreams, StopReason, Stream, Turn
 from posttrain.errors import InputError
 from posttrain.factory import Factory
-from posttrain.losses.kl import estimate_kl, penalise
+from posttrain.losses.kl import apply_kl_penalty, estimate_kl
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -196,11 +196,11 @@ class RewardShaping:
             end = streams[last.stream][last.stop - 1 : last.stop]
             end += self.running.correction(last.info)
             if last.stop_reason in CUT_OFF:
-                end -= self.rollout.missing_end_penalty
-            if self.rollout.overlong is not None:
-                end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong)
-        if kl_coefficient > 0 and self.kl.place == "reward":
-            rewards = penalise(rewards, self._kl_per_token(episodes, samples), kl_coefficient)
+                end -= self.rollout.missing_eos_penalty
+            if self.rollout.overlong_penalty is not None:
+                end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong_penalty)
+        if kl_coefficient > 0 and self.kl.apply_to == "reward":
+            rewards = apply_kl_penalty(rewards, self._kl_per_token(episodes, samples), kl_coefficient)
         return rewards
 
     def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:

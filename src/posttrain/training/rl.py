@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from posttrain.credit.assign import assign
+from posttrain.credit.assign import compute_advantages
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
@@ -26,7 +26,6 @@ from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain.training.guards import Guards
-from posttrain.training.learner import Learner, Objective, Totals, add_totals, means
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -50,6 +49,7 @@ from posttrain.training.rollouts import (
 from posttrain.training.rows import PtxRows
 from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
+from posttrain.training.updater import Objective, Totals, Updater, add_totals, means
 
 MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rollouts]
 
@@ -116,7 +116,7 @@ class Components:
     """What a run works with, and its settings. Components that the recipe does not ask for are None."""
 
     policy: Policy
-    learner: Learner[TokenScores]
+    learner: Updater[TokenScores]
     critic: CriticLearner | None
     rollouts: Rollouts
     rewards: RewardShaping
@@ -150,7 +150,9 @@ class Components:
 
         def advantages(rewards: RewardStreams) -> Advantages:
             values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
-            return assign(episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values)
+            return compute_advantages(
+                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values
+            )
 
         rewards = self.rewards.shape(episodes, samples, self.kl.coefficient)
         if self.unit_credit is None:
@@ -216,7 +218,7 @@ def make_components(
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
     forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
     joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
-    learner = Learner(policy, optimizer, recipe.learner, forward, joint=joint)
+    learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
 
     scorer = open_scorer(recipe.reward, policy)
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs)
@@ -231,7 +233,7 @@ def make_components(
     warnings += [*(unit_credit.warnings if unit_credit is not None else []), *manager.template_warnings()]
 
     def objective(kl_coefficient: float) -> Objective[TokenScores]:
-        policy_objective = PolicyObjective(recipe.loss, recipe.kl, kl_coefficient, recipe.entropy)
+        policy_objective = PolicyObjective(recipe.loss, recipe.kl, kl_coefficient, recipe.entropy_coefficient)
         with_values = SharedObjective(policy_objective, recipe.critic.coefficient, recipe.critic.clip)
         of_episodes = policy_objective if head is None else with_values
         return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)

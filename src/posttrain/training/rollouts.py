@@ -26,20 +26,20 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
 from posttrain.recipe.rollout import EngineRecipe, FailureRecipe, RolloutRecipe, SamplingRecipe, SeedRange
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, Scorer, Sharing, play_all
+from posttrain.rollout.driver import EpisodeRequest, EpisodeSharding, RolloutWorker, Scorer, collect_episodes
 from posttrain.rollout.filters import has_signal, uncertainty
-from posttrain.rollout.remote_worker import Faults, RemoteRolloutWorker
+from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.seeds import random_stream
 
 # -- who plays ----------------------------------------------------------------------------------------------------------
 
 
-def sharing_of(engine: Engine) -> Sharing:
+def sharding_of(engine: Engine) -> EpisodeSharding:
     """How several processes share episodes: an engine in this process plays this process's groups, an engine outside
     plays all of them for rank 0."""
     if current().is_single_process:
-        return Sharing.NONE
-    return Sharing.GROUPS if isinstance(engine, LocalEngine) else Sharing.FIRST
+        return EpisodeSharding.NONE
+    return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
 
 
 class RolloutManager:
@@ -102,7 +102,7 @@ class RolloutManager:
                 sampling=sampling,
                 version=self.policy.version,
                 scorer=self.scorer,
-                sharing=sharing_of(self.engine),
+                sharding=sharding_of(self.engine),
             )
             self.engine.sleep()
 
@@ -129,7 +129,7 @@ class RemoteRolloutManager:
         self.rollout = rollout
         self.episodes = episodes
         self.model_name = engine.model
-        self.client = chat_client("engine", engine.url, engine.seconds, engine.retries, engine.api_key_variable)
+        self.client = chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
 
     @contextmanager
     def worker(self, sampling: SamplingRecipe) -> Iterator[RemoteRolloutWorker]:
@@ -137,7 +137,7 @@ class RemoteRolloutManager:
         yield RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            faults=Faults(self.rollout.failures, self.episodes),
+            failure_monitor=FailureLimit(self.rollout.failures, self.episodes),
             environment=self.environment,
             rollout=self.rollout,
             sampling=sampling,
@@ -268,7 +268,7 @@ Play = Callable[[RolloutWorker, Sequence[EpisodeRequest]], list[Episode]]
 
 
 def collect(
-    worker: RolloutWorker, tasks: TaskOrder, step: int, greedy: bool = False, play: Play = play_all
+    worker: RolloutWorker, tasks: TaskOrder, step: int, greedy: bool = False, play: Play = collect_episodes
 ) -> RolloutBatch:
     """Sample the groups of a step. The `dynamic` filter samples again until enough groups have signal.
 
@@ -323,7 +323,7 @@ def _play_groups(
 
 
 def apply_failure_policy(episodes: list[Episode], failures: FailureRecipe, warnings: list[str]) -> list[Episode]:
-    """Drop failed episodes, or give them the reward of the policy `score`; appends a sentence about them to `warnings`.
+    """Drop failed episodes, or give them the reward of the action `score`; appends a sentence about them to `warnings`.
 
     Raises:
         RunError: more than `failures.max_share` of the episodes failed.
@@ -339,7 +339,7 @@ def apply_failure_policy(episodes: list[Episode], failures: FailureRecipe, warni
             f"{warnings[-1]}; that is more than rollout.failures.max_share = {failures.max_share}; fix the environment, "
             "then continue with --resume"
         )
-    if failures.policy != "score":
+    if failures.action != "score":
         return [e for e in episodes if e.outcome is not Outcome.FAILED]
     for episode in failed:
         if episode.turns:

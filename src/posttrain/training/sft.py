@@ -16,13 +16,13 @@ from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator, LossEvaluator
 from posttrain.training.experts import expert_episodes
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, SampleBatches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
+from posttrain.training.updater import Updater
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
         batches = Batches(data, lambda number, row: samples_of_row(row))
     total = recipe.steps or recipe.epochs * batches.updates_per_epoch
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
-    learner = Learner(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
+    learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     warnings, evaluators = notes(recipe), list[Evaluator]()
     best_by: Callable[[dict[str, Any]], float] | None = None
     if data is not None:

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from posttrain.data.tokens import TokenRow
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Objective, means
 from posttrain.training.rows import DataSet
 from posttrain.training.trainer import Trainer
+from posttrain.training.updater import Objective, means
 
 Output = TypeVar("Output")
 

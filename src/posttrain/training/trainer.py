@@ -27,8 +27,8 @@ from posttrain.seeds import derive_seed
 from posttrain.training.checkpoint import Checkpoints
 from posttrain.training.evaluators import START, TRAINED, Evaluator
 from posttrain.training.interrupts import Interrupts
-from posttrain.training.learner import Learner
 from posttrain.training.results import report_results
+from posttrain.training.updater import Updater
 
 Output = TypeVar("Output")
 
@@ -119,7 +119,7 @@ class Trainer(Generic[Output]):
         settings: LoopSettings,
         run: RunDirectory,
         model: TrainedModel,
-        learner: Learner[Output],
+        learner: Updater[Output],
         *,
         evaluators: Sequence[Evaluator] = (),
         best_by: Callable[[dict[str, Any]], float] | None = None,
@@ -219,7 +219,7 @@ class Trainer(Generic[Output]):
                 self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
                 raise
             finally:
-                self.warn(events.take())
+                self.warn(events.drain())
 
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one still owed."""
@@ -235,11 +235,11 @@ class Trainer(Generic[Output]):
         values: dict[str, Any] = {}
         for evaluator in self.evaluators:
             for player, baseline in evaluator.baselines().items():
-                self._log.write(0, "baseline", {"player": player, **baseline})
+                self._log.write(0, "baseline", {"policy": player, **baseline})
             self.progress.message(f"{evaluator.cost()} with the model as it is")
             values |= evaluator.final(0)
         if values:
-            self._log.write(0, "baseline", {"player": START, **values})
+            self._log.write(0, "baseline", {"policy": START, **values})
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Trainer(Generic[Output]):
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
-        self.warn(events.take())
+        self.warn(events.drain())
         self._call(lambda callback: callback.on_step(self.step, metrics))
 
     def warn(self, messages: Sequence[str]) -> None:
@@ -356,10 +356,10 @@ class Trainer(Generic[Output]):
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step)
-        self.warn(events.take())
+        self.warn(events.drain())
         if values:
             chosen = "best on the curve's data" if self.best_by is not None else "the last one"
-            self._log.write(self.step, "final", {"player": TRAINED, "best_step": step, "chosen": chosen, **values})
+            self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
         directory = self.run.path / "model"
         self.model.export(directory)
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console))

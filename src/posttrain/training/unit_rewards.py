@@ -11,7 +11,7 @@ import torch
 
 from posttrain.credit.units.segment import unit_ends
 from posttrain.errors import InputError
-from posttrain.losses.reward import unevenness, unit_entropies, unit_means, unit_spreads
+from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
 from posttrain.models.forward import hidden_states, token_scores
 from posttrain.models.load import load_model, resolve_path
 from posttrain.models.packing import pack_row
@@ -20,8 +20,8 @@ from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
 from posttrain.training.batches import Sample, pack
-from posttrain.training.learner import Totals
 from posttrain.training.objectives import Comparisons, RewardObjective
+from posttrain.training.updater import Totals
 
 _POSITIONS_PER_CHUNK = 512
 """Positions whose logits exist at a time while entropies are measured."""
@@ -170,9 +170,9 @@ class UnitRewardObjective(RewardObjective):
             answers = float(output.streams)
             totals["units/per_answer"] = (float(len(output.rewards)), answers)
             totals["units/effective"] = (float(unit_entropies(*parts).exp().sum()), answers)
-            totals["units/spread"] = (float(unit_spreads(*parts).sum()), answers)
-        if self.units.entropy:
-            uneven = unevenness(*parts, self.units.entropy_form).sum()
-            loss = loss + self.units.entropy * uneven
+            totals["units/spread"] = (float(unit_stds(*parts).sum()), answers)
+        if self.units.entropy_coefficient:
+            uneven = unit_entropy_penalty(*parts, self.units.entropy_form).sum()
+            loss = loss + self.units.entropy_coefficient * uneven
             totals["loss/unevenness"] = (float(uneven.detach()), float(len(compared.rows)))
         return loss, totals

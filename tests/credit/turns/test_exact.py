@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.credit.turns import bilevel_gae
 from posttrain.recipe.credit import CreditRecipe
 from tests.credit.decision_process import PARAMETERS, STATES, Trajectory, episode, score, trajectories
@@ -51,8 +51,8 @@ def test_a_discount_per_turn_is_biased():
     [
         {"type": "mt_grpo"},
         {"type": "gigpo"},
-        {"type": "gigpo", "divide": False},
-        {"type": "gigpo", "divide": False, "discount": 1.0},
+        {"type": "gigpo", "divide_by_std": False},
+        {"type": "gigpo", "divide_by_std": False, "discount": 1.0},
     ],
     ids=str,
 )
@@ -62,7 +62,7 @@ def test_biased_ones_miss_the_direction(credit, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gigpo_without_its_second_level_and_divisor_is_dr_grpo(size):
-    credit = {"type": "gigpo", "divide": False, "step_weight": 0.0}
+    credit = {"type": "gigpo", "divide_by_std": False, "step_weight": 0.0}
     assert relative_error(expected_gradient(credit, REINFORCE, size), (size - 1) / size) < 1e-7
 
 
@@ -133,7 +133,7 @@ def test_assign_hands_it_the_values_of_sampled_tokens_and_their_turns():
         played, mask = episode(t, LOG_POLICY, 0), np.array(t.sampled)
         values = np.full(len(mask), np.nan)
         values[mask] = of_tokens(t, WRONG)[1]
-        credit = assign([played], recipe, reward_streams([played]), values=[[values]]).values[0][0]
+        credit = compute_advantages([played], recipe, reward_streams([played]), values=[[values]]).values[0][0]
         expected = bilevel(1.0, 0.95, 0.95, 0.95)(*of_tokens(t, WRONG))
         np.testing.assert_allclose(credit[mask], expected, rtol=1e-5, atol=1e-6)
         assert not credit[~mask].any()

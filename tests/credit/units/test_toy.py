@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.credit.units.estimators import shapley, whole
+from posttrain.credit.units.estimators import full_coalition, shapley
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
@@ -31,7 +31,7 @@ def final(study, name, channel, kind):
 def test_prefix_rewards_and_leave_one_out_advantages_reach_the_optimum_and_the_published_drca_does_not(study):
     assert final(study, "prefix", "reward", "additive") >= 0.99
     assert final(study, "loo", "advantage", "additive") >= 0.99
-    assert final(study, "seed_compat", "reward", "additive") < 0.98
+    assert final(study, "drca_published", "reward", "additive") < 0.98
 
 
 def test_where_units_meet_the_published_drca_falls_behind_the_exact_gradient(study):
@@ -39,7 +39,7 @@ def test_where_units_meet_the_published_drca_falls_behind_the_exact_gradient(stu
     exact = np.mean([study.study.exact_curve("pairs", seed, 40, 3.0)[-1] for seed in range(8)])
     assert final(study, "prefix", "reward", "pairs") >= exact - 0.02
     assert final(study, "loo", "advantage", "pairs") >= exact - 0.02
-    assert final(study, "seed_compat", "reward", "pairs") < exact - 0.05
+    assert final(study, "drca_published", "reward", "pairs") < exact - 0.05
 
 
 def test_a_causal_reward_used_as_an_advantage_is_blind_to_what_comes_later(study):
@@ -60,7 +60,7 @@ def test_tasks_are_what_they_say(study):
         assert task.score(task.every.max()) == 1
         nothing = task.worth(tasks.ANSWERS[:1], np.zeros((1, tasks.UNITS), bool))
         assert nothing == 0
-        values = {0: 0.0, whole(2): 0.0}
+        values = {0: 0.0, full_coalition(2): 0.0}
         kept = np.zeros((4, tasks.UNITS), bool)
         kept[:, :2] = [[0, 0], [1, 0], [0, 1], [1, 1]]
         values |= dict(enumerate(task.worth(np.repeat(tasks.ANSWERS[5:6], 4, 0), kept).tolist()))

@@ -62,7 +62,7 @@ class Objective(Protocol[Input]):
         ...
 
 
-class Learner(Generic[Output]):
+class Updater(Generic[Output]):
     """A model, its optimizer, and the forward pass of a micro-batch. `update` makes one optimizer step.
 
     Attributes:
