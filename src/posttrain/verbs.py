@@ -165,7 +165,7 @@ def pipeline(
     Returns:
         The name of each stage that was asked for -> its result.
     """
-    from posttrain.training.pipeline import run_pipeline
+    from posttrain.pipelines import run_pipeline
 
     loaded = load_pipeline(str(file), [], _layers(changes, overrides))
     runs = run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)

@@ -229,9 +229,9 @@ def pipeline(
     if sources:
         raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
     if dry_run:
+        from posttrain.pipelines import chosen_stages, planned
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
-        from posttrain.training.pipeline import chosen_stages, planned
 
         loaded, console = load_pipeline(str(file), overrides), Console()
         for line in planned(loaded, only, start_from, overwrite):

@@ -1,5 +1,6 @@
 """The learner of a loop of one's own: episodes with credit become one optimizer step of the policy."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.batches import Sample
+from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.objectives import PolicyObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.rl import give_credit, samples_of
+from posttrain.training.rl import set_advantages
 from posttrain.training.updater import Updater, means
 
 
@@ -92,8 +93,8 @@ class Learner:
         """
         if [len(streams) for streams in credit.values] != [len(episode.streams) for episode in episodes]:
             raise ValueError("`credit` belongs to other episodes; compute it for these with `advantages`")
-        samples = samples_of(episodes, self.policy.version)
-        give_credit(samples, credit)
+        samples = samples_of_episodes(episodes, self.policy.version)
+        set_advantages(samples, credit)
         coefficient = self._controller.coefficient
         if coefficient > 0:
             with self.policy.as_reference():
@@ -104,6 +105,8 @@ class Learner:
                 sample.old_logprobs = old
         objective = PolicyObjective(self.loss, self.kl, coefficient, self.entropy_coefficient)
         metrics = means(self._updater.update(samples, objective))
+        for message in self._updater.take_warnings():
+            warnings.warn(message, stacklevel=2)
         self._controller.update(metrics.get("policy/kl"), len(episodes))
         return metrics
 

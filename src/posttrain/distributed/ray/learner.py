@@ -13,7 +13,6 @@ from posttrain.distributed.ray.actors import Worker, recipe_from
 from posttrain.distributed.ray.worker_group import Member, WorkerHandle
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
-from posttrain.factory import become_learner
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.runs import events
 
@@ -79,17 +78,16 @@ class LearnerWorker(Worker):
     def run(self, job: Job) -> Ended:
         """Run the stage to its end."""
         from posttrain.distributed.world import AlreadyReported, Lost
-        from posttrain.stages import run_stage
+        from posttrain.training.stage import run_in_process
 
         os.environ.update(job.variables)
-        become_learner()
         for sentence in job.told:
             events.record(sentence)
         recipe = recipe_from(job.document)
         try:
             with ExitStack() as placed:
                 self._place(recipe, job.crew, placed)
-                run_stage(recipe, resume=job.resume, overwrite=job.overwrite)
+                run_in_process(recipe, job.resume, job.overwrite)
         except KeyboardInterrupt:
             return Ended(INTERRUPTED)
         except AlreadyReported as error:
