@@ -5,12 +5,19 @@ import stat
 
 import pytest
 import torch
+from posttrain.engines.local.paged_attention import (
+    PAGE,
+    CompiledReader,
+    Prefix,
+    Segment,
+    TorchReader,
+    plan_decoding,
+    shared_pages,
+)
 
 from posttrain.engines.local.cache import KeyValuePages
 from posttrain.engines.local.cpu import kernel
 from posttrain.engines.local.cpu.kernel import decoding_kernel
-from posttrain.engines.local.plan import PAGE, Prefix, Segment, plan_decoding, shared_pages
-from posttrain.engines.local.reading import CompiledReader, TorchReader
 
 SLOTS, HEADS, GROUPS, SIZE = 12, 2, 3, 64
 

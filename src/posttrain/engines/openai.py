@@ -63,12 +63,12 @@ def chat_client(
     return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries, http_client=http)
 
 
-class RemoteFailure(Exception):
+class ChatRequestError(Exception):
     """A server gave no chat completion. The message is one sentence that names the model, the server and the fault."""
 
 
 @dataclass(frozen=True)
-class Written:
+class ChatCompletion:
     """What a model behind a server wrote."""
 
     text: str
@@ -79,11 +79,11 @@ class Written:
     """Whether the model came to an end by itself or at a stop string; False where a limit or a filter cut it off."""
     thoughts: str = ""
     """What the server gives as thinking apart from the text (`reasoning_content` or `reasoning`)."""
-    stopped_at: str | None = None
+    stop_string: str | None = None
     """The stop string that ended the text, which the text does not hold; empty where the server says that none did,
     None where it does not say."""
 
-    def with_thoughts(self) -> str:
+    def text_with_reasoning(self) -> str:
         """The text with the thoughts in front of it as a block `<think>…</think>`, unless it begins with one of its
         own; the block stays open where a limit cut the model off before it wrote any text."""
         if not self.thoughts or self.text.lstrip().startswith("<think>"):
@@ -103,11 +103,11 @@ def complete(
     stop: Sequence[str] = (),
     seed: int | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> Written:
+) -> ChatCompletion:
     """One chat completion of `model`. `client` is that of `chat_client`; `what` says in messages who the model is.
 
     A field that is None or empty is not sent. `extra`: further fields of the request, as JSON. The client asks again
-    by itself after a time-out, a lost connection, or an answer of status 408, 409, 429 or 5xx. Raises RemoteFailure
+    by itself after a time-out, a lost connection, or an answer of status 408, 409, 429 or 5xx. Raises ChatRequestError
     for every fault that is left: a status, no answer in time, nobody there, or an answer of another shape. A server
     that refuses a request is not asked again without the refused field; the message names the fields that were sent.
     """
@@ -125,13 +125,13 @@ def complete(
         asked = (
             f"; besides the messages it was sent {fields}" if error.status_code in _REFUSES_FIELDS and fields else ""
         )
-        raise RemoteFailure(
+        raise ChatRequestError(
             f"{where} answered with status {error.status_code}: {shortened(str(error))}{asked}"
         ) from error
     except openai.APITimeoutError as error:
-        raise RemoteFailure(f"{where} did not answer within {client.timeout:g} s") from error
+        raise ChatRequestError(f"{where} did not answer within {client.timeout:g} s") from error
     except (openai.OpenAIError, ValueError) as error:
-        raise RemoteFailure(f"{where} cannot be understood or reached: {shortened(_cause(error))}") from error
+        raise ChatRequestError(f"{where} cannot be understood or reached: {shortened(_cause(error))}") from error
     return _written(answer, where)
 
 
@@ -140,21 +140,21 @@ def shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + " …"
 
 
-def _written(answer: Any, where: str) -> Written:
-    """The parts of an answer that is a chat completion; RemoteFailure where it is none."""
+def _written(answer: Any, where: str) -> ChatCompletion:
+    """The parts of an answer that is a chat completion; ChatRequestError where it is none."""
     try:
         choice = answer.choices[0]
         message, reason = choice.message, choice.finish_reason
         text = message.content
     except (AttributeError, IndexError, TypeError) as error:
-        raise RemoteFailure(f"{where} sent no chat completion: {shortened(str(answer))}") from error
+        raise ChatRequestError(f"{where} sent no chat completion: {shortened(str(answer))}") from error
     if text is not None and not isinstance(text, str):
-        raise RemoteFailure(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
+        raise ChatRequestError(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
     further = getattr(choice, "model_extra", None) or {}
     told = [further[name] for name in _STOPPED_AT if name in further]
     tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None)
-    return Written(
+    return ChatCompletion(
         text or "",
         tokens if isinstance(tokens, int) and tokens >= 0 else None,
         reason not in _CUT_OFF,

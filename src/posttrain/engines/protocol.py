@@ -64,7 +64,7 @@ class EngineCounters:
 class SteppedEngine(Protocol):
     """An engine that computes in the event loop of those who ask, one forward pass after another."""
 
-    before_pass: Callable[[], None] | None
+    before_forward: Callable[[], None] | None
     """Called before each forward pass, when every open episode waits for the engine. It may load weights, and it may
     cancel requests. What is computed after the same calls at the same passes is the same to the bit."""
 

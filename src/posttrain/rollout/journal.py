@@ -143,7 +143,7 @@ NAME = "events.jsonl"
 class NewWeights:
     """The engine took the weights after step `learned`."""
 
-    before_pass: int
+    before_forward: int
     learned: int
     version: int
     begun_again: list[list[int]] = field(default_factory=list)

@@ -7,11 +7,9 @@ import numpy as np
 import torch
 
 from posttrain.engines.local.cpu.kernel import DecodingKernel
-from posttrain.engines.local.plan import PAGE, Prefix, Segment
-from posttrain.engines.local.reading import Reader, reader_of
+from posttrain.engines.local.paged_attention import PAGE, Prefix, Reader, Segment, reader_of
 from posttrain.models.attention import causal_attention
-from posttrain.models.cpu.attention import Masks, attend_segments
-from posttrain.models.cpu.attention import Segment as Stretch
+from posttrain.models.cpu.attention import AttentionSegment, MaskCache, attend_segments
 
 
 class KeyValuePages:
@@ -101,7 +99,7 @@ class CachedLayout:
         self._places: dict[int, torch.Tensor] = {}
         self._first_places: torch.Tensor | None = None
         self._readers: dict[int | None, Reader] = {}
-        self._stretch_masks = Masks()
+        self._stretch_masks = MaskCache()
 
     @property
     def segments(self) -> list[Segment]:
@@ -195,7 +193,7 @@ class CachedLayout:
         before = key.shape[1] - query.shape[1]
         if before:
             query = torch.cat([query.new_empty(len(query), before, query.shape[2]), query], dim=1)
-        segment = Stretch(before, key.shape[1], 0, before)
+        segment = AttentionSegment(before, key.shape[1], 0, before)
         return attend_segments(query, key, value, [segment], scaling, window, self._stretch_masks)[:, before:]
 
     def _reader(self, window: int | None, rows: torch.Tensor) -> Reader:

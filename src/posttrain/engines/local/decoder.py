@@ -8,7 +8,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.linear import SamplingLinear
-from posttrain.models.cpu.layers import turn
+from posttrain.models.cpu.layers import rotate
 from posttrain.models.forward import hidden_states, logits_of, transformer
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
@@ -125,7 +125,7 @@ class _Layer:
         if self.head_norms is not None:
             parts = turned.split([self.queries, self.keys], dim=1)
             turned = torch.cat([_normed(norm, part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=1)
-        turned = turn(turned, cos, sin)
+        turned = rotate(turned, cos, sin)
         query, key = turned[:, : self.queries], turned[:, self.queries :]
         value = heads[:, self.queries + self.keys :]
         return layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)

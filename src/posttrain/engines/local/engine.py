@@ -14,12 +14,12 @@ import torch
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Placement, Slots, common_prefix
 from posttrain.engines.local.decoder import Decoder, decoder_of
-from posttrain.engines.local.plan import Segment
+from posttrain.engines.local.paged_attention import Segment
 from posttrain.engines.local.sampler import StopStrings, sample
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.episode import StopReason
 from posttrain.errors import RunError
-from posttrain.models.cpu.products import keep_freed_memory
+from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.seeds import random_stream
@@ -74,7 +74,7 @@ class LocalEngine:
         self.counters = EngineCounters()
         self.capacity = recipe.slots
         self.version = 0
-        self.before_pass: Callable[[], None] | None = None
+        self.before_forward: Callable[[], None] | None = None
         self._cache = KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
         self._decoder: Decoder | None = None
@@ -133,8 +133,8 @@ class LocalEngine:
         while self._waiting or self._running:
             await self._until_all_wait()
             try:
-                if self.before_pass is not None:
-                    self.before_pass()
+                if self.before_forward is not None:
+                    self.before_forward()
                     self._drop_cancelled()
                     if not self._all_wait():
                         continue  # those that were given up begin again, or others take their places

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from posttrain.engines.local.cpu.kernel import DecodingKernel, decoding_kernel
-from posttrain.engines.local.plan import PAGE, Segment, Shared, plan_decoding, shared_pages
+from posttrain.engines.local.paged_attention import PAGE, Segment, Shared, plan_decoding, shared_pages
 
 
 class Reader(Protocol):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.engines.local.plan import PAGE
+from posttrain.engines.local.paged_attention import PAGE
 from posttrain.models.load import cache_directory
 
 SOURCE = Path(__file__).with_name("kernel.cpp")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
-from posttrain.models.cpu.products import onednn_multiplies
+from posttrain.models.cpu.backend import onednn_multiplies
 
 ROWS = 32
 """Rows of the products that the packed layout is chosen for; any other number is as right, and nearly as fast."""
