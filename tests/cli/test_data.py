@@ -122,7 +122,7 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
     ]
     assert main(["sft", *words]) == 0
     results = json.loads((tmp_path / "runs" / "run" / "results.json").read_text())
-    assert [row["player"] for row in results["players"]] == [
+    assert [row["policy"] for row in results["policies"]] == [
         "random policy",
         "start of this run",
         "trained model",

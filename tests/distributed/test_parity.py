@@ -87,15 +87,15 @@ def given_updates(tiny, out):
     from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
     from posttrain.recipe.rl import RlRecipe
     from posttrain.training.batches import Sample
-    from posttrain.training.learner import Learner
     from posttrain.training.objectives import PolicyObjective, token_forward
     from posttrain.training.optimizer import Optimizer
     from posttrain.training.rows import stream_of
+    from posttrain.training.updater import Updater
 
     policy = Policy(ModelRecipe(path=str(tiny), threads=1))
     recipe = LearnerRecipe(tokens_per_batch=120)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-3), 2)
-    learner = Learner(policy, optimizer, recipe, token_forward(policy, recipe))
+    learner = Updater(policy, optimizer, recipe, token_forward(policy, recipe))
     draws, samples = random_stream(0, "given"), []
     for length in (9, 110, 14, 30, 7):
         sampled = np.arange(length) >= 4

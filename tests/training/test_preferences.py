@@ -21,10 +21,10 @@ from posttrain.stages import run_stage
 from posttrain.training import dpo as references_module
 from posttrain.training.batches import pack
 from posttrain.training.dpo import References
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, RewardObjective, logprobs, reward_forward, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import samples_of_row
+from posttrain.training.updater import Updater
 from tests.training.preferences import pair_rows, recipe_values, verdict_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
@@ -58,7 +58,7 @@ def gradients(make_model, budget, objective, samples, monkeypatch):
 
     monkeypatch.setattr(Optimizer, "step", keep)
     recipe = LearnerRecipe(tokens_per_batch=budget)
-    Learner(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
+    Updater(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
     return found
 
 
@@ -101,7 +101,7 @@ def test_the_two_answers_of_a_pair_are_never_divided():
 def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_model, tmp_path, monkeypatch):
     recipe = DpoRecipe(data={"train": "unused.jsonl", "cache": str(tmp_path / "cache" / "tokens")})
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-    learner = Learner(
+    learner = Updater(
         policy,
         Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 9),
         LearnerRecipe(),

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.learner import Learner, means
 from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater, means
 
 from . import small
 from .preferences import write_jsonl
@@ -39,7 +39,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
         return 1.0
 
     monkeypatch.setattr(Optimizer, "step", keep)
-    totals = Learner(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
+    totals = Updater(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
     return found, means(totals)
 
 

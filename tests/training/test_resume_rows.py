@@ -9,7 +9,7 @@ from tests.training import small
 from tests.training.preferences import recipe_values, verdict_rows, write_jsonl
 
 PLACES = {
-    "learner": ("posttrain.training.learner:Learner.update", 7),
+    "learner": ("posttrain.training.updater:Updater.update", 7),
     "backward": ("posttrain.training.optimizer:Optimizer.collect", 20),
     "optimizer": ("posttrain.training.optimizer:Optimizer.step", 7),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 12),

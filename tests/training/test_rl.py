@@ -208,7 +208,7 @@ def test_episodes_and_credit_can_be_read_back_with_the_groups_of_the_step(tiny_m
         totals.setdefault(episode.group, []).append(float(streams[0][stream.sampled][0]))
     for advantages in totals.values():
         assert sum(advantages) == pytest.approx(0, abs=1e-5)
-    assert json.loads((run.path / "results.json").read_text())["players"][-1]["player"] == "trained model"
+    assert json.loads((run.path / "results.json").read_text())["policies"][-1]["policy"] == "trained model"
 
 
 @pytest.fixture

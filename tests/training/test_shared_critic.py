@@ -15,7 +15,6 @@ from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
 from posttrain.training.critic import CriticLearner
-from posttrain.training.learner import Learner, means
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -25,6 +24,7 @@ from posttrain.training.objectives import (
     token_forward,
 )
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater, means
 
 from . import small
 from .test_critic import foretold
@@ -47,7 +47,7 @@ def opened(model, budget=4096, lora=None, **changes):
     critic = CriticLearner(values, values.credit, policy, 9)
     batches = LearnerRecipe(tokens_per_batch=budget)
     forward = token_forward(policy, batches, 1.0, critic.head)
-    learner = Learner(policy, Optimizer(policy.trainable(), OptimizerRecipe(), 9), batches, forward)
+    learner = Updater(policy, Optimizer(policy.trainable(), OptimizerRecipe(), 9), batches, forward)
     critic.train_with(learner)
     with torch.no_grad():
         critic.head.weight.copy_(torch.randn(critic.head.weight.shape, generator=torch.Generator().manual_seed(3)))

@@ -159,7 +159,7 @@ def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_mod
     (tmp_path / "killed").mkdir()
     assert small.run(recipe | {"runs": str(tmp_path / "whole")}) == 0
     killed = recipe | {"runs": str(tmp_path / "killed")}
-    assert small.run(killed, die_at=("posttrain.training.learner:Learner.update", 2)) == -9
+    assert small.run(killed, die_at=("posttrain.training.updater:Updater.update", 2)) == -9
     assert small.run(killed, resume=True) == 0
     whole, again = tmp_path / "whole" / "text", tmp_path / "killed" / "text"
     assert small.weights(whole) == small.weights(again)

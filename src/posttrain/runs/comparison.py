@@ -287,7 +287,7 @@ def _references(axes: Axes, metric: Metric, drawn: list[tuple[Bundle, Look, list
 
 
 def _of_player(lines: list[Line], player: str, key: str) -> float | None:
-    found = [line.get(key) for line in lines if line["kind"] == "baseline" and line.get("player") == player]
+    found = [line.get(key) for line in lines if line["kind"] == "baseline" and line.get("policy") == player]
     return found[-1] if found else None
 
 

@@ -107,7 +107,7 @@ def _bar(
 
 def draw_references(axes: Axes, lines: list[Line], key: str, form: str) -> list[float]:
     """Reference players dashed, others dotted, each line its own colour or dots; returns their values."""
-    latest = {line["player"]: line[key] for line in lines if line["kind"] == "baseline" and line.get(key) is not None}
+    latest = {line["policy"]: line[key] for line in lines if line["kind"] == "baseline" and line.get(key) is not None}
     references = {"optimal": GREEN, "random": RED}
     rest = itertools.cycle(itertools.product((":", (0, (4, 1, 1, 1))), (GREY, PURPLE, SKY, "#222222")))
     for player in sorted(latest, key=lambda player: -latest[player]):

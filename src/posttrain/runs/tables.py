@@ -20,9 +20,9 @@ class Table:
     rows: Sequence[tuple[str, ...]]
     note: str
     """What `n` counts and what the intervals are."""
-    words: tuple[str, ...] = ("player", "note")
+    words: tuple[str, ...] = ("policy", "note")
     played: bool = False
-    """Whether it is about players of an environment."""
+    """Whether it is about policies in an environment."""
 
     def rich(self) -> "RichTable":
         """For a rich console."""
@@ -47,14 +47,14 @@ class Table:
         return asdict(self)
 
 
-PLAY_HEADINGS = ("player", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
+POLICY_HEADINGS = ("policy", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
 
 
 @dataclass(frozen=True)
-class PlayRow:
-    """One player of an environment. Rates are in [0, 1]; `n` is the number of seeds; None is unknown."""
+class PolicyRow:
+    """One policy in an environment. Rates are in [0, 1]; `n` is the number of seeds; None is unknown."""
 
-    player: str
+    policy: str
     success: float | None
     interval: tuple[float, float] | None
     """95% interval of the success; None where the success is exact for these seeds."""
@@ -67,7 +67,7 @@ class PlayRow:
     """What else the environment reports: mean and its 95% interval, by name."""
 
     @classmethod
-    def from_values(cls, player: str, values: Mapping[str, Any], note: str = "") -> "PlayRow":
+    def from_values(cls, policy: str, values: Mapping[str, Any], note: str = "") -> "PolicyRow":
         """From the values of an evaluation or baseline line: `success`, `return`, their limits, and `n`."""
 
         def limits(name: str) -> tuple[float, float] | None:
@@ -77,11 +77,11 @@ class PlayRow:
         success, paid = values.get("success"), values.get("return")
         names = [key for key in values if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
         scores = {key.removeprefix(SCORES): (values[key], *(limits(key) or (math.nan, math.nan))) for key in names}
-        return cls(player, success, limits("success"), paid, int(values["n"]), note, limits("return"), scores)
+        return cls(policy, success, limits("success"), paid, int(values["n"]), note, limits("return"), scores)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row as text, in the order of PLAY_HEADINGS; rates as percentages with one decimal."""
+        """The row as text, in the order of POLICY_HEADINGS; rates as percentages with one decimal."""
         success = "–" if self.success is None else f"{100 * self.success:.1f}%"
         interval = "exact" if self.interval is None else f"[{100 * self.interval[0]:.1f}, {100 * self.interval[1]:.1f}]"
         paid = "–" if self.mean_return is None else f"{self.mean_return:.3f}"
@@ -89,21 +89,21 @@ class PlayRow:
             "–" if self.return_interval is None else f"[{self.return_interval[0]:.3f}, {self.return_interval[1]:.3f}]"
         )
         rate = "–" if self.success is None else interval
-        return self.player, success, rate, paid, around, str(self.n), self.note
+        return self.policy, success, rate, paid, around, str(self.n), self.note
 
 
-def play_tables(rows: Sequence[PlayRow], title: str = "") -> list[Table]:
-    """The table of the players of an environment, and one of what it reports of them besides, if it does."""
+def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
+    """The table of the policies in an environment, and one of what it reports of them besides, if it does."""
     note = (
         "`n` is the number of environment seeds. Intervals are 95%: score intervals over seeds for success (Wilson), "
         "Student's t over seeds for returns; `exact` values are computed for these seeds, not sampled."
     )
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
-    tables = [Table(title, PLAY_HEADINGS, [row.cells for row in rows], note, played=True)]
+    tables = [Table(title, POLICY_HEADINGS, [row.cells for row in rows], note, played=True)]
     if names:
-        cells = [(row.player, *(_score(row.scores.get(name)) for name in names)) for row in rows]
+        cells = [(row.policy, *(_score(row.scores.get(name)) for name in names)) for row in rows]
         note = "Means over the seeds that have such a score, with 95% intervals."
-        tables.append(Table(f"{title}: scores" if title else "scores", ("player", *names), cells, note, played=True))
+        tables.append(Table(f"{title}: scores" if title else "scores", ("policy", *names), cells, note, played=True))
     return tables
 
 

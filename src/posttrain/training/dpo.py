@@ -24,17 +24,17 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, VerdictObjective, logprobs, token_forward
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Trainer
+from posttrain.training.updater import Updater
 
 
 class References:
     """Gives samples their `reference`. The policy at its start is the reference model."""
 
-    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Learner[TokenScores]) -> None:
+    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores]) -> None:
         """Take it before the policy's weights change, or are restored."""
         self.policy = policy
         self.learner = learner
@@ -164,7 +164,7 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) 
 
 
 def _objective(
-    recipe: DpoRecipe, learner: Learner[TokenScores], references: References, samples: Sequence[Sample]
+    recipe: DpoRecipe, learner: Updater[TokenScores], references: References, samples: Sequence[Sample]
 ) -> PairObjective | VerdictObjective:
     """What to minimise on these samples, which get their reference log-probabilities where the loss needs them."""
     if recipe.loss.needs_reference:
@@ -175,7 +175,7 @@ def _objective(
 
 
 def _reference_point(
-    learner: Learner[TokenScores], references: References, samples: Sequence[Sample], max_tokens: int
+    learner: Updater[TokenScores], references: References, samples: Sequence[Sample], max_tokens: int
 ) -> torch.Tensor:
     """KTO's estimate of the KL: each prompt with the next row's answer. Over the whole step, so no micro-batch matters."""
     mismatched = [

@@ -85,7 +85,7 @@ class _Generation:
             try:
                 for window in self.answerer.windows(wanted, self.log):
                     play_each(self.answerer.player(), _places(self.recipe, window), self._keeping(window, progress))
-                    for message in events.take():
+                    for message in events.drain():
                         progress.message(message)
             finally:
                 self.seconds = time.monotonic() - self._begun

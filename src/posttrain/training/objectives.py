@@ -19,7 +19,7 @@ from posttrain.recipe.loss import KtoLoss, PairLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Learner, Totals
+from posttrain.training.updater import Totals, Updater
 
 
 @dataclass(frozen=True)
@@ -197,12 +197,12 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
     return forward
 
 
-def logprobs(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
+def logprobs(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
     return [own for own, _ in scores(learner, samples)]
 
 
-def scores(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def scores(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample and the values [n] float32 before them, None
     where no head reads any; without gradient."""
     found: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}

@@ -20,8 +20,8 @@ from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
 from posttrain.training.batches import Sample, pack
-from posttrain.training.learner import Totals
 from posttrain.training.objectives import Judgement, RewardObjective
+from posttrain.training.updater import Totals
 
 _POSITIONS_PER_CHUNK = 512
 """Positions whose logits exist at a time while entropies are measured."""

@@ -38,7 +38,7 @@ from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.runs.events import tell
+from posttrain.runs import events
 
 Awaited = TypeVar("Awaited")
 
@@ -267,7 +267,7 @@ class VllmEngine:
                     life.alive = True
                 except EngineDied as error:
                     reason = str(error)
-            tell(
+            events.record(
                 f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and "
                 "what it was asked is asked again"
             )
