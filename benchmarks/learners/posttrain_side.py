@@ -59,7 +59,7 @@ def _recipe(job: Job, place: str, threads: int) -> Any:
             "rows_per_update": job.rows_per_step,
         }
     if job.stage == "dpo":
-        keys["reference_cache"] = False
+        keys["cache_ref_logprobs"] = False
     keys |= job.settings
     overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return load_recipe([], overrides, "rl" if job.stage in KL else job.stage)
@@ -85,7 +85,7 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
         "credit.type": job.stage,
         "loss.type": "ppo",
         "kl.coefficient": KL[job.stage],
-        **({"kl.estimator": "k1", "kl.place": "reward"} if KL[job.stage] else {}),
+        **({"kl.estimator": "k1", "kl.apply_to": "reward"} if KL[job.stage] else {}),
     }
 
 

@@ -30,12 +30,12 @@ CASES = {
         {
             "steps": 4,
             "model": {"lora": {"rank": 4}, "gradient_checkpointing": True, "path": "untied"},
-            "hardware": {"reduce": "each"},
+            "hardware": {"gradient_sync": "per_forward"},
         },
     ),
     # Each micro-batch's gradient is rounded to bfloat16 before it is added to the others in float32.
     "sft_bfloat16": ("sft", {"steps": 3, "model": {"dtype": "bfloat16"}}),
-    "dpo": ("dpo", {"steps": 4, "reference_cache": False, "hardware": {"reshard_after_forward": False}}),
+    "dpo": ("dpo", {"steps": 4, "cache_ref_logprobs": False, "hardware": {"reshard_after_forward": False}}),
     "kto": ("dpo", {"steps": 3, "loss": {"type": "kto"}, "model": {"lora": {"rank": 4}}}),
     "reward": ("reward", {"steps": 4}),
     "reward_lora": ("reward", {"steps": 3, "model": {"lora": {"rank": 4}}}),
@@ -47,7 +47,7 @@ CASES = {
     ),
     "ppo_shared": (
         "rl",
-        {"steps": 2, "credit": PPO, "critic": {"trunk": "shared", "updates_before_policy": 1, "coefficient": 0.5}},
+        {"steps": 2, "credit": PPO, "critic": {"backbone": "shared", "updates_before_policy": 1, "coefficient": 0.5}},
     ),
 }
 
@@ -104,15 +104,15 @@ def given_updates(tiny, out):
         samples.append(Sample(stream, "given", draws.normal(size=length - 4).astype(np.float32)))
     lines = []
     for _ in range(2):
-        totals = learner.update(samples, PolicyObjective(RlRecipe(entropy=0.01), 0.0))
+        totals = learner.update(samples, PolicyObjective(RlRecipe(entropy_coefficient=0.01), 0.0))
         lines.append({key: value / count for key, (value, count) in totals.items() if count})
-    if learner.world.first:
+    if learner.world.is_rank0:
         Path(out).mkdir(parents=True)
     policy.save(Path(out) / "policy")
     whole = dict(policy.weights())
     stored = load_file(Path(out) / "policy" / "model.safetensors")
     lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
-    if learner.world.first:
+    if learner.world.is_rank0:
         (Path(out) / "lines.json").write_text(json.dumps(lines))
 
 

@@ -112,7 +112,7 @@ def test_a_refusal_is_not_asked_again(server):
 
 
 def test_a_judge_that_hangs_is_a_failure_in_time(server):
-    recipe = server.says("hang").model_copy(update={"seconds": 0.1, "retries": 1})
+    recipe = server.says("hang").model_copy(update={"timeout": 0.1, "retries": 1})
     begun = time.perf_counter()
     with pytest.raises(JudgeFailure, match=r"within 0\.1 s"):
         judge_score(recipe, MESSAGES, "4")

@@ -117,7 +117,7 @@ def test_a_server_that_is_down_is_given_up_and_what_came_before_is_kept(tmp_path
     def dies(request):
         return square(request) if number(request) < 5 else Reply(status=500, body="{}")
 
-    more = ["engine.retries=0", "engine.workers=2"]
+    more = ["engine.retries=0", "engine.max_concurrent=2"]
     with serving(dies) as server:
         assert main(words(server.url, *more)) == 1
         assert len(server.asked) < 30
@@ -152,7 +152,7 @@ def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
             return reply
 
         server.model = slow
-        with subprocess.Popen([*COMMAND, *words(server.url, "engine.workers=3")]) as process:
+        with subprocess.Popen([*COMMAND, *words(server.url, "engine.max_concurrent=3")]) as process:
             journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
             deadline = time.monotonic() + 120
             while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
@@ -177,7 +177,7 @@ def test_interrupted_it_says_what_is_kept_and_how_to_go_on(tmp_path):
         return reply
 
     with serving(slow) as server:
-        command = [*COMMAND, *words(server.url, "engine.workers=3")]
+        command = [*COMMAND, *words(server.url, "engine.max_concurrent=3")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
             deadline = time.monotonic() + 120

@@ -82,7 +82,7 @@ def test_no_split_changes_the_gradient_of_a_reward_model(tiny_model, monkeypatch
         model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
         return model, reward_forward(model)
 
-    objective = RewardObjective(RewardLossRecipe(centring=0.01))
+    objective = RewardObjective(RewardLossRecipe(center_rewards_coefficient=0.01))
     whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
     for budget in (70, 150):
         for name, gradient in gradients(make_model, budget, objective, pair_samples(), monkeypatch).items():

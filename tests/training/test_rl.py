@@ -55,7 +55,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         tmp_path,
         steps=30,
         kl={"coefficient": 0.0},
-        entropy=0.0,
+        entropy_coefficient=0.0,
         seeds={"start": 0, "count": 100},
         rollout={"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 8, "tokens_per_episode": 700},
         learner={"tokens_per_batch": 8000},
@@ -86,12 +86,12 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
         {"loss": {"type": "gspo", "correction": {"type": "mis", "level": "sequence"}}},
         {"loss": {"type": "reinforce", "aggregation": "constant", "constant": 100}, "learner": {"updates_per_step": 1}},
-        {"kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward"}},
+        {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}},
         {"kl": {"coefficient": 0.1, "estimator": "k2"}},
         {"model": {"lora": {"rank": 2}}},
         {"model": {"dtype": "bfloat16"}},
         {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
-        {"rollout": {"overlong": {"limit": 18, "buffer": 6}}},
+        {"rollout": {"overlong_penalty": {"limit": 18, "buffer": 6}}},
     ],
     ids=str,
 )
@@ -159,7 +159,7 @@ def test_failed_episodes_can_be_scored(tiny_model, tmp_path, monkeypatch, module
     monkeypatch.setattr(module.Letters, "step", fails_late)
     rollout = small.recipe_values(tiny_model, tmp_path)["rollout"] | {
         "filter": {"type": "none"},
-        "failures": {"policy": "score", "reward": -7.0, "max_share": 1.0},
+        "failures": {"action": "score", "reward": -7.0, "max_share": 1.0},
     }
     run, _ = train(tiny_model, tmp_path, rollout=rollout, steps=3)
     files = [run.episodes / f"step_{step:06d}.train.jsonl.zst" for step in (1, 2, 3)]

@@ -221,15 +221,15 @@ def names(rows: StreamedRows, *steps: int) -> list[list[str]]:
     return [[r.origin for r in rows.batch(step)] for step in steps]
 
 
-@pytest.mark.parametrize("shuffle_rows", [1, 5, 23, 1000])
-def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_rows):
-    changed = recipe.model_copy(update={"shuffle_rows": shuffle_rows})
+@pytest.mark.parametrize("shuffle_buffer", [1, 5, 23, 1000])
+def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_buffer):
+    changed = recipe.model_copy(update={"shuffle_buffer": shuffle_buffer})
     drawn = [name for batch in names(streamed(changed), *range(23)) for name in batch]
     assert len(drawn) == 4 * 23
     everything = sorted(f"a.jsonl row {number}" for number in range(1, 24))
     parts = [drawn[start : start + 23] for start in range(0, 4 * 23, 23)]
     assert all(sorted(part) == everything for part in parts)
-    if shuffle_rows == 1:
+    if shuffle_buffer == 1:
         assert parts[0] == [f"a.jsonl row {number}" for number in range(1, 24)]
     else:
         assert len({tuple(part) for part in parts}) == 4
@@ -237,14 +237,14 @@ def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_rows):
 
 
 def test_streamed_rows_go_on_after_a_restart_at_any_step(recipe):
-    changed = recipe.model_copy(update={"shuffle_rows": 6})
+    changed = recipe.model_copy(update={"shuffle_buffer": 6})
     whole = names(streamed(changed), *range(14))
     for start in range(14):
         assert names(streamed(changed), *range(start, 14)) == whole[start:]
 
 
 def test_a_streamed_batch_is_the_same_whatever_was_asked_before(recipe):
-    changed = recipe.model_copy(update={"shuffle_rows": 6})
+    changed = recipe.model_copy(update={"shuffle_buffer": 6})
     whole = names(streamed(changed), *range(10))
     rows = streamed(changed)
     for step in (3, 4, 0, 9, 9, 2, 3):
@@ -263,7 +263,7 @@ def with_bad_rows(tmp_path, **changes):
     rows = [{"messages": r["chosen"]} for r in pair_rows(10)]
     rows[6] = {"messages": []}
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    return DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"), shuffle_rows=2, **changes)
+    return DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"), shuffle_buffer=2, **changes)
 
 
 def test_problems_of_streamed_rows_are_counted_once(tmp_path):

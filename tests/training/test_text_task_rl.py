@@ -154,7 +154,7 @@ def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, t
 
 def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": "running"})
-    recipe["rollout"]["missing_end_penalty"] = 0.5
+    recipe["rollout"]["missing_eos_penalty"] = 0.5
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     assert small.run(recipe | {"runs": str(tmp_path / "whole")}) == 0

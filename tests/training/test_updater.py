@@ -54,7 +54,7 @@ def gradients(model, budget, objective, monkeypatch):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, tiny_model, monkeypatch):
     loss = {"type": "ppo", "aggregation": aggregation} | ({"constant": 100.0} if aggregation == "constant" else {})
-    objective = PolicyObjective(RlRecipe(loss=loss, entropy=0.1), 0.0)
+    objective = PolicyObjective(RlRecipe(loss=loss, entropy_coefficient=0.1), 0.0)
     whole = gradients(tiny_model, 4096, objective, monkeypatch)
     assert len(pack(samples(), 4096)) == 1
     for budget in (45, 60, 150):

@@ -198,7 +198,7 @@ def prepare_judge(server: JudgeServerRecipe) -> None:
 
 def judge_client(server: JudgeServerRecipe) -> Any:
     """The client of the judge's server, as `chat_client` makes it."""
-    how = (server.url, server.seconds, server.retries, server.api_key_variable, server.requests_per_minute)
+    how = (server.url, server.timeout, server.retries, server.api_key_variable, server.requests_per_minute)
     return chat_client("environment.judge", *how)
 
 

@@ -17,7 +17,7 @@ from posttrain.runs.answers import AnswerLog
 from posttrain.training.questions import Question, key_of, task_of, too_long
 
 _FAILURES_IN_A_ROW = 16
-"""Failed requests with no answer between them after which a server is taken to be down; twice `engine.workers` if more."""
+"""Failed requests with no answer between them after which a server is taken to be down; twice `engine.max_concurrent` if more."""
 
 Asked = tuple[Question, int]
 """A row, and which sample of its answers."""
@@ -82,7 +82,7 @@ class RemoteAnswerer:
     def __init__(self, recipe: GenerateRecipe) -> None:
         assert recipe.remote is not None
         self.recipe, self.engine = recipe, recipe.remote
-        how = (self.engine.url, self.engine.seconds, self.engine.retries, self.engine.api_key_variable)
+        how = (self.engine.url, self.engine.timeout, self.engine.retries, self.engine.api_key_variable)
         self.client = chat_client("engine", *how)
         self.left_out: dict[int, str] = {}
         self.remarks: list[str] = []
@@ -98,7 +98,7 @@ class RemoteAnswerer:
         return RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            faults=_Patience(max(_FAILURES_IN_A_ROW, 2 * self.engine.workers)),
+            faults=_Patience(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
             environment=task_of(self.recipe),
             rollout=_limits(self.recipe, self.recipe.rollout.tokens_per_episode),
             sampling=self.recipe.sampling,

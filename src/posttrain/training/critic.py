@@ -37,7 +37,7 @@ class CriticLearner:
         """`updates`: its optimizer steps in the whole run. `InputError` where its tokens are not the policy's."""
         self.recipe = recipe.critic
         self.credit = credit
-        self.model = SharedCritic(policy) if recipe.critic.trunk == "shared" else _own_critic(recipe, policy)
+        self.model = SharedCritic(policy) if recipe.critic.backbone == "shared" else _own_critic(recipe, policy)
         self.optimizer = Optimizer(self.model.trainable(), self.recipe.optimizer, updates)
         self.learner: Updater[torch.Tensor] = Updater(
             self.model, self.optimizer, recipe.learner, self._forward, key="critic.optimizer"

@@ -40,7 +40,7 @@ class References:
         self.learner = learner
         self._known: dict[bytes, np.ndarray] = {}
         self._directory: Path | None = None
-        if recipe.loss.needs_reference and recipe.reference_cache:
+        if recipe.loss.needs_reference and recipe.cache_ref_logprobs:
             home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
             self._directory = Path(recipe.data.cache).parent if recipe.data.cache else home
             self._model = _digest_of(policy)
@@ -171,7 +171,7 @@ def _objective(
         references.give(samples)
     if isinstance(recipe.loss, KtoLoss):
         return VerdictObjective(recipe.loss, _reference_point(learner, references, samples, recipe.data.max_tokens))
-    return PairObjective(recipe.loss, recipe.supervised)
+    return PairObjective(recipe.loss, recipe.nll_coefficient)
 
 
 def _reference_point(

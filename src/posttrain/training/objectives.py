@@ -139,7 +139,7 @@ class RewardObjective(_PerRow):
         if self.loss.margin:
             sides = [samples[place].side for place in chosen]
             margin = torch.tensor([side.margin for side in sides if side is not None], device=output.device)
-        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.centring)
+        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.center_rewards_coefficient)
         return Judgement(rows, losses, output[chosen].detach(), output[rejected].detach())
 
     def __call__(
@@ -243,8 +243,8 @@ class PolicyObjective:
     def __init__(self, recipe: RlRecipe, kl_coefficient: float) -> None:
         self.loss = recipe.loss
         self.kl = recipe.kl
-        self.kl_coefficient = kl_coefficient if recipe.kl.place == "loss" else 0.0
-        self.entropy_coefficient = recipe.entropy
+        self.kl_coefficient = kl_coefficient if recipe.kl.apply_to == "loss" else 0.0
+        self.entropy_coefficient = recipe.entropy_coefficient
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)

@@ -36,7 +36,7 @@ class Question:
     """What the model is shown."""
     reference: str | None
     kept: dict[str, Any]
-    """The columns of `keep`."""
+    """The columns of `keep_columns`."""
     origin: str
 
     def place(self, recipe: GenerateRecipe, sample: int) -> EpisodeRequest:
@@ -131,7 +131,7 @@ def task_of(recipe: GenerateRecipe) -> TextTaskRecipe:
 
 def read_questions(recipe: GenerateRecipe) -> tuple[list[Question], Problems]:
     """The usable rows, and what is wrong with the others; InputError where there are none, where a row lacks a column
-    of `keep` or `data.id`, or where two rows have one id, as 1 and "1" are.
+    of `keep_columns` or `data.id`, or where two rows have one id, as 1 and "1" are.
     """
     task = task_of(recipe)
     table = prompt_table(task)
@@ -200,15 +200,15 @@ def _id(recipe: GenerateRecipe, row: Prompt, number: int) -> int | str:
 
 
 def _kept(recipe: GenerateRecipe, row: Prompt) -> dict[str, Any]:
-    for name in recipe.keep:
+    for name in recipe.keep_columns:
         if name not in row.row:
             columns = ", ".join(f"`{column}`" for column in list(row.row)[:8])
-            raise InputError(f"{row.origin} has no column `{name}`, which `keep` names; it has {columns}")
-    kept = {name: row.row[name] for name in recipe.keep}
+            raise InputError(f"{row.origin} has no column `{name}`, which `keep_columns` names; it has {columns}")
+    kept = {name: row.row[name] for name in recipe.keep_columns}
     try:
         line_of(kept)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{row.origin}: a column of `keep` cannot be written as JSON ({error}); leave it out of `keep`"
+            f"{row.origin}: a column of `keep_columns` cannot be written as JSON ({error}); leave it out of `keep_columns`"
         ) from error
     return kept

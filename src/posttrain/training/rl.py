@@ -199,12 +199,14 @@ def score(
         last = episode.turns[-1]
         streams[last.stream][last.stop - 1] += running.correction(last.info)
         if last.stop_reason in CUT_OFF:
-            streams[last.stream][last.stop - 1] -= recipe.rollout.missing_end_penalty
-    if recipe.rollout.overlong is not None:
+            streams[last.stream][last.stop - 1] -= recipe.rollout.missing_eos_penalty
+    if recipe.rollout.overlong_penalty is not None:
         for episode, streams in zip(episodes, rewards.values, strict=True):
             last = episode.turns[-1]
-            streams[last.stream][last.stop - 1] += overlong_penalty(episode.sampled_tokens, recipe.rollout.overlong)
-    if kl_coefficient > 0 and recipe.kl.place == "reward":
+            streams[last.stream][last.stop - 1] += overlong_penalty(
+                episode.sampled_tokens, recipe.rollout.overlong_penalty
+            )
+    if kl_coefficient > 0 and recipe.kl.apply_to == "reward":
         rewards = penalise(rewards, _kl_per_token(episodes, samples, recipe), kl_coefficient)
     return rewards
 

@@ -164,7 +164,7 @@ class EpochRows:
 
 
 class StreamedRows:
-    """Rows read as they are needed, each drawn at random from the `shuffle_rows` that are held at a time."""
+    """Rows read as they are needed, each drawn at random from the `shuffle_buffer` that are held at a time."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class StreamedRows:
             for row in self._read(problems if epoch == 0 else Problems()):
                 found += 1
                 held.append(row)
-                if len(held) >= self.recipe.shuffle_rows:
+                if len(held) >= self.recipe.shuffle_buffer:
                     yield held.pop(int(draws.integers(len(held))))
             while held:
                 yield held.pop(int(draws.integers(len(held))))

@@ -171,8 +171,8 @@ class UnitRewardObjective(RewardObjective):
             totals["units/per_answer"] = (float(len(output.rewards)), answers)
             totals["units/effective"] = (float(unit_entropies(*parts).exp().sum()), answers)
             totals["units/spread"] = (float(unit_spreads(*parts).sum()), answers)
-        if self.units.entropy:
+        if self.units.entropy_coefficient:
             uneven = unevenness(*parts, self.units.entropy_form).sum()
-            loss = loss + self.units.entropy * uneven
+            loss = loss + self.units.entropy_coefficient * uneven
             totals["loss/unevenness"] = (float(uneven.detach()), float(len(judged.rows)))
         return loss, totals
