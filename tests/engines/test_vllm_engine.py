@@ -422,11 +422,11 @@ def test_the_lone_server_needs_nothing_but_vllm():
 
     folder = SOURCE / "engines"
     wanted = [
-        folder / "stopping.py",
+        folder / "stop_strings.py",
         *(folder / "vllm" / f"{name}.py" for name in ("server", "host", "worker", "settings")),
     ]
     found = {name for file in wanted for name in imports(file)}
-    assert found <= {"engines.stopping", "engines.vllm.host", "engines.vllm.settings"}
+    assert found <= {"engines.stop_strings", "engines.vllm.host", "engines.vllm.settings"}
 
 
 def test_settings_become_arguments_of_vllm():
