@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.episode import Episode, Outcome
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe
-from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, collect_episodes
 
 PASS = "pass@k/"
 """Prefix of the pass@k keys in the metrics log."""
@@ -188,5 +188,5 @@ def evaluate(
         if seed not in left_out
         for index in range(recipe.episodes_per_seed)
     ]
-    episodes = play_all(worker, requests)
+    episodes = collect_episodes(worker, requests)
     return summarize(episodes), episodes
