@@ -150,7 +150,7 @@ def test_compare_ends_with_its_sentence(tmp_path, capsys):
     assert main(["compare", str(a), str(few), "--common", "--metrics", "exact"]) == 0
     said = capsys.readouterr().out
     assert "compared on 9 shared items; left out: 21 of 30" in said
-    assert "9 items are few" in said
+    assert "only 9 items" in said
     assert main(["compare", str(a)]) == 2
 
 
