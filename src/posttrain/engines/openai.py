@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.plugins import require_module
 
 
 class RequestRate:
@@ -48,10 +49,7 @@ def chat_client(
     """The client of a server, one for all threads. `what`: the section of the recipe that names it, for messages;
     `seconds` limits a call; `requests_per_minute` limits all requests together, those of retries included. InputError
     where the package is missing, or the key is named and not set."""
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise InputError(f"{what} needs the package openai; `pip install openai`") from error
+    openai = require_module("openai", what)
     key = "none"
     if api_key_variable is not None:
         key = os.environ.get(api_key_variable, "")

@@ -6,17 +6,15 @@ Training and held-out scores that part are the first sign of a policy that games
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.rollout import SCORES
-from posttrain.runs.figures import OUTSIDE
 from posttrain.runs.panels import DOMAINS, GREY, ORANGE, Line
 from posttrain.runs.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Limits = tuple[float, float, float]
 """Mean and its 95% interval."""
@@ -127,7 +125,7 @@ _COLORS = tuple(color for color in DOMAINS if color != ORANGE)
 """Orange is training, here as everywhere."""
 
 
-def draw_scores(lines: list[Line]) -> Figure | None:
+def draw_scores(lines: list[Line]) -> "Figure | None":
     """Three panels, or two where nothing was trained; None where no environment reports scores, or once only."""
     checkpoints = checkpoint_scores(lines)
     names = score_names(checkpoints)
@@ -137,6 +135,12 @@ def draw_scores(lines: list[Line]) -> Figure | None:
     trained = [one for one in checkpoints if one.training is not None]
     overall = f"overall {overall_name(lines)}"
     count = 3 if len(trained) > 1 else 2
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    from posttrain.runs.figures import OUTSIDE
+
     figure = Figure(figsize=(8, 3.0 * count + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(count, 1, squeeze=False)[:, 0])
@@ -163,7 +167,7 @@ def draw_scores(lines: list[Line]) -> Figure | None:
 
 
 def _scores(
-    axes: Axes,
+    axes: "Axes",
     checkpoints: Sequence[Checkpoint],
     places: Sequence[float],
     looks: dict[str, tuple[str, str]],
@@ -202,7 +206,7 @@ def _scores(
             )  # fmt: skip
 
 
-def _training(axes: Axes, trained: Sequence[Checkpoint], places: Sequence[float]) -> None:
+def _training(axes: "Axes", trained: Sequence[Checkpoint], places: Sequence[float]) -> None:
     """The return of training, on an axis of its own where it does not lie in [0, 1] as scores do."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     x, paid = [places[i] for i in order], [trained[i].training or 0.0 for i in order]

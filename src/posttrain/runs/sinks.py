@@ -1,11 +1,10 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio. Each loads only when named."""
 
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from posttrain.errors import InputError
+from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory
 
 
@@ -28,12 +27,7 @@ def open_sink(name: str, run: RunDirectory) -> Sink:
 
 
 def _load(module: str, sink: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(
-            f"sinks: {sink!r} is not installed; `pip install 'posttrain[{sink}]'` or remove it from `sinks`"
-        ) from error
+    return require_module(module, f"sinks: {sink}")
 
 
 def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:

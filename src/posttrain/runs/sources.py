@@ -1,6 +1,5 @@
 """What is plotted and reported together: runs and TensorBoard logs, each with its metrics under a name of its own."""
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import InputError
+from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import Line
@@ -56,13 +56,9 @@ def read_events(path: Path) -> list[Line]:
 
 def _scalars(path: Path) -> dict[str, dict[int, float]]:
     """Tag -> step -> value."""
-    try:
-        accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-        tensor_util = importlib.import_module("tensorboard.util.tensor_util")
-    except ImportError as error:
-        raise InputError(
-            f"{path}: reading event files needs tensorboard; `pip install 'posttrain[tensorboard]'`"
-        ) from error
+    purpose = f"{path}: an event file"
+    accumulator = require_module("tensorboard.backend.event_processing.event_accumulator", purpose)
+    tensor_util = require_module("tensorboard.util.tensor_util", purpose)
     everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
     events = accumulator.EventAccumulator(str(path), size_guidance=everything)
     try:
