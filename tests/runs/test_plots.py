@@ -138,7 +138,7 @@ def test_a_supervised_loss_and_a_preference_loss_do_not_share_axes(run: RunDirec
     both = [{"step": step, "kind": "train", **comparing(step), "loss/nll": 5.0} for step in (1, 2)]
     figure = plots.draw_figure("rows", both)
     assert figure is not None
-    assert [axes.get_ylabel() for axes in figure.axes] == ["loss per row", "nats per token", "share ranked right"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss per row", "nats per token", "ranking accuracy"]
 
 
 def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory) -> None:
@@ -150,11 +150,11 @@ def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory
     figure = plots.draw_figure("preference", lines)
     assert figure is not None
     rewards, margin, likelihood, reference = (lines_of(figure, place) for place in range(4))
-    assert list(rewards["better answer, training"].get_ydata()) == pytest.approx([0.1, 0.2])
-    assert list(rewards["worse answer, validation"].get_ydata()) == [-0.1]
+    assert list(rewards["chosen, training"].get_ydata()) == pytest.approx([0.1, 0.2])
+    assert list(rewards["rejected, validation"].get_ydata()) == [-0.1]
     assert list(margin["validation rows"].get_ydata()) == [0.3]
-    assert list(likelihood["worse answer"].get_ydata()) == [-1.2, -1.2]
-    assert list(reference["estimated KL divergence from the reference"].get_ydata()) == [0.1, 0.1]
+    assert list(likelihood["rejected"].get_ydata()) == [-1.2, -1.2]
+    assert list(reference["estimated KL divergence from the reference model"].get_ydata()) == [0.1, 0.1]
 
 
 def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:

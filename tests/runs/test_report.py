@@ -87,14 +87,13 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({}, "normalized with the mean and standard deviation kept with it, clipped to [-10, 10]"),
-        ({"clip": None}, "normalized with the mean and standard deviation kept with it"),
+        ({}, "normalized with the mean and standard deviation stored with it, clipped to [-10, 10]"),
+        ({"clip": None}, "normalized with the mean and standard deviation stored with it"),
         (
             {"normalize": "running", "clip": 2.5},
-            "as it says, not normalized; credit alone takes them normalized with those of training so far, clipped to "
-            "[-2.5, 2.5]",
+            "raw; only credit normalizes them, with the running statistics of training, clipped to [-2.5, 2.5]",
         ),
-        ({"normalize": "none"}, "as it says, not normalized, clipped to [-10, 10]"),
+        ({"normalize": "none"}, "raw, clipped to [-10, 10]"),
     ],
 )
 def test_the_report_says_in_which_unit_a_reward_model_pays(recipe: RlRecipe, keys: dict, said: str) -> None:

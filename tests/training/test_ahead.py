@@ -142,7 +142,7 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
 @pytest.mark.parametrize("credit", ["rloo", "gae"])
 def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credit, tiny_model, tmp_path, monkeypatch):
     # Weights come too late for every second batch.
-    monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.look", lambda self: None)
+    monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.poll", lambda self: None)
     rollout = {
         "async_rollouts": 1,
         "on_new_weights": "continue",

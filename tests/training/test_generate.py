@@ -178,7 +178,7 @@ def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
     recipe = {"stage": "generate", "name": "a", "runs": str(tmp_path / "runs"), "model": {"path": str(tiny_model)}}
     more = {"data": {"test": [{"path": data}]}, "rollout": {"tokens_per_turn": 6}}
     assert small.run(recipe | more, resume=True) != 0
-    assert "holds answers to another data" in (tmp_path / "runs/log.txt").read_text()
+    assert "holds answers with another data" in (tmp_path / "runs/log.txt").read_text()
     assert (tmp_path / "runs/a/predictions.jsonl").read_bytes() == before
 
 

@@ -74,7 +74,7 @@ def test_the_page_has_all_that_is_known_of_a_run(tmp_path):
     file, notes = write_html([path])
     assert (file, notes) == (path / "report.html", [])
     page = page_of(file)
-    for expected in ("What was run", "99.0%", "Scores by checkpoint", "update", "optimizer.learning_rate", "0.125"):
+    for expected in ("Overview", "99.0%", "Scores by checkpoint", "update", "optimizer.learning_rate", "0.125"):
         assert expected in page.text
     assert "learning_rate: 0.125" in page.text, "the whole recipe"
     assert run.load_environment()["processor"] in page.text

@@ -27,7 +27,7 @@ def server_seed(place: EpisodeRequest, attempt: int, turn: int) -> int:
     return place.request_seed(attempt, turn) % _SEEDS
 
 
-class Chat:
+class TextTranscript:
     """One episode's messages. A turn starts at 0 and stops at the number of tokens that the server counts for it, which
     is 0 where it does not say."""
 
@@ -64,15 +64,15 @@ class Chat:
         return []
 
 
-class FaultCounter(Protocol):
+class FailureMonitor(Protocol):
     """Takes note of every episode, and says when there were too many failures to go on."""
 
-    def count(self, episode: Episode) -> None:
+    def record(self, episode: Episode) -> None:
         """Take note of a played episode; RunError where it is one failure too many."""
         ...
 
 
-class Faults:
+class FailureLimit:
     """The failed episodes of an evaluation. Too many of them end it: what is left would not speak for the model."""
 
     def __init__(self, failures: FailureRecipe, episodes: int) -> None:
@@ -82,7 +82,7 @@ class Faults:
         self._first: Episode | None = None
         self._share = failures.max_share
 
-    def count(self, episode: Episode) -> None:
+    def record(self, episode: Episode) -> None:
         """Take note of a played episode; RunError as soon as more failed than the recipe allows, or all."""
         if episode.outcome is not Outcome.FAILED:
             return
@@ -98,13 +98,13 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class RemoteRolloutWorker(EpisodeWorker[Chat]):
+class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     """The model of `engine` answers. What fails at its server fails the episode, and is no answer."""
 
     client: Any
     """That of `chat_client`."""
     engine: OpenAIEngineRecipe
-    faults: FaultCounter
+    failure_monitor: FailureMonitor
     environment: EnvironmentRecipe
     rollout: RolloutRecipe
     sampling: SamplingRecipe
@@ -115,27 +115,27 @@ class RemoteRolloutWorker(EpisodeWorker[Chat]):
     def capacity(self) -> int:
         return self.engine.max_concurrent
 
-    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> Chat:
+    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TextTranscript:
         """InputError for an environment that begins the answers itself: a chat server lets nobody do that."""
         if primer:
             raise InputError(no_primer(self.environment, primer))
-        return Chat(messages, state)
+        return TextTranscript(messages, state)
 
-    async def play(self, place: EpisodeRequest) -> Episode:
+    async def run_episode(self, place: EpisodeRequest) -> Episode:
         """One episode; RunError where it is the failure that is one too many."""
-        episode = await super().play(place)
-        self.faults.count(episode)
+        episode = await super().run_episode(place)
+        self.failure_monitor.record(episode)
         return episode
 
-    async def answer(self, dialogue: Chat, place: EpisodeRequest, attempt: int) -> str:
+    async def answer(self, transcript: TextTranscript, place: EpisodeRequest, attempt: int) -> str:
         """The next answer. Raises RemoteFailure where the server gives none."""
-        seed = server_seed(place, attempt, len(dialogue.turns))
-        written = await self._asked(dialogue.seen, seed)
+        seed = server_seed(place, attempt, len(transcript.turns))
+        written = await self._asked(transcript.seen, seed)
         thinking = has_thinking(self.environment)
         text, at_string = self._ended_text(written, written.with_thoughts() if thinking else written.text)
         reason = StopReason.END_TOKEN if written.ended else StopReason.TURN_BUDGET
         reason = StopReason.STOP_STRING if at_string else reason
-        dialogue.said(text, written.tokens or 0, reason, "" if thinking else written.thoughts)
+        transcript.said(text, written.tokens or 0, reason, "" if thinking else written.thoughts)
         return text
 
     async def _asked(self, messages: Sequence[dict[str, Any]], seed: int) -> Written:

@@ -98,7 +98,7 @@ class RemoteAnswerer:
         return RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            faults=_Patience(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
+            failure_monitor=_Patience(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
             environment=task_of(self.recipe),
             rollout=_limits(self.recipe, self.recipe.rollout.tokens_per_episode),
             sampling=self.recipe.sampling,
@@ -112,7 +112,7 @@ class _Patience:
         self.most = most
         self._failures = 0
 
-    def count(self, episode: Episode) -> None:
+    def record(self, episode: Episode) -> None:
         """Outage where this is the failure that is one too many."""
         self._failures = self._failures + 1 if episode.outcome is Outcome.FAILED else 0
         if self._failures >= self.most:

@@ -10,7 +10,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.recipe.stages import SftRecipe
-from posttrain.rollout.conversation import Conversation
+from posttrain.rollout.transcript import TokenTranscript
 from posttrain.seeds import random_stream
 
 
@@ -24,7 +24,7 @@ def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
     assert recipe.environment is not None
     environment: Environment = environment_class(recipe.environment.type)(recipe.environment)
     draws = random_stream(recipe.seed, "expert", seed)
-    conversation = Conversation(renderer, environment.reset(seed).messages, environment.primer)
+    conversation = TokenTranscript(renderer, environment.reset(seed).messages, environment.primer)
     while True:
         try:
             text = (

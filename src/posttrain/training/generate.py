@@ -11,7 +11,7 @@ from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.generate import GenerateRecipe
-from posttrain.rollout.driver import EpisodeRequest, play_each
+from posttrain.rollout.driver import EpisodeRequest, run_episodes
 from posttrain.runs import events
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
@@ -45,7 +45,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
     replaces = recipe.predictions if overwrite else None
     with AnswerLog(directory.checkpoints / "answers.jsonl", about, replaces) as log, Interrupts():
         if resume:
-            log.refuse_foreign(recipe.predictions)
+            log.check_overwritable(recipe.predictions)
         generation = _Generation(recipe, answerer, log, console)
         try:
             generation.play(wanted)
@@ -84,7 +84,7 @@ class _Generation:
         with Progress(len(wanted), title, len(self.log), self.console, unit="answer") as progress:
             try:
                 for window in self.answerer.windows(wanted, self.log):
-                    play_each(self.answerer.player(), _places(self.recipe, window), self._keeping(window, progress))
+                    run_episodes(self.answerer.player(), _places(self.recipe, window), self._keeping(window, progress))
                     for message in events.drain():
                         progress.message(message)
             finally:

@@ -14,10 +14,9 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import SeedRange
 from posttrain.runs.files import write_atomically
-from posttrain.runs.tables import PolicyRow, policy_tables
+from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
 from posttrain.training.evaluators import START
-from posttrain.training.results import read_policies, read_tables
 
 Lineage = dict[str, Any]
 """`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; outputs once finished."""

@@ -1,8 +1,6 @@
 """The beginning and the end of a training run: what it is compared with, and the tables that say what came of it."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +10,9 @@ from rich.console import Console
 from posttrain.plugins import pip_command
 from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.report import write_report
-from posttrain.runs.tables import PolicyRow, Table
+from posttrain.runs.tables import Table, write_results
 from posttrain.training.evaluators import START, TRAINED, EpisodeEvaluator, Evaluator
 
 if TYPE_CHECKING:
@@ -85,32 +82,6 @@ def write_tables(run: RunDirectory, measures: Sequence[Evaluator]) -> list[Table
         if line["kind"] in ("baseline", "final"):
             lines[line["policy"]] = line
     tables = [table for measure in measures for table in measure.tables(lines)]
-    players = [
-        asdict(row) for measure in measures if isinstance(measure, EpisodeEvaluator) for row in measure.rows(lines)
-    ]
-    content = {"tables": [table.values() for table in tables], "policies": players}
-    write_atomically(run.path / "results.json", json.dumps(content, indent=1) + "\n")
+    rows = [row for measure in measures if isinstance(measure, EpisodeEvaluator) for row in measure.rows(lines)]
+    write_results(run.path, tables, rows)
     return tables
-
-
-def read_policies(path: Path) -> list[PolicyRow]:
-    """The rows of the policies in results.json of the run at `path`; empty for runs without an environment."""
-    return [_policy_row(row) for row in _results(path)["policies"]]
-
-
-def read_tables(path: Path) -> list[Table]:
-    """The final tables of the run at `path`."""
-    return [
-        Table(**{**table, "headings": tuple(table["headings"]), "rows": [tuple(row) for row in table["rows"]]})
-        for table in _results(path)["tables"]
-    ]
-
-
-def _results(path: Path) -> dict[str, Any]:
-    return json.loads((path / "results.json").read_text(encoding="utf-8"))
-
-
-def _policy_row(values: Mapping[str, Any]) -> PolicyRow:
-    limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
-    scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
-    return PolicyRow(**{**values, **limits, "scores": scores})
