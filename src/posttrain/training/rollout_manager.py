@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
+from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.engines.make import open_engine
 from posttrain.engines.openai import chat_client
 from posttrain.engines.protocol import Engine
 from posttrain.errors import InputError
