@@ -313,7 +313,9 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
     if samples:
         scores = item_means("mean", samples)
         if len(scores) > 1 and len(set(scores.values().tolist())) == 1:
-            warnings.append("all prompts have the same mean score, so the interval has zero width, which does not mean certainty")
+            warnings.append(
+                "all prompts have the same mean score, so the interval has zero width, which does not mean certainty"
+            )
         missing = left_out(records)
         results.metrics = [MetricResult(options.rubric.name, scores, "higher", len(samples), missing, options.about())]
     return Judgement(records, results, unanswered(records), warnings)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.errors import InputError
+from posttrain.plugins import require_module
 from posttrain.seeds import random_stream
 
 Z = 1.959963984540054
@@ -406,8 +406,5 @@ def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.n
 @lru_cache(maxsize=2)
 def sacrebleu_metric(kind: str) -> Any:
     """sacrebleu's BLEU or chrF with default settings; raises `InputError` if sacrebleu is not installed."""
-    try:
-        from sacrebleu.metrics import BLEU, CHRF
-    except ModuleNotFoundError as error:
-        raise InputError(f"{kind} needs the package sacrebleu; `pip install sacrebleu`") from error
-    return BLEU() if kind == "bleu" else CHRF()
+    metrics = require_module("sacrebleu.metrics", f"the metric {kind}")
+    return metrics.BLEU() if kind == "bleu" else metrics.CHRF()

@@ -12,6 +12,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, Predictions, with_reference
 from posttrain.evaluation.results import MetricResult, Results
 from posttrain.evaluation.statistics import item_means, item_sums, sacrebleu_metric
+from posttrain.plugins import require_module
 
 
 def corpus_metric(name: Literal["bleu", "chrf"], rows: Sequence[Prediction]) -> MetricResult:
@@ -86,6 +87,7 @@ def _gym_scorer(name: str) -> Callable[[Prediction], float]:
     except ModuleNotFoundError as error:
         raise InputError(f"--verifier {name} needs reasoning-gym; `pip install reasoning-gym`") from error
     if name not in DATASETS:
+from posttrain.plugins import require_module
         raise InputError(
             f"--verifier: reasoning-gym has no data set {name!r}; use one of its names, or `module:function`"
         )
