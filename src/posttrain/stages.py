@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from posttrain.distributed.launch import launch
-from posttrain.distributed.world import launched
+from posttrain.distributed.world import is_launched
 from posttrain.errors import InputError
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import Recipe
@@ -39,7 +39,7 @@ def run_stage(
     """
     console = console or Console()
     hardware = getattr(recipe, "hardware", HardwareRecipe())
-    elsewhere = hardware.ray is not None or (hardware.processes > 1 and not launched())
+    elsewhere = hardware.ray is not None or (hardware.processes > 1 and not is_launched())
     if elsewhere and callbacks:
         raise InputError("callbacks run in this process; set hardware.processes to 1 and leave hardware.ray out")
     if hardware.ray is not None:

@@ -160,11 +160,11 @@ def test_passing_trouble_is_waited_out(trouble):
         (Reply(status=500, body='{"error": "down"}'), "status 500", 3),
         (Reply(status=401, body='{"error": "who"}'), "status 401", 1),
         (Reply(status=400, body='{"error": "no such field"}'), "it was sent temperature, max_tokens", 1),
-        (Reply(body="{"), "cannot be understood", 1),
+        (Reply(body="{"), "cannot be reached or understood", 1),
         (Reply(body="[]"), "sent no chat completion", 1),
         (Reply(body='{"choices": []}'), "sent no chat completion", 1),
         (Reply(body="<html>"), "m at http", 1),
-        (Reply(delay=1.0), r"did not answer within 0\.3 s", 3),
+        (Reply(delay=1.0), r"did not respond within 0\.3 s", 3),
     ],
 )
 def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said, requests):

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
-from posttrain.engines.openai import RemoteFailure, chat_client, complete, shortened
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, shortened
 from posttrain.environments.framing import Prompt, framed_prompt
 from posttrain.environments.judge_replies import Judged, PointsReply, ReplyForm, read_reply, reply_schema
 from posttrain.environments.protocol import Message
@@ -221,10 +221,10 @@ def _asked(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> str:
         written = complete(
             "judge", client, server.model, prompt, temperature=_TEMPERATURE, max_tokens=limit, extra=extra
         )
-    except RemoteFailure as error:
+    except ChatRequestError as error:
         raise JudgeFailure(str(error)) from error
-    if not written.ended or not written.text:
-        how = "sent an empty reply" if written.ended else "broke off its reply"
+    if not written.finished or not written.text:
+        how = "sent an empty reply" if written.finished else "broke off its reply"
         raise JudgeFailure(f"{_where(server)} {how}: {shortened(written.text)}", unreadable=True)
     return written.text
 

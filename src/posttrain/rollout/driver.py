@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
-from posttrain.engines.openai import RemoteFailure
+from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
 from posttrain.environments.opening import EnvironmentFactory, open_environment
 from posttrain.environments.protocol import Environment, Message
@@ -111,7 +111,7 @@ class EpisodeWorker(ABC, Generic[D]):
     async def answer(self, transcript: D, place: EpisodeRequest, attempt: int) -> str | None:
         """The policy's next answer as text, kept as a turn of `transcript`; None where it has no room left.
 
-        Raises RemoteFailure where whoever answers could not be asked.
+        Raises ChatRequestError where whoever answers could not be asked.
         """
 
     async def run_episode(self, place: EpisodeRequest) -> Episode:
@@ -133,7 +133,7 @@ class EpisodeWorker(ABC, Generic[D]):
             observation = await self._call(environment, partial(environment.reset, place.seed))
             transcript = self.begin(observation.messages, environment.primer, observation.state)
             outcome = await self._turns(environment, transcript, place, attempt)
-        except (EnvironmentFailure, RemoteFailure) as error:
+        except (EnvironmentFailure, ChatRequestError) as error:
             failure = str(error)
         return Episode(
             seed=place.seed,

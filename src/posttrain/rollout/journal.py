@@ -143,7 +143,7 @@ NAME = "events.jsonl"
 class WeightUpdate:
     """The engine took the weights after step `learned`."""
 
-    before_pass: int
+    before_forward: int
     step: int
     version: int
     restarted: list[list[int]] = field(default_factory=list)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
 
-from posttrain.engines.openai import Written, complete
+from posttrain.engines.openai import ChatCompletion, complete
 from posttrain.environments.protocol import Message
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
@@ -128,19 +128,19 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         return episode
 
     async def answer(self, transcript: TextTranscript, place: EpisodeRequest, attempt: int) -> str:
-        """The next answer. Raises RemoteFailure where the server gives none."""
+        """The next answer. Raises ChatRequestError where the server gives none."""
         seed = server_seed(place, attempt, len(transcript.turns))
         written = await self._asked(transcript.seen, seed)
         thinking = has_thinking(self.environment)
-        text, at_string = self._ended_text(written, written.with_thoughts() if thinking else written.text)
-        reason = StopReason.END_TOKEN if written.ended else StopReason.TURN_BUDGET
+        text, at_string = self._ended_text(written, written.text_with_reasoning() if thinking else written.text)
+        reason = StopReason.END_TOKEN if written.finished else StopReason.TURN_BUDGET
         reason = StopReason.STOP_STRING if at_string else reason
-        transcript.said(text, written.tokens or 0, reason, "" if thinking else written.thoughts)
+        transcript.said(text, written.tokens or 0, reason, "" if thinking else written.reasoning)
         return text
 
-    async def _asked(self, messages: Sequence[dict[str, Any]], seed: int) -> Written:
+    async def _asked(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
         """What `_ask` gives, in a thread that no interrupted program waits for."""
-        written: Future[Written] = Future()
+        written: Future[ChatCompletion] = Future()
 
         def ask() -> None:
             written.set_running_or_notify_cancel()
@@ -152,7 +152,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         Thread(target=ask, name="remote model", daemon=True).start()
         return await asyncio.wrap_future(written)
 
-    def _ask(self, messages: Sequence[dict[str, Any]], seed: int) -> Written:
+    def _ask(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
         engine, sampling, most = self.engine, self.sampling, self.rollout.tokens_per_turn
         extra = dict(engine.extra_body)
         if sampling.top_p < 1:
@@ -171,7 +171,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
             extra=extra,
         )
 
-    def _ended_text(self, written: Written, text: str) -> tuple[str, bool]:
+    def _ended_text(self, written: ChatCompletion, text: str) -> tuple[str, bool]:
         """The text up to its first stop string, which is kept, and whether there is one.
 
         Servers leave the stop string out, and an answer without it means something else: where it cannot be known,
@@ -182,11 +182,11 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         ends = [place + len(stop) for stop in stops if (place := text.find(stop, after)) >= 0]
         if ends:
             return text[: min(ends)], True
-        if not stops or self.engine.stop_at == "here" or not written.ended:
+        if not stops or self.engine.stop_at == "here" or not written.finished:
             return text, False
-        if written.stopped_at is None:
+        if written.stop_string is None:
             raise InputError(
                 f"the server at {self.engine.url} does not say at which of rollout.stop_strings it stopped, and leaves it "
                 "out; set engine.stop_at=here"
             )
-        return text + written.stopped_at, bool(written.stopped_at)
+        return text + written.stop_string, bool(written.stop_string)

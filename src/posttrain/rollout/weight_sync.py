@@ -36,7 +36,7 @@ class WeightSnapshot:
         """Those of `policy` as they are now, after `step`. Where they are divided among processes all of these call it, and
         the first one gets them."""
         trained: dict[str, torch.Tensor] = dict(policy.trainable())
-        whole = policy.whole_tensors(trained)
+        whole = policy.gather_weights(trained)
         return cls(
             step, policy.version, {n: t.detach().clone() for n, t in trained.items()} if whole is None else whole
         )
@@ -126,8 +126,8 @@ class WeightSync:
         self._first_pass = 0
         self._taken: list[WeightUpdate] = []
         self._due: list[WeightUpdate] = []
-        if hasattr(engine, "before_pass"):
-            engine.before_pass = self.poll
+        if hasattr(engine, "before_forward"):
+            engine.before_forward = self.poll
         elif rule != "finish":
             flights.poll = self.poll
 
@@ -153,7 +153,7 @@ class WeightSync:
     def poll(self) -> None:
         """Between two forward passes: take newer weights, if there are any and the rule is to take them."""
         if self._recorded is not None:
-            while self._due and self._due[0].before_pass == self.passes:
+            while self._due and self._due[0].before_forward == self.passes:
                 self._change(self._published.after(self._due.pop(0).step))
         elif self._rule != "finish":
             newest = self._published.newest()

@@ -303,7 +303,7 @@ class AsyncRollouts:
     def running(self, step: int) -> Iterator[None]:
         """Sample in the thread, beginning with the batch of `step`."""
         with single_process() as world:
-            replica = self.manager.policy.replica() if world.first else None
+            replica = self.manager.policy.replica() if world.is_rank0 else None
         if replica is not None:
             self._sampler.start(replica, self.tasks, step)
         try:
@@ -342,7 +342,7 @@ class AsyncRollouts:
         for old in [known for known in self._versions if known < step - self.rollout.async_rollouts]:
             del self._versions[old]
         weights = WeightSnapshot.capture(self.manager.policy, step)
-        if self._world.first:
+        if self._world.is_rank0:
             self._published.publish(weights)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -364,14 +364,14 @@ class AsyncRollouts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`, after the tensors were read."""
         self._versions = dict(map(tuple, state["versions"]))
-        if self._world.first:
+        if self._world.is_rank0:
             for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
                 self._published.publish(WeightSnapshot(step, version, read.tensors))
 
     def _pending(self) -> list[WeightSnapshot]:
         """The weights 1, 2, ... `async_rollouts` steps ago, on rank 0 and where a batch needs them. Before a checkpoint is
         read: empty tensors to read into."""
-        if not (self._exact and self._world.first):
+        if not (self._exact and self._world.is_rank0):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
         steps = [max(0, self._step - back) for back in range(1, self.rollout.async_rollouts + 1)]
@@ -379,7 +379,7 @@ class AsyncRollouts:
 
     def _remove_covered(self) -> None:
         """Delete the batches on disk that no resume will need."""
-        if self._world.first:
+        if self._world.is_rank0:
             remove_batches(journals_of(self.run.path), 0, max(saved_steps(self.run.checkpoints), default=0))
 
     # -- stale episodes -----------------------------------------------------------------------------------------------

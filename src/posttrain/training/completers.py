@@ -63,7 +63,7 @@ class LocalAnswerer:
 
     def _engine(self) -> Engine:
         """A new one in this process; vLLM is started once and forgets."""
-        from posttrain.engines.make import open_engine
+        from posttrain.engines.factory import open_engine
 
         recipe = self.recipe
         assert not isinstance(recipe.engine, OpenAIEngineRecipe)

@@ -157,5 +157,5 @@ def _own_critic(settings: CriticRecipe, policy: Policy, seed: int, stored_statis
             f"critic.path: {settings.path} has another tokenizer than {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
-    critic.in_units_of_reward = stored_statistics
+    critic.values_in_reward_units = stored_statistics
     return critic

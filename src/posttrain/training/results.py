@@ -1,6 +1,7 @@
 """The results of a training run: final tables, plots and report."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ from rich.console import Console
 
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.plots import draw_plots
 from posttrain.runs.report import write_report
 from posttrain.runs.tables import Table, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
@@ -25,6 +25,15 @@ def report_results(run: RunDirectory, evaluators: Sequence[Evaluator], model_dir
         for line in evaluator.artefacts():
             console.print(line, highlight=False, markup=False)
     console.print(f"report: {run.report}\nmodel: {model_directory}", highlight=False)
+
+
+def draw_plots(run: RunDirectory) -> None:
+    """Draw the run's figures, if matplotlib is installed. `Trainer.finish` warns if it is not."""
+    if find_spec("matplotlib") is None:
+        return
+    from posttrain.runs import plots
+
+    plots.draw_plots(run)
 
 
 def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Table]:

@@ -14,14 +14,13 @@ import numpy as np
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
+from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.engines.make import open_engine
 from posttrain.engines.openai import chat_client
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError
-from posttrain.evaluation.summary import knows_success, reported
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
@@ -405,11 +404,11 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "tokens/reused": float(batch.counters.reused),
         "speed/tokens_per_second": batch.counters.sampled / batch.seconds if batch.seconds else 0.0,
     }
-    if knows_success(episodes):
+    if reports_success(episodes):
         metrics["rollout/success"] = _mean([e.success for e in episodes])
     by_name: dict[str, list[float]] = defaultdict(list)
     for episode in played:
-        for name, value in reported(episode).items():
+        for name, value in environment_scores(episode).items():
             by_name[name].append(value)
     metrics |= {f"rollout/score/{name}": _mean(values) for name, values in by_name.items()}
     if played:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from posttrain.distributed.world import joined
+from posttrain.distributed.world import join_world
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.runs.directory import RunDirectory
@@ -35,7 +35,7 @@ def run_in_process(
         return run
 
     # Each stage is imported when it runs, to start quickly.
-    with joined(hardware, recipe.model.device) as world, ExitStack() as held:
+    with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
         run = world.on_rank0(opened)
         if isinstance(recipe, RlRecipe):
             from posttrain.training import rl

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,6 +17,7 @@ from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import current
 from posttrain.episode import Episode
 from posttrain.models.base import TrainedModel
+from posttrain.plugins import pip_command
 from posttrain.recipe.run import SinkName
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
@@ -204,10 +206,8 @@ class Trainer(Generic[Output]):
     @contextmanager
     def working(self) -> Iterator[None]:
         """Signals, display and log around the loop. A requested stop saves a checkpoint."""
-        console, title = (
-            None if self._world.first else Console(file=StringIO()),
-            f"{self.settings.stage} {self.settings.name}",
-        )
+        console = None if self._world.is_rank0 else Console(file=StringIO())
+        title = f"{self.settings.stage} {self.settings.name}"
         with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
             try:
                 self.warn([] if self.evaluated >= 0 else self.warnings)
@@ -306,7 +306,7 @@ class Trainer(Generic[Output]):
         return improved
 
     def _call(self, function: Callable[[Callback], None]) -> None:
-        for callback in self.callbacks if self._world.first else ():
+        for callback in self.callbacks if self._world.is_rank0 else ():
             function(callback)
 
     def save(self) -> Path:
@@ -360,6 +360,10 @@ class Trainer(Generic[Output]):
         if values:
             chosen = "best on the curve's data" if self.best_by is not None else "the last one"
             self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
+        if find_spec("matplotlib") is None:
+            self.warn(
+                [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
+            )
         directory = self.run.path / "model"
         self.model.export(directory)
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console))

@@ -77,7 +77,7 @@ class LearnerWorker(Worker):
 
     def run(self, job: Job) -> Ended:
         """Run the stage to its end."""
-        from posttrain.distributed.world import AlreadyReported, Lost
+        from posttrain.distributed.world import AlreadyReported, RankLost
         from posttrain.training.stage import run_in_process
 
         os.environ.update(job.variables)
@@ -92,7 +92,7 @@ class LearnerWorker(Worker):
             return Ended(INTERRUPTED)
         except AlreadyReported as error:
             return Ended(error.exit_code)
-        except Lost as error:
+        except RankLost as error:
             return Ended(error.exit_code, str(error), lost=True)
         except PosttrainError as error:
             return Ended(error.exit_code, str(error))
@@ -100,7 +100,7 @@ class LearnerWorker(Worker):
 
     def _place(self, recipe: Any, crew: WorkerGroup, placed: ExitStack) -> None:
         """Let the crew make what it makes, until `placed` closes."""
-        from posttrain.engines.make import open_engine
+        from posttrain.engines.factory import open_engine
         from posttrain.environments.opening import open_environment
         from posttrain.training.reward_scorer import open_scorer
 
