@@ -21,6 +21,7 @@ from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError
+from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
