@@ -81,13 +81,8 @@ def _rule(where: str) -> Callable[[Prediction], float]:
 
 
 def _gym_scorer(name: str) -> Callable[[Prediction], float]:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError as error:
-        raise InputError(f"--verifier {name} needs reasoning-gym; `pip install reasoning-gym`") from error
-    if name not in DATASETS:
-from posttrain.plugins import require_module
+    reasoning_gym = require_module("reasoning_gym", f"--verifier {name}")
+    if name not in require_module("reasoning_gym.factory", f"--verifier {name}").DATASETS:
         raise InputError(
             f"--verifier: reasoning-gym has no data set {name!r}; use one of its names, or `module:function`"
         )
