@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.data.files import write_rows
-from tests.training.preferences import pair_rows, verdict_rows, write_jsonl
+from tests.training.preferences import pair_rows, unpaired_rows, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,15 @@ def test_kinds_are_told_from_the_columns(tiny_model, tmp_path, capsys):
     asked = [{"question": "Up?", "answer": "Goal"}]
     keys = ["columns.prompt=question", "columns.completion=answer", "--model", str(tiny_model)]
     assert "1 usable rows (conversation)" in inspected(capsys, write_jsonl(tmp_path / "q.jsonl", asked), *keys)
-    judged = write_jsonl(tmp_path / "v.jsonl", verdict_rows(3))
-    assert "6 usable rows (verdict)" in inspected(capsys, judged, "--model", str(tiny_model))
+    judged = write_jsonl(tmp_path / "v.jsonl", unpaired_rows(3))
+    assert "6 usable rows (unpaired)" in inspected(capsys, judged, "--model", str(tiny_model))
 
 
 def test_columns_that_are_no_rows_are_told(tiny_model, tmp_path, capsys):
     file = write_jsonl(tmp_path / "x.jsonl", [{"a": 1, "b": 2}])
     assert main(["data", "inspect", file, "--model", str(tiny_model)]) == 2
     assert capsys.readouterr().err == (
-        f"posttrain: {file}: the columns a, b are not those of conversations, pairs or verdicts; name them, for example "
+        f"posttrain: {file}: the columns a, b are not those of conversations, pairs or unpaired answers; name them, for example "
         "`columns.prompt=question columns.completion=answer`\n"
     )
     assert main(["data", "inspect", file, "colums.prompt=a", "--model", str(tiny_model)]) == 2
@@ -86,14 +86,14 @@ def test_sharegpt_is_read_as_the_message_says(tiny_model, tmp_path, capsys):
 
 
 def test_labels_in_words_are_told(tiny_model, tmp_path, capsys):
-    rows = [{**row, "label": "good" if row["label"] else "bad"} for row in verdict_rows(2)]
+    rows = [{**row, "label": "good" if row["label"] else "bad"} for row in unpaired_rows(2)]
     said = refused(capsys, tiny_model, write_jsonl(tmp_path / "v.jsonl", rows))
     assert "most often label is neither true nor false (v.jsonl row 1, " in said
     assert "`label` is 'good'; write true or false, or 1 or 0" in said
     for words in (("true", "false"), ("1", "0"), (1, 0)):
-        rows = [{**row, "label": words[not row["label"]]} for row in verdict_rows(2)]
+        rows = [{**row, "label": words[not row["label"]]} for row in unpaired_rows(2)]
         out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))
-        assert "4 usable rows (verdict)" in out
+        assert "4 usable rows (unpaired)" in out
     # Right answers in a column of that name are no verdicts, although one of them is 1.
     rows = [{"prompt": "q", "completion": "a", "label": str(n)} for n in range(1, 4)]
     out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))

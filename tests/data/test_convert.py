@@ -12,9 +12,8 @@ from posttrain.data import convert as converting
 from posttrain.data.convert import CONVERTERS, SAMPLE, check_sign, convert_rows, gsm8k, helpsteer3
 from posttrain.data.convert import ultrafeedback_binarized as ultrafeedback
 from posttrain.data.examples import read_examples
-from posttrain.data.files import write_rows
+from posttrain.data.files import read_rows, write_rows
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from posttrain.seeds import random_stream

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.environments.judge import JudgeFailure, judge_client, judge_prompt, judge_score
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe
 from tests.listening import listening
@@ -193,7 +193,7 @@ def test_frames_hold_exactly_the_texts(question, answer):
     prompt = judge_prompt(RECIPE, [{"role": "user", "content": question}], answer)
     mark, frames = _frames(prompt)
     assert mark not in question + answer
-    assert frames == [("user", neutral(question)), ("answer", neutral(answer))]
+    assert frames == [("user", sanitize(question)), ("answer", sanitize(answer))]
     assert prompt == judge_prompt(RECIPE, [{"role": "user", "content": question}], answer)
     assert "{rubric} with {braces}" in prompt[0]["content"]
 

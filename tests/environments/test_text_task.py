@@ -114,7 +114,7 @@ def test_a_rule_may_report_more_numbers_and_the_score_may_pay_nothing(tmp_path):
         (step,) = play(TextTask(recipe), 0, ["abc"])
         assert step.reward == pytest.approx(paid)
         assert step.info == {"success": True, "scores": {"score": 0.5, "length": 3.0}}
-        assert TextTask.pays(recipe) == (weight > 0)
+        assert TextTask.has_reward(recipe) == (weight > 0)
     alone = _recipe(tmp_path, rule=EXACT, score_weight=0.0)
     (step,) = play(TextTask(alone), 0, ["4"])
     assert (step.reward, step.info) == (0.0, {"success": True, "scores": {"score": 1.0}})

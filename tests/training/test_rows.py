@@ -77,7 +77,7 @@ def test_a_source_with_a_small_weight_is_never_left_out():
 def test_an_empty_source_is_nothing_to_stumble_over():
     (epoch,) = epochs(EpochRows(sources(0, 3), [1, 1], 2, 0), 1)
     assert len(epoch) == 3
-    with pytest.raises(InputError, match=r"^data\.train: there is no row"):
+    with pytest.raises(InputError, match=r"^data\.train: no rows"):
         EpochRows(sources(0), [1], 2, 0)
 
 
@@ -303,7 +303,7 @@ def test_samples_carry_their_side_and_nothing_of_a_rollout():
     assert (bad.side.row, bad.side.chosen, bad.side.margin) == (7, False, 1.5)
     assert good.stream.turn.tolist() == [-1, -1, 0, 0]
     assert not good.stream.rewards.any()
-    (verdict,) = samples_of_row(TokenRow(row("a").streams, "a", good=False), 2)
-    assert (verdict.side.row, verdict.side.chosen) == (2, False)
+    (sample,) = samples_of_row(TokenRow(row("a").streams, "a", chosen=False), 2)
+    assert (sample.side.row, sample.side.chosen) == (2, False)
     (plain,) = samples_of_row(row("a"))
     assert plain.side is None

@@ -107,13 +107,13 @@ class Kind(StrEnum):
 
     CONVERSATION = "conversation"
     PAIR = "pair"
-    VERDICT = "verdict"
+    UNPAIRED = "unpaired"
 
 
-_KINDS: dict[Kind, Literal["conversation", "pair", "verdict"]] = {
+_KINDS: dict[Kind, Literal["conversation", "pair", "unpaired"]] = {
     Kind.CONVERSATION: "conversation",
     Kind.PAIR: "pair",
-    Kind.VERDICT: "verdict",
+    Kind.UNPAIRED: "unpaired",
 }
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from posttrain.environments.judge import JudgeFailure, ask_judge
-from posttrain.environments.judge_replies import Judged
+from posttrain.environments.judge import JudgeFailure, Judgment, ask_judge
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, Predictions
 from posttrain.evaluation.results import Results
@@ -25,7 +24,7 @@ _AT_LEAST = 3
 class Reply:
     """What became of a question."""
 
-    judged: Judged | None
+    judged: Judgment | None
     kind: str = ""
     """UNREADABLE, SILENT or NOT_ASKED where the judge said nothing that counts."""
     failure: str = ""
@@ -139,7 +138,7 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
     records, samples = [], []
     for row, question in zip(predictions.rows, asked, strict=True):
         reply = next(replies) if isinstance(question, Question) else Reply(None, question, f"the row has {question}")
-        score = None if reply.judged is None else reply.judged.value
+        score = None if reply.judged is None else reply.judged.score
         records.append(
             {
                 **located(row),
@@ -316,14 +315,14 @@ def _record(pair: Pair, asked: list[Question] | str, replies: Sequence[Reply], o
     judged = [reply.judged for reply in replies if reply.judged is not None]
     value = None
     if not whole.kind:
-        value = (judged[0].value + 1 - judged[1].value) / 2 if questions else 0.5
+        value = (judged[0].score + 1 - judged[1].score) / 2 if questions else 0.5
     return {
         **located(pair[0]),
         "against": pair[1].origin,
         **options.named(),
         "prompt_hashes": [question.digest for question in questions],
         "value": value,
-        "first_shown": [one.value for one in judged] if len(judged) == 2 else None,
+        "first_shown": [one.score for one in judged] if len(judged) == 2 else None,
         "reasons": [one.reason for one in judged],
         "shown_in_part": sorted({name for question in questions for name in question.in_part}),
         **failure(whole),

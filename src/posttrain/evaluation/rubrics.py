@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from posttrain.environments.framing import Prompt, Texts, laid_out_prompt
-from posttrain.environments.judge_replies import ChoiceReply, ClaimsReply, PointsReply, ReplyForm
+from posttrain.environments.judge import ChoiceReply, ClaimsReply, PointsReply, ReplyForm
+from posttrain.environments.untrusted import Prompt, Texts, template_prompt
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, digest_of
 from posttrain.recipe.judge import FIELD, Anchor, PointsScale, Rubric
@@ -113,7 +113,7 @@ def _question(
         fields[name] = texts
     cut = {name: [(who, _cut(text, longest)) for who, text in texts] for name, texts in fields.items()}
     in_part = tuple(name for name, texts in sorted(fields.items()) if any(len(text) > longest for _, text in texts))
-    prompt = laid_out_prompt(what, _words(rubric, form), form.asked, rubric.template, cut, request)
+    prompt = template_prompt(what, _words(rubric, form), form.instructions, rubric.template, cut, request)
     return Question(prompt, form, in_part)
 
 

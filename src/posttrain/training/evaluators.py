@@ -26,7 +26,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import PlayRow, Table, play_tables
 from posttrain.training.batches import Sample
 from posttrain.training.learner import Learner
-from posttrain.training.objectives import PairObjective, RewardObjective, VerdictObjective, logprobs
+from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
 
 START = "start of this run"
@@ -130,7 +130,7 @@ class EpisodeEvaluator(ABC):
             TRAINED: "trained model",
             EVALUATED: self.evaluated,
         }
-        others = environment_class(self.environment.type).players
+        others = environment_class(self.environment.type).scripted_baselines
         known = [
             player
             for player in ("random", *others, START, TRAINED, EVALUATED, "optimal")
@@ -273,7 +273,7 @@ class PreferenceEvaluator(Generic[Output]):
         learner: Learner[Output],
         recipe: DpoRecipe | RewardRecipe,
         data: DataSet,
-        objective_for: Callable[[Sequence[Sample]], PairObjective | VerdictObjective | RewardObjective],
+        objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
         model: RewardModel | None = None,
         renderer: Renderer | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from posttrain.data.readers import plain, read_rows
+from posttrain.data.files import plain, read_rows
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import SourceRecipe
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import posttrain.training.pipeline as module
+from posttrain import pipelines as module
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain.pipelines import planned, run_pipeline
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.runs.directory import RunDirectory
-from posttrain.training.pipeline import planned, run_pipeline
 
 TEXT = """
 name: p
