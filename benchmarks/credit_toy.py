@@ -43,7 +43,7 @@ def main() -> None:
     same = {name: agreement(name, 0.8, chosen.rewards) for name in ("prefix", "loo", "trunc")}
     notes = [
         f"{chosen.seeds} seeds, {chosen.steps} steps of {chosen.batch} answers, rate {chosen.rate:g}; 95% intervals in "
-        "brackets; beta 1 (seed_compat: 0.8)",
+        "brackets; beta 1 (drca_published: 0.8)",
         "score: 0 for choices at random, 1 for the best of all 1,024 answers; its expectation under the policy is exact",
         f"best answer by 0.8 x sum of credits + 0.2 R is the best by R, of {chosen.rewards} rewards of `pairs`: "
         + ", ".join(f"{name} {value}" for name, value in same.items()),

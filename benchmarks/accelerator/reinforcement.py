@@ -19,8 +19,8 @@ from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Totals
 from posttrain.training.objectives import logprobs, token_batch
+from posttrain.training.updater import Totals
 
 
 class ClippedLoss:

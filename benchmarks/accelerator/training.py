@@ -17,9 +17,9 @@ from posttrain.models.forward import TokenScores, logits_of, token_scores
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Learner, Totals
 from posttrain.training.objectives import token_batch, token_forward
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Totals, Updater
 
 MICRO_BATCHES = 4
 """Forward passes for one optimizer step."""
@@ -75,7 +75,7 @@ class Training:
         self.shape = shape
         self.policy = RandomPolicy(shape, device)
         recipe = LearnerRecipe(tokens_per_batch=tokens_per_batch, logits_per_chunk=CHUNK)
-        self.learner: Any = Learner(
+        self.learner: Any = Updater(
             self.policy,
             Optimizer(self.policy.trainable(), OptimizerRecipe(), 1000),
             recipe,

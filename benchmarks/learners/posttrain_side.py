@@ -59,7 +59,7 @@ def _recipe(job: Job, place: str, threads: int) -> Any:
             "rows_per_update": job.rows_per_step,
         }
     if job.stage == "dpo":
-        keys["reference_cache"] = False
+        keys["cache_ref_logprobs"] = False
     keys |= job.settings
     overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return load_recipe([], overrides, "rl" if job.stage in KL else job.stage)
@@ -85,17 +85,17 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
         "credit.type": job.stage,
         "loss.type": "ppo",
         "kl.coefficient": KL[job.stage],
-        **({"kl.estimator": "k1", "kl.place": "reward"} if KL[job.stage] else {}),
+        **({"kl.estimator": "k1", "kl.apply_to": "reward"} if KL[job.stage] else {}),
     }
 
 
 def _watch(recorder: Recorder, pairs: bool) -> None:
     """Count rows at the learner and stamp the ends of steps; reference log-probabilities count for their rows."""
     from posttrain.training.dpo import ReferenceLogprobs
-    from posttrain.training.learner import Learner
     from posttrain.training.trainer import Trainer
+    from posttrain.training.updater import Updater
 
-    update, finish_step, prepare = Learner.update, Trainer.finish_step, ReferenceLogprobs.precompute
+    update, finish_step, prepare = Updater.update, Trainer.finish_step, ReferenceLogprobs.precompute
 
     def counted(self: Any, samples: Sequence[Any], objective: Any) -> Any:
         recorder.saw(len(samples) // (2 if pairs else 1), sum(len(sample.stream) for sample in samples))
@@ -111,7 +111,7 @@ def _watch(recorder: Recorder, pairs: bool) -> None:
         prepare(self, samples)
         recorder.extra_per_row = (time.perf_counter() - begun) / (len(samples) / 2)
 
-    Learner.update, Trainer.finish_step, ReferenceLogprobs.precompute = counted, stamped, timed  # type: ignore[method-assign]
+    Updater.update, Trainer.finish_step, ReferenceLogprobs.precompute = counted, stamped, timed  # type: ignore[method-assign]
 
 
 def _end_answers(job: Job) -> None:

@@ -160,7 +160,7 @@ def _placements(count: int, tensor: int, ahead: int, **more: Any) -> list[Placem
         return [colocated(count, tensor, offloaded=offloaded, **more) for offloaded in offloads]
     learners = [count * eighths // 8 for eighths in range(1, 8)]
     return [
-        apart(learner, (count - learner) // tensor, tensor, ahead=ahead, offloaded=offloaded, **more)
+        apart(learner, (count - learner) // tensor, tensor, async_rollouts=ahead, offloaded=offloaded, **more)
         for learner in learners
         for offloaded in offloads
         if (count - learner) % tensor == 0 and learner % more["expert_parallel"] == 0
@@ -169,7 +169,7 @@ def _placements(count: int, tensor: int, ahead: int, **more: Any) -> list[Placem
 
 def _name(placement: Placement, slots: int, lora: bool) -> str:
     parts = [f"engines of {placement.tensor}, slots {slots}"]
-    if placement.ahead:
+    if placement.async_rollouts:
         parts.append(f"{placement.all_devices - placement.devices} of the GPUs sample")
     parts += ["experts apart over 8"] if placement.expert_parallel > 1 else []
     parts += ["optimizer offloaded"] if placement.offloaded else []

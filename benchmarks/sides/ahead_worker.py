@@ -58,7 +58,7 @@ def main() -> None:
             "episodes_per_group": 4,
             "tokens_per_turn": 16,
             "tokens_per_episode": 512,
-            "environment_seconds": 60.0,
+            "environment_timeout": 60.0,
             "ahead": job["ahead"],
             **({"on_new_weights": job["rule"]} if job["ahead"] else {}),
         },

@@ -100,7 +100,7 @@ WAYS = [
     Way("trunc", "advantage", True, _trunc),
     Way("loo", "advantage", True, _loo),
     Way("shapley", "advantage", True, _shapley),
-    Way("seed_compat", "reward", False, _trunc, beta=0.8),
+    Way("drca_published", "reward", False, _trunc, beta=0.8),
     Way("trunc", "reward", False, _trunc),
     Way("loo", "reward", False, _loo),
     Way("shapley", "reward", False, _shapley),

@@ -14,10 +14,9 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import SeedRange
 from posttrain.runs.files import write_atomically
-from posttrain.runs.tables import PlayRow, play_tables
+from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
 from posttrain.training.evaluators import START
-from posttrain.training.results import read_players, read_tables
 
 Lineage = dict[str, Any]
 """`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; outputs once finished."""
@@ -206,7 +205,7 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
 UNTRAINED = "untrained model"
 
 
-def combined_rows(pipeline: PipelineRecipe) -> list[PlayRow]:
+def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
     """Random policy, the model before any stage, the model after each finished stage, optimal policy.
 
     Only stages that play the same environment on the same final seeds as the last one share a table with it.
@@ -215,18 +214,18 @@ def combined_rows(pipeline: PipelineRecipe) -> list[PlayRow]:
     if not finished:
         return []
     last = _played(finished[-1])
-    rows: list[PlayRow] = []
-    references: dict[str, PlayRow] = {}
+    rows: list[PolicyRow] = []
+    references: dict[str, PolicyRow] = {}
     for stage in finished:
         if _played(stage) != last:
             continue
-        for row in read_players(pipeline.directory / stage.name):
-            if row.player in ("random policy", "optimal policy"):
-                references[row.player] = row
-            elif row.player != START:
-                rows.append(replace(row, player=f"after {stage.name}"))
+        for row in read_policies(pipeline.directory / stage.name):
+            if row.policy in ("random policy", "optimal policy"):
+                references[row.policy] = row
+            elif row.policy != START:
+                rows.append(replace(row, policy=f"after {stage.name}"))
             elif not rows:
-                rows.append(replace(row, player=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
+                rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
     first = [references["random policy"]] if "random policy" in references else []
     return [*first, *rows, *([references["optimal policy"]] if "optimal policy" in references else [])]
 
@@ -242,7 +241,7 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
         last = next(stage for stage in reversed(_finished(pipeline)) if _played(stage) is not None)
         environment = _played(last)
         assert environment is not None
-        tables += play_tables(rows, f"{pipeline.name}: {environment[0].type}, held-out seeds")
+        tables += policy_tables(rows, f"{pipeline.name}: {environment[0].type}, held-out seeds")
     for stage in _finished(pipeline):
         own = read_tables(pipeline.directory / stage.name)
         tables += [replace(table, title=f"{stage.name}: {table.title}") for table in own if not table.played]

@@ -63,10 +63,10 @@ def test_files_without_a_row_are_told_apart(tiny_model, tmp_path, capsys):
     empty.write_text("\n")
     said = refused(capsys, tiny_model, cut)
     assert said.startswith(
-        "no usable row; 1 problem, most often broken file (cut.parquet): it is no whole parquet file ("
+        "no usable row; 1 problem, most often broken file (cut.parquet): not a complete parquet file ("
     )
-    assert said.endswith("get the file anew, or leave it out")
-    assert refused(capsys, tiny_model, empty) == "there are no rows; name a file that has some"
+    assert said.endswith("replace the file, or remove it from the recipe")
+    assert refused(capsys, tiny_model, empty) == "no rows; name a file that has rows"
     (tmp_path / "broken.jsonl").write_text('{"messages": [')
     assert "most often broken JSON (broken.jsonl row 1)" in refused(capsys, tiny_model, tmp_path / "broken.jsonl")
     # Beside a whole file, the broken one is a problem among others.
@@ -122,17 +122,17 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
     ]
     assert main(["sft", *words]) == 0
     results = json.loads((tmp_path / "runs" / "run" / "results.json").read_text())
-    assert [row["player"] for row in results["players"]] == [
+    assert [row["policy"] for row in results["policies"]] == [
         "random policy",
         "start of this run",
         "trained model",
         "optimal policy",
     ]
     assert results["tables"][0]["headings"][2] == "loss"
-    assert "were made with" not in (tmp_path / "runs" / "run" / "report.md").read_text()
+    assert "were generated with" not in (tmp_path / "runs" / "run" / "report.md").read_text()
     if history == "episode":
         assert main(["sft", *words, "name=thinks", "environment.format.thinking=true", "steps=1"]) == 0
-        said = "step 0: the rows of lake.jsonl were made with environment.format.thinking false (here true), so what they teach"
+        said = "step 0: the rows of lake.jsonl were generated with environment.format.thinking false (here true), so training"
         assert said in (tmp_path / "runs" / "thinks" / "report.md").read_text()
 
 
@@ -141,7 +141,7 @@ def test_experts_keep_off_the_held_out_seeds(capsys):
     assert "overlap evaluation.seeds" in capsys.readouterr().err
     assert main(["data", "experts", "frozen_lake", "--count", "3", "--out", "lake.csv"]) == 2
     assert capsys.readouterr().err == (
-        "posttrain: lake.csv: rows are written as .jsonl or .parquet; choose such a name\n"
+        "posttrain: lake.csv: unknown format; name a .jsonl or .parquet file\n"
     )
 
 
@@ -154,7 +154,7 @@ def test_experts_of_an_environment_without_tasks_are_told(capsys):
     assert said.count("\n") == 1
     asked = write_jsonl(Path("asked.jsonl"), [{"prompt": "Up?", "completion": "Goal"}])
     assert main(["data", "experts", "text_task", f"prompts={asked}"]) == 2
-    assert "--start and --count: environment seed 200000 is no row of" in capsys.readouterr().err
+    assert "--start and --count: environment seed 200000 is not a row of" in capsys.readouterr().err
     words = ["--start", "0", "--count", "1", "--out", "asked.parquet"]
     assert main(["data", "experts", "text_task", f"prompts={asked}", *words]) == 0
     assert capsys.readouterr().out == "asked.parquet: 1 rows of 1 games, seeds 0 to 0\n"

@@ -189,7 +189,7 @@ WRONG = [
     ("conversation", {"messages": [USER, GOOD, BAD]}, "roles out of order: message 3, assistant, follows assistant"),
     ("conversation", {"messages": [USER, TOOL, GOOD]}, "roles out of order: message 2, tool, follows user"),
     ("pair", {"chosen": [GOOD], "rejected": [BAD]}, "roles out of order: message 1"),
-    ("pair", {"prompt": "q", "chosen": [USER, GOOD], "rejected": [BAD]}, "roles out of order: `chosen` begins with user"),
+    ("pair", {"prompt": "q", "chosen": [USER, GOOD], "rejected": [BAD]}, "roles out of order: `chosen` starts with user"),
     ("conversation", {"messages": [USER]}, "no assistant message"),
     ("conversation", {"messages": []}, "no assistant message"),
     ("conversation", {"prompt": "q", "completion": []}, "no assistant message: in `completion`"),

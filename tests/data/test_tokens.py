@@ -38,7 +38,7 @@ def said(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
-def made(examples, limit, overlong="cut", loss_on="assistant", template=CHATML):
+def made(examples, limit, overlong="truncate", loss_on="assistant", template=CHATML):
     recipe = DataRecipe(train="unread.jsonl", max_tokens=limit, overlong=overlong)
     problems = Problems()
     return list(tokenize(examples, recipe, renderer(template), loss_on, problems)), problems
@@ -55,7 +55,7 @@ CHAT = ConversationExample([user("Say Goal."), said("Goal Goal Goal")], "a.jsonl
 # -- the limit ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlong", ["drop", "cut"])
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_a_row_of_just_the_limit_is_whole(overlong):
     (whole,) = length(CHAT)
     (row,), problems = made([CHAT], whole, overlong)
@@ -191,7 +191,7 @@ def verdicts(draw):
 @given(
     st.one_of(conversations(), pairs(), verdicts()),
     st.integers(8, 90),
-    st.sampled_from(["drop", "cut"]),
+    st.sampled_from(["drop", "truncate"]),
     st.sampled_from(["assistant", "last_assistant", "all"]),
     st.sampled_from([CHATML, DROPS_THINKING]),
 )
@@ -309,7 +309,7 @@ def test_rows_with_loss_on_everything_keep_their_prompts(loader):
         {"loss_on": "last_assistant"},
         {"loss_on": "all"},
         {"max_tokens": 41},
-        {"overlong": "cut"},
+        {"overlong": "truncate"},
     ],
     ids=str,
 )

@@ -30,12 +30,12 @@ CASES = {
         {
             "steps": 4,
             "model": {"lora": {"rank": 4}, "gradient_checkpointing": True, "path": "untied"},
-            "hardware": {"reduce": "each"},
+            "hardware": {"gradient_sync": "per_forward"},
         },
     ),
     # Each micro-batch's gradient is rounded to bfloat16 before it is added to the others in float32.
     "sft_bfloat16": ("sft", {"steps": 3, "model": {"dtype": "bfloat16"}}),
-    "dpo": ("dpo", {"steps": 4, "reference_cache": False, "hardware": {"reshard_after_forward": False}}),
+    "dpo": ("dpo", {"steps": 4, "cache_ref_logprobs": False, "hardware": {"reshard_after_forward": False}}),
     "kto": ("dpo", {"steps": 3, "loss": {"type": "kto"}, "model": {"lora": {"rank": 4}}}),
     "reward": ("reward", {"steps": 4}),
     "reward_lora": ("reward", {"steps": 3, "model": {"lora": {"rank": 4}}}),
@@ -47,7 +47,7 @@ CASES = {
     ),
     "ppo_shared": (
         "rl",
-        {"steps": 2, "credit": PPO, "critic": {"trunk": "shared", "updates_before_policy": 1, "coefficient": 0.5}},
+        {"steps": 2, "credit": PPO, "critic": {"backbone": "shared", "updates_before_policy": 1, "coefficient": 0.5}},
     ),
 }
 
@@ -87,15 +87,15 @@ def given_updates(tiny, out):
     from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
     from posttrain.recipe.rl import RlRecipe
     from posttrain.training.batches import Sample
-    from posttrain.training.learner import Learner
     from posttrain.training.objectives import PolicyObjective, token_forward
     from posttrain.training.optimizer import Optimizer
     from posttrain.training.rows import stream_of
+    from posttrain.training.updater import Updater
 
     policy = Policy(ModelRecipe(path=str(tiny), threads=1))
     recipe = LearnerRecipe(tokens_per_batch=120)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-3), 2)
-    learner = Learner(policy, optimizer, recipe, token_forward(policy, recipe))
+    learner = Updater(policy, optimizer, recipe, token_forward(policy, recipe))
     draws, samples = random_stream(0, "given"), []
     for length in (9, 110, 14, 30, 7):
         sampled = np.arange(length) >= 4
@@ -104,7 +104,7 @@ def given_updates(tiny, out):
         samples.append(Sample(stream, "given", draws.normal(size=length - 4).astype(np.float32)))
     lines = []
     for _ in range(2):
-        totals = learner.update(samples, PolicyObjective(RlRecipe(entropy=0.01), 0.0))
+        totals = learner.update(samples, PolicyObjective(RlRecipe(entropy_coefficient=0.01), 0.0))
         lines.append({key: value / count for key, (value, count) in totals.items() if count})
     if learner.world.first:
         Path(out).mkdir(parents=True)

@@ -21,7 +21,7 @@ def test_state_is_divided_and_whole_gradients_are_not():
         assert found[what] == alone[what] / 4
     assert found["whole gradients"] == 4000
     assert found["activations, roughly"] == alone["activations, roughly"]
-    assert "whole gradients" not in rows(processes=4, reduce="each")[0]
+    assert "whole gradients" not in rows(processes=4, gradient_sync="per_forward")[0]
 
 
 def test_in_bfloat16_the_shares_are_the_masters():

@@ -96,7 +96,7 @@ class MadePolicy:
 
 
 def opened(replicas, **keys):
-    return VllmEngine(MadePolicy(), VllmEngineRecipe(bucket_megabytes=1, sequences=4, **keys), replicas)
+    return VllmEngine(MadePolicy(), VllmEngineRecipe(bucket_megabytes=1, max_num_seqs=4, **keys), replicas)
 
 
 def ask_all(engine, seeds):
@@ -145,7 +145,7 @@ def test_an_episode_stays_with_its_engine():
 def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
     replica = Made("a", deaths=1)
     engine = opened([replica])
-    events.take()
+    events.drain()
     engine.load_weights(3)
     engine.policy.number = 99.0
     found = ask_all(engine, range(4))
@@ -153,19 +153,19 @@ def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
     assert replica.starts == 2
     assert engine.restarts == 1
     assert engine.retried == 1
-    (message,) = events.take()
+    (message,) = events.drain()
     assert "version 3" in message
 
 
 def test_an_engine_that_hangs_is_started_again():
     replica, other = Made("a"), Made("b")
-    engine = opened([replica, other], hang_seconds=0.4)
+    engine = opened([replica, other], hang_timeout=0.4)
     engine.load_weights(0)
     replica.hangs = True
     found = ask_all(engine, range(4))
     assert sorted(one.ids for one in found) == [(5, seed) for seed in range(4)]
     assert (replica.starts, other.starts, engine.restarts, engine.retried) == (2, 1, 1, 2)
-    assert "a died (it gave no sign of life for 0.4 s)" in events.take()[-1]
+    assert "a died (it gave no sign of life for 0.4 s)" in events.drain()[-1]
     replica.hangs = True
     engine.policy.number = 6.0
     engine.load_weights(1)
@@ -175,7 +175,7 @@ def test_an_engine_that_hangs_is_started_again():
 
 def test_an_answer_may_take_longer_than_a_sign_of_life():
     replica = Made("a")
-    engine = opened([replica], hang_seconds=0.1)
+    engine = opened([replica], hang_timeout=0.1)
     engine.load_weights(0)
     replica.pause = 0.6
     assert ask_all(engine, [7])[0].ids == (5, 7)
@@ -187,9 +187,9 @@ def test_deaths_are_bounded():
     engine.load_weights(0)
     with pytest.raises(RunError, match="died 3 times over one answer"):
         ask_all(engine, [1])
-    engine = opened([Made("a", deaths=9)], retries=8, restarts=2)
+    engine = opened([Made("a", deaths=9)], retries=8, max_restarts=2)
     engine.load_weights(0)
-    with pytest.raises(RunError, match=r"engine\.restarts is 2"):
+    with pytest.raises(RunError, match=r"engine\.max_restarts is 2"):
         ask_all(engine, [1])
 
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_is_said_before_anything_is_started(tiny_policy, tmp_path
 
 
 def test_a_server_that_is_not_there_is_named(tiny_policy):
-    recipe = VllmEngineRecipe(urls=["http://127.0.0.1:1"], start_seconds=0.1)
+    recipe = VllmEngineRecipe(urls=["http://127.0.0.1:1"], start_timeout=0.1)
     with pytest.raises(RunError, match=r"the vLLM server at http://127\.0\.0\.1:1 does not answer"):
         open_vllm(tiny_policy, recipe, 64)
 

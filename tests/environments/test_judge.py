@@ -112,7 +112,7 @@ def test_a_refusal_is_not_asked_again(server):
 
 
 def test_a_judge_that_hangs_is_a_failure_in_time(server):
-    recipe = server.says("hang").model_copy(update={"seconds": 0.1, "retries": 1})
+    recipe = server.says("hang").model_copy(update={"timeout": 0.1, "retries": 1})
     begun = time.perf_counter()
     with pytest.raises(JudgeFailure, match=r"within 0\.1 s"):
         judge_score(recipe, MESSAGES, "4")
@@ -199,7 +199,7 @@ def test_frames_hold_exactly_the_texts(question, answer):
 
 
 def test_a_mark_that_the_text_holds_is_not_used(monkeypatch):
-    from posttrain.environments import framing
+    from posttrain.environments import untrusted
 
     class _Digest:
         def __init__(self, data, digest_size):
@@ -208,5 +208,5 @@ def test_a_mark_that_the_text_holds_is_not_used(monkeypatch):
         def hexdigest(self):
             return self.text
 
-    monkeypatch.setattr(framing.hashlib, "blake2b", _Digest)
-    assert framing._mark([("answer", "so FEED it")]) == "beef"
+    monkeypatch.setattr(untrusted.hashlib, "blake2b", _Digest)
+    assert untrusted._delimiter([("answer", "so FEED it")]) == "beef"

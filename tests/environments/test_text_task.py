@@ -137,8 +137,8 @@ def test_without_a_scorer_nothing_is_paid_and_no_success_is_reported(tmp_path):
         ("return float('inf')", "returned inf"),
         ("return '1'", "returned '1'"),
         ("return [1.0]", "returned"),
-        ("return {'length': 1.0}", "'score' among them"),
-        ("return {'score': 1.0, 'length': 'long'}", "finite numbers by name"),
+        ("return {'length': 1.0}", "the key 'score'"),
+        ("return {'score': 1.0, 'length': 'long'}", "names to finite numbers"),
     ],
 )
 def test_a_rule_without_a_score_fails_the_episode(tmp_path, body, complaint):

@@ -244,7 +244,7 @@ def test_runs_of_other_environments_are_refused_and_other_keys_told(tmp_path):
         (["good,good", "bad"], "names a run twice"),
         (["good", "columns.text=x", "bad"], "no key of a predictions file"),
         (["good", "numbers"], "no metric in common"),
-        (["good", "empty"], "there are no rows"),
+        (["good", "empty"], "no rows"),
         (["good", "other"], "30 of 30 items have another prompt or reference"),
         (["good", "broken"], "no results file"),
         (["good", "texts"], "holds nothing to compare by"),

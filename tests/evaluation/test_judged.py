@@ -30,7 +30,7 @@ def rows(texts, samples=1, reference="r", path="p.jsonl"):
 
 
 def options(server, rubric="efficiency", workers=4, longest=1_000, **keys):
-    keys = {"retries": 0, "seconds": 60, **keys}
+    keys = {"retries": 0, "timeout": 60, **keys}
     return Options(load_rubric(rubric), JudgeServerRecipe(url=server.url, model="m", **keys), workers, longest)
 
 
@@ -120,7 +120,7 @@ def test_what_is_no_verdict_is_counted_with_its_reason_and_never_scored(trouble,
     # Short for the one that hangs alone: this process may be stopped for a while.
     seconds = 1 if isinstance(trouble, Trouble) and trouble.seconds else 60
     with serving(rule) as server:
-        found = judge_predictions(rows(["5", "3", "4"]), options(server, seconds=seconds, workers=1))
+        found = judge_predictions(rows(["5", "3", "4"]), options(server, timeout=seconds, workers=1))
     assert [record["score"] for record in found.records] == [5, None, 4]
     assert found.records[1]["left_out"] == kind
     assert "judge m at http://127.0.0.1" in found.records[1]["failure"]
@@ -193,7 +193,7 @@ def test_a_server_that_dies_leaves_the_scores_it_gave():
 def test_a_server_that_hangs_ends_in_time():
     begun = time.monotonic()
     with serving(lambda frames, number: Trouble(seconds=2)) as server:
-        found = judge_predictions(rows(["3"] * 50), options(server, workers=2, seconds=0.1))
+        found = judge_predictions(rows(["3"] * 50), options(server, workers=2, timeout=0.1))
         assert time.monotonic() - begun < 20
     assert found.unanswered == 50
 

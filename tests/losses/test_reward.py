@@ -65,4 +65,8 @@ def test_extremes_stay_finite_in_float32(margin):
 
 
 def test_defaults_of_the_recipe():
-    assert RewardLossRecipe().model_dump() == {"type": "bradley_terry", "margin": True, "centring": 0.0}
+    assert RewardLossRecipe().model_dump() == {
+        "type": "bradley_terry",
+        "margin": True,
+        "center_rewards_coefficient": 0.0,
+    }

@@ -197,13 +197,13 @@ def test_a_failed_episode_is_played_again_and_its_failure_was_not_kept(tmp_path)
         assert len(server.requests) == 2
 
 
-def _player(recipe, block, policy="drop"):
+def _player(recipe, block, action="drop"):
     recipe = recipe.model_copy(update={"thinking": False})
     return RolloutWorker(
         engine=_Says(block),
         renderer=RENDERER,
         environment=recipe,
-        rollout=RolloutRecipe(tokens_per_turn=400, tokens_per_episode=9000, failures={"policy": policy}),
+        rollout=RolloutRecipe(tokens_per_turn=400, tokens_per_episode=9000, failures={"action": action}),
         sampling=SamplingRecipe(),
         version=0,
     )

@@ -121,7 +121,7 @@ def test_a_plan_fits_the_terminal(width):
 
 
 def test_two_cores_hold_a_whole_run():
-    recipe = load_recipe([], ["hardware.ray=auto", "hardware.environments.workers=2"], "rl")
+    recipe = load_recipe([], ["hardware.ray=auto", "hardware.environments.count=2"], "rl")
     workers, share = place(recipe, [Node("here", 2.0, 0)])
     assert [worker.name for worker in workers] == ["learner 0", "engine 0", "environments 0", "environments 1"]
     assert share == pytest.approx(2 / 3)

@@ -48,7 +48,7 @@ def test_a_phase_for_each_thing_that_is_computed():
     assert names("kl.coefficient=0.1") == [*SAMPLED, "reference log-probabilities", *LEARNED]
     assert names("reward.path=rm") == [*SAMPLED, "reward model", *LEARNED]
     assert names("credit.type=gae") == [*SAMPLED, "values", "critic's updates", *LEARNED]
-    assert names("credit.type=gae", "critic.trunk=shared") == names()
+    assert names("credit.type=gae", "critic.backbone=shared") == names()
     assert names(placement=Placement(engines=1)) == [*SAMPLED, *LEARNED, "weights to the engines"]
     assert names(stage="evaluate") == SAMPLED
     rows = "data.train=rows.jsonl"
@@ -93,7 +93,7 @@ def test_who_waits():
     phases = [Phase("sampling", 3.0, 2, sampling=True), Phase("learning", 1.0, 2)]
     assert total_seconds(phases, apart) == 4.0
     assert idle_share(phases, apart) == 0.5
-    ahead = Placement(2, 2, engines=2, colocated=False, ahead=1)
+    ahead = Placement(2, 2, engines=2, colocated=False, async_rollouts=1)
     assert total_seconds(phases, ahead) == 3.0
     assert idle_share(phases, ahead) == pytest.approx(1 - 8 / 12)
     assert idle_share([Phase("all", 5.0, 2)], Placement(2)) == 0
@@ -104,7 +104,7 @@ def test_engines_ahead_of_a_learner_shorten_the_step():
     job = Episodes(64, 8, 200, 500, 2000)
     waiting, ahead = (
         total_seconds(step_phases(recipe, SIZES, H200, placed, job), placed)
-        for placed in (Placement(4, 4, engines=4, colocated=False, ahead=steps) for steps in (0, 1))
+        for placed in (Placement(4, 4, engines=4, colocated=False, async_rollouts=steps) for steps in (0, 1))
     )
     assert ahead < waiting
 

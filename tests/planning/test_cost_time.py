@@ -93,10 +93,12 @@ def test_sampling_of_all_answers():
     # An engine that never drains gives as many answers with no tail.
     longer = replace(job, longest=10)
     eight = step_seconds(SIZES, READING, 8, 6.5, 2)
-    assert steady_seconds(SIZES, READING, longer, 2, 64, 1, ahead=1) == pytest.approx(5 * eight)  # 10 / 2 steps
+    assert steady_seconds(SIZES, READING, longer, 2, 64, 1, async_rollouts=1) == pytest.approx(
+        5 * eight
+    )  # 10 / 2 steps
     # With two further steps 12 are in flight; 4 x 5 / 12 steps would do, but the longest needs 10 / 3.
     twelve = step_seconds(SIZES, READING, 12, 6.5, 2)
-    assert steady_seconds(SIZES, READING, longer, 2, 64, 1, ahead=2) == pytest.approx(10 / 3 * twelve)
+    assert steady_seconds(SIZES, READING, longer, 2, 64, 1, async_rollouts=2) == pytest.approx(10 / 3 * twelve)
 
 
 def test_sharding():

@@ -28,7 +28,7 @@ def test_the_published_run_is_there_number_for_number():
         0.1,
     )
     kl = recipe.kl
-    assert (kl.coefficient, kl.target, kl.horizon, kl.estimator, kl.place) == (0.1, 0.02, 256, "k3", "loss")
+    assert (kl.coefficient, kl.target, kl.horizon, kl.estimator, kl.apply_to) == (0.1, 0.02, 256, "k3", "loss")
     assert recipe.optimizer.learning_rate == 1e-6
     assert (rollout.tokens_per_episode, recipe.environment.max_turns) == (5120, 8)
 

@@ -49,17 +49,20 @@ PTX = ["ptx.data.train=[a.jsonl,b.jsonl]", "ptx.rows_per_update=5", "ptx.data.ma
 
 
 @pytest.mark.parametrize(
-    ("trunk", "says"),
+    ("backbone", "says"),
     [
-        ("own", "the critic makes 20 optimizer steps on the same episodes, in forward and backward passes of its own"),
+        (
+            "separate",
+            "the critic makes 20 optimizer steps on the same episodes, in forward and backward passes of its own",
+        ),
         (
             "shared",
             "the value head makes 20 optimizer steps in the forward and backward passes of the policy, whose trunk it reads",
         ),
     ],
 )
-def test_a_critic_and_supervised_rows_in_words(trunk, says):
-    plain = [*PPO, "learner.epochs_per_step=2", f"critic.trunk={trunk}"]
+def test_a_critic_and_supervised_rows_in_words(backbone, says):
+    plain = [*PPO, "learner.epochs_per_step=2", f"critic.backbone={backbone}"]
     assert says in batch_arithmetic(recipe_of(*plain))
     lines = batch_arithmetic(recipe_of(*plain, *PTX, "critic.updates_before_policy=3"))
     assert f"{says}, the first 3 of them alone: the policy makes 17" in lines
@@ -67,7 +70,7 @@ def test_a_critic_and_supervised_rows_in_words(trunk, says):
         "each optimizer step of the policy also takes 5 rows from a.jsonl, b.jsonl, at most 3 forward passes more where "
         "every row is 2000 tokens long"
     ) in lines
-    without = batch_arithmetic(recipe_of("credit.type=rloo", "steps=10", f"critic.trunk={trunk}"))
+    without = batch_arithmetic(recipe_of("credit.type=rloo", "steps=10", f"critic.backbone={backbone}"))
     assert not any("critic" in line or "head" in line or "rows" in line for line in without)
 
 
@@ -141,7 +144,7 @@ def test_memory_of_a_critic_of_its_own():
 def test_memory_of_a_critic_on_the_policys_trunk():
     alone = memory_estimate(recipe_of("credit.type=rloo"), SIZES)
     for changes in ([], PTX, ["critic.updates_before_policy=3"]):
-        shared = memory_estimate(recipe_of(*PPO, "critic.trunk=shared", *changes), SIZES)
+        shared = memory_estimate(recipe_of(*PPO, "critic.backbone=shared", *changes), SIZES)
         count, how = shared.pop("critic")
         assert count == 8 * (4 + 4 + 8)
         assert how == "a head of 8 float32 weights, with gradients and AdamW state"
@@ -163,7 +166,7 @@ def test_activations_are_those_of_the_wider_of_policy_and_critic():
         return memory_estimate(recipe_of("model.dtype=bfloat16", *changes), SIZES)["activations, roughly"][0]
 
     assert activations(*PPO) == 2 * activations()
-    assert activations(*PPO, "critic.dtype=bfloat16") == activations(*PPO, "critic.trunk=shared") == activations()
+    assert activations(*PPO, "critic.dtype=bfloat16") == activations(*PPO, "critic.backbone=shared") == activations()
 
 
 def test_adapters_are_what_is_trained():
@@ -219,14 +222,14 @@ def test_a_broken_model_directory_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "overrides", "expected"),
     [
-        ("rl", ["kl.place=reward"], "kl.place has no effect: kl.coefficient is 0"),
+        ("rl", ["kl.apply_to=reward"], "kl.apply_to has no effect: kl.coefficient is 0"),
         (
             "rl",
             ["kl.coefficient=0.1", "kl.horizon=5"],
             "kl.horizon has no effect: the coefficient is fixed while kl.target is null",
         ),
         ("rl", ["rollout.filter.keep=0.5"], "rollout.filter.keep has no effect: rollout.filter.type is none"),
-        ("rl", ["rollout.failures.reward=1"], "rollout.failures.reward has no effect: rollout.failures.policy is drop"),
+        ("rl", ["rollout.failures.reward=1"], "rollout.failures.reward has no effect: rollout.failures.action is drop"),
         (
             "rl",
             ["loss.clip_high=0.3"],
@@ -276,10 +279,10 @@ def test_a_broken_model_directory_is_named(tmp_path):
             "rollout.sampling.temperature 0 makes the episodes of a group alike, so there is nothing to compare",
         ),
         ("rl", ["critic.clip=0.5"], "critic has no effect: credit.type rloo uses no values"),
-        ("rl", ["critic.trunk=shared"], "critic has no effect: credit.type rloo uses no values"),
+        ("rl", ["critic.backbone=shared"], "critic has no effect: credit.type rloo uses no values"),
         (
             "rl",
-            ["credit.type=gae", "critic.trunk=shared", "critic.clip=0.5"],
+            ["credit.type=gae", "critic.backbone=shared", "critic.clip=0.5"],
             "critic.clip has no effect: with one update per step the values have not moved yet",
         ),
         (
@@ -313,7 +316,7 @@ def test_notes(stage, overrides, expected):
     [
         ("rl", []),
         ("rl", ["credit.type=gae"]),
-        ("rl", ["credit.type=gae", "critic.trunk=shared", *PTX]),
+        ("rl", ["credit.type=gae", "critic.backbone=shared", *PTX]),
         ("sft", ["environment.type=bandit"]),
         ("sft", ["data.train=a.jsonl", "data.held_out=5"]),
         ("reward", ["data.train=a.jsonl", "data.held_out=5"]),

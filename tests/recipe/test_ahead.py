@@ -16,10 +16,8 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["rollout.stale=drop"], "belong together"),
-        (["rollout.stale_after=3"], "belong together"),
         (
-            ["rollout.stale=drop", "rollout.stale_after=3", "learner.updates_per_step=2"],
+            ["rollout.max_staleness=3", "learner.updates_per_step=2"],
             "every episode is 4 updates old .* would drop them all",
         ),
         (["rollout.on_new_weights=continue", "hardware.ray=auto"], "engines of a Ray cluster take new weights between"),

@@ -40,8 +40,8 @@ def recipe_file(tmp_path, monkeypatch):
         ("kl:\n\tcoefficient: 1\n", "r.yaml line 2: a tab is used for indentation; use spaces"),
         ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps was already given in line 1; keep one of them"),
         (
-            "kl:\n  place: loss\n  place: loss\n",
-            "r.yaml line 3: kl.place was already given in line 2; keep one of them",
+            "kl:\n  apply_to: loss\n  apply_to: loss\n",
+            "r.yaml line 3: kl.apply_to was already given in line 2; keep one of them",
         ),
         ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
         ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["kl.zork=1"],
             "override kl.zork=1: there is no key kl.zork; "
-            "the keys of kl are coefficient, estimator, horizon, place, target",
+            "the keys of kl are apply_to, coefficient, estimator, horizon, target",
         ),
         (
             ["epochs=1"],
@@ -165,8 +165,8 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
             "groups_per_step, episodes_per_group, sampling, tokens_per_turn",
         ),
         (
-            ["rollout.overlong.limit=3"],
-            "override rollout.overlong.limit=3: rollout.overlong.buffer is missing; it must be a whole number, 1 or more",
+            ["rollout.overlong_penalty.limit=3"],
+            "override rollout.overlong_penalty.limit=3: rollout.overlong_penalty.buffer is missing; it must be a whole number, 1 or more",
         ),
         (
             ["loss.aggregation=constant"],
@@ -217,11 +217,13 @@ def test_an_environment_file_that_fails_to_load_is_named(recipe_file):
 
 
 def test_files_and_overrides_merge_left_to_right(recipe_file):
-    first = recipe_file("steps: 1\nkl: {coefficient: 0.1, place: reward}\nmodel: {lora: {rank: 4}}\n", "a.yaml")
+    first = recipe_file("steps: 1\nkl: {coefficient: 0.1, apply_to: reward}\nmodel: {lora: {rank: 4}}\n", "a.yaml")
     second = recipe_file("kl: {coefficient: 1e-2}\n", "b.yaml")
-    recipe = load_recipe([first, second], ["steps=3", "--entropy", "0.5", "--seed=7", "model.lora=null"], "rl")
-    assert (recipe.steps, recipe.entropy, recipe.seed, recipe.model.lora) == (3, 0.5, 7, None)
-    assert (recipe.kl.coefficient, recipe.kl.place) == (0.01, "reward")
+    recipe = load_recipe(
+        [first, second], ["steps=3", "--entropy_coefficient", "0.5", "--seed=7", "model.lora=null"], "rl"
+    )
+    assert (recipe.steps, recipe.entropy_coefficient, recipe.seed, recipe.model.lora) == (3, 0.5, 7, None)
+    assert (recipe.kl.coefficient, recipe.kl.apply_to) == (0.01, "reward")
 
 
 def test_a_part_of_a_default_keeps_the_rest_of_it():
@@ -269,7 +271,14 @@ def test_a_new_type_hides_no_mistake(recipe_file):
     [
         ("rl", []),
         ("rl", ["environment.type=sokoban", "credit.type=reinforce_pp", "loss.type=cispo", "model.lora.rank=4"]),
-        ("rl", ["loss.correction.type=tis", "optimizer.learning_rate=1e-6", "rollout.overlong={limit: 9, buffer: 2}"]),
+        (
+            "rl",
+            [
+                "loss.correction.type=tis",
+                "optimizer.learning_rate=1e-6",
+                "rollout.overlong_penalty={limit: 9, buffer: 2}",
+            ],
+        ),
         ("rl", ["model.lora.targets=[q_proj, v_proj]", "model.path='2026-01-01'", "runs='1e5'"]),
         ("sft", ["environment.type=frozen_lake", "experts.expert=random"]),
         ("evaluate", ["evaluation.sampling.temperature=0.7", "evaluation.episodes_per_seed=3"]),

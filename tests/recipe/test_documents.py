@@ -405,7 +405,7 @@ def test_the_rationale_pipeline_runs_on_small_data(stages, domain, tiny_model, t
         ),
     }
     words += [f"stages.{stage}.{change}" for change, changed in changes.items() for stage in changed]
-    words += ["stages.dpo.reference_cache=false", f"stages.sft.data.columns.domain={domain}"]
+    words += ["stages.dpo.cache_ref_logprobs=false", f"stages.sft.data.columns.domain={domain}"]
     for only in [["--only", stage] for stage in stages] if stages != STAGE_NAMES else [[]]:
         assert main(["pipeline", *words, *only]) == 0
     runs = tmp_path / "runs" / "rlhf"

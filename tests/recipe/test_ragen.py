@@ -33,7 +33,7 @@ def test_the_original_numbers():
         load_recipe([str(FOLDER / f"{name}.yaml")], [], "rl") for name in ("bandit", "sokoban", "frozen_lake")
     )
     for recipe in (bandit, sokoban, lake):
-        assert (recipe.credit.type, recipe.kl.coefficient, recipe.kl.estimator, recipe.kl.place) == (
+        assert (recipe.credit.type, recipe.kl.coefficient, recipe.kl.estimator, recipe.kl.apply_to) == (
             "brpo",
             0.001,
             "k3",
@@ -44,7 +44,7 @@ def test_the_original_numbers():
             (0.9, 0.999),
             0.01,
         )
-        assert (recipe.rollout.sampling.temperature, recipe.rollout.sampling.top_p, recipe.entropy) == (
+        assert (recipe.rollout.sampling.temperature, recipe.rollout.sampling.top_p, recipe.entropy_coefficient) == (
             0.7,
             0.95,
             0.001,

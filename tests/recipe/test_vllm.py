@@ -10,7 +10,7 @@ from posttrain.recipe.warnings import notes
 
 def test_the_engine_of_each_stage_may_be_vllm():
     for stage in ("rl", "evaluate", "sft"):
-        given = ["engine.type=vllm", "engine.servers=2", "engine.sequences=16"]
+        given = ["engine.type=vllm", "engine.servers=2", "engine.max_num_seqs=16"]
         recipe = load_recipe([], [*given, *(["environment.type=bandit"] if stage == "sft" else [])], stage)
         assert isinstance(recipe.engine, VllmEngineRecipe)
         assert recipe.engine.slots == 32

@@ -122,7 +122,7 @@ def test_a_failing_environment_fails_its_episode_alone():
 def test_retry_plays_again_with_other_random_numbers():
     Counting.failures_left = 1
     engine = EchoEngine()
-    (episode,) = play([13], engine, failures=FailureRecipe(policy="retry", retries=1))
+    (episode,) = play([13], engine, failures=FailureRecipe(action="retry", retries=1))
     assert episode.outcome is Outcome.TERMINATED
     assert engine.requests[0].prompt_ids == engine.requests[2].prompt_ids
     assert engine.requests[0].seed != engine.requests[2].seed
@@ -135,7 +135,7 @@ def test_a_reward_that_is_not_a_number_is_a_failure_and_never_zero():
 
 
 def test_a_slow_environment_times_out():
-    (episode,) = play([15], environment_seconds=0.05)
+    (episode,) = play([15], environment_timeout=0.05)
     assert episode.failure == "counting took longer than 0.05 s"
 
 

@@ -60,7 +60,7 @@ def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **e
     recipe = OpenAIEngineRecipe.model_validate({"url": server.url, "model": "m", "retries": 2, **engine})
     limits = RolloutRecipe.model_validate(rollout or {})
     return RemoteRolloutWorker(
-        client=chat_client("engine", recipe.url, recipe.seconds, recipe.retries, recipe.api_key_variable),
+        client=chat_client("engine", recipe.url, recipe.timeout, recipe.retries, recipe.api_key_variable),
         engine=recipe,
         faults=Faults(limits.failures, count),
         environment=environment or WordRecipe(type="words", max_turns=2),
@@ -113,7 +113,11 @@ def test_what_a_request_holds(monkeypatch):
     monkeypatch.setitem(os.environ, "SOME_KEY", "abc")
     with serving(always(Reply("one"), Reply("right"))) as server:
         sampled = SamplingRecipe(temperature=0.7, top_p=0.9)
-        keys = {"api_key_variable": "SOME_KEY", "extra_body": {"top_k": 5}, "token_limit": "max_completion_tokens"}
+        keys = {
+            "api_key_variable": "SOME_KEY",
+            "extra_body": {"top_k": 5},
+            "token_limit_field": "max_completion_tokens",
+        }
         (episode,) = play(server, sampling=sampled, **keys)
         again = play(server, sampling=sampled, **keys)
     first, second, *more = server.asked
@@ -135,7 +139,7 @@ def test_what_a_request_holds(monkeypatch):
 @pytest.mark.usefixtures("words")
 def test_as_many_are_asked_at_a_time_as_the_recipe_says():
     with serving(lambda request: Reply("right", delay=0.05)) as server:
-        episodes = play(server, range(6), workers=3)
+        episodes = play(server, range(6), max_concurrent=3)
     assert server.most == 3
     assert all(episode.success for episode in episodes)
 
@@ -167,7 +171,7 @@ def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said,
     with serving(
         lambda request: trouble if request["messages"][0]["content"] == "task 2" else Reply("right")
     ) as server:
-        good, bad, other = play(server, (1, 2, 3), seconds=0.3)
+        good, bad, other = play(server, (1, 2, 3), timeout=0.3)
     assert [good.success, other.success] == [True, True]
     assert (bad.outcome, bad.turns, bad.success) == (Outcome.FAILED, [], False)
     assert bad.failure is not None
@@ -181,10 +185,10 @@ def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said,
 def test_the_turns_before_a_fault_are_kept_and_the_episode_is_retried_where_asked():
     fault = Reply(status=400, body="{}")
     with serving(always(Reply("one"), fault, Reply("two"), Reply("right"))) as server:
-        (episode,) = play(server, rollout={"failures": {"policy": "retry", "retries": 1}})
+        (episode,) = play(server, rollout={"failures": {"action": "retry", "retries": 1}})
     assert [turn.answer for turn in episode.turns] == ["two", "right"]
     with serving(always(Reply("one"), fault, Reply("two"))) as server:
-        first, _, _ = play(server, (1, 2, 3), workers=1)
+        first, _, _ = play(server, (1, 2, 3), max_concurrent=1)
     assert (first.outcome, [turn.answer for turn in first.turns]) == (Outcome.FAILED, ["one"])
 
 
@@ -192,7 +196,7 @@ def test_the_turns_before_a_fault_are_kept_and_the_episode_is_retried_where_aske
 def test_too_many_failures_end_the_evaluation_early():
     with serving(lambda request: Reply(status=401, body="{}")) as server:
         with pytest.raises(RunError, match=r"3 of 4 episodes failed, the first on environment seed 5: .*status 401"):
-            play(server, (5, 6, 7, 8), workers=1)
+            play(server, (5, 6, 7, 8), max_concurrent=1)
         assert len(server.asked) == 3
         with pytest.raises(RunError, match=r"2 of 2 episodes failed.*nothing is left"):
             play(server, (5, 6), rollout={"failures": {"max_share": 1.0}})

@@ -30,5 +30,5 @@ def make_run(
                 scores = {"score/update": score, "score/update_low": score - 0.1, "score/update_high": score + 0.1}
                 log.write(step, "evaluation", finished(paid(step) / 10) | scores)
         if ended:
-            log.write(steps, "final", {"player": "trained", "best_step": steps, **finished(paid(steps) / 10, 200)})
+            log.write(steps, "final", {"policy": "trained", "best_step": steps, **finished(paid(steps) / 10, 200)})
     return run.path

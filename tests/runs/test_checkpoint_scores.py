@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from posttrain.runs.scores import checkpoint_scores, draw_scores, score_table
+from posttrain.runs.results import draw_scores
+from posttrain.runs.tables import checkpoint_scores, score_table
 
 
 def line(step, success, **scores):

@@ -12,19 +12,19 @@ from scipy import stats
 from posttrain.errors import InputError
 from posttrain.runs.comparison import (
     MOST_CURVES,
+    Source,
     bundles_of,
     draw_metric,
     looks,
     mean_over_seeds,
+    open_sources,
     shared_metrics,
     t_interval,
 )
 from posttrain.runs.figures import encode
-from posttrain.runs.final_results import draw_results, result_table
-from posttrain.runs.metrics import known_metrics, metric_of
-from posttrain.runs.panels import DOMAINS, Series
+from posttrain.runs.panels import DOMAINS, Series, known_metrics, metric_of
 from posttrain.runs.plots import compare, plot_files
-from posttrain.runs.sources import Source, open_sources
+from posttrain.runs.results import draw_results, result_table
 from tests.runs.comparing import make_run
 
 
@@ -84,7 +84,7 @@ def test_one_recipe_and_one_seed_twice_is_no_sample(tmp_path):
     sources = open_sources([make_run(tmp_path / place, "a", seed=1) for place in ("x", "y")])
     bundles, notes = bundles_of(sources)
     assert [bundle.title for bundle in bundles] == ["x/a", "y/a"]
-    assert "share a seed" in notes[0]
+    assert "same recipe and seed" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_stages_do_not_share_the_axes_of_their_losses():
     assert "validation/loss" in notes[0]
     assert draw_results(bundles_of([source("sft"), source("dpo")])[0]) is None
     assert draw_results(bundles_of([source("sft"), source("sft")])[0]) is not None
-    assert "different things" in result_table(bundles_of([source("sft"), source("dpo")])[0]).note
+    assert "not comparable" in result_table(bundles_of([source("sft"), source("dpo")])[0]).note
     same, _ = shared_metrics(bundles_of([source("sft"), source("sft")])[0])
     assert "validation/loss" in [metric.key for metric in same]
 
@@ -197,7 +197,7 @@ def test_a_metric_that_nobody_has_names_one_that_is_near(tmp_path):
     path = make_run(tmp_path, "a")
     with pytest.raises(InputError, match=r"--metric rollout/retur: .* rollout/return"):
         plot_files([path], None, ("svg",), ["rollout/retur"])
-    with pytest.raises(InputError, match="at the end alone"):
+    with pytest.raises(InputError, match="only measured at the end"):
         plot_files([path], None, ("svg",), ["best_step"])
     files, _ = plot_files([path], None, ("svg",), ["rollout/return"])
     assert files == [path / "plots" / "rollout_return.svg"]
@@ -209,7 +209,7 @@ def test_runs_that_train_still_or_have_not_begun_are_told(tmp_path):
     empty = make_run(tmp_path, "empty", optimizer={"learning_rate": 1.0})
     (empty / "metrics.jsonl").unlink()
     compared = compare(open_sources([*paths, empty]))
-    told = "\n".join(compared.notes)
+    told = "\n".join(compared.warnings)
     assert f"{empty} has no metrics yet and is left out" in told
     assert "ppo-seed9 has done 2 of 4 steps" in told
     assert "ppo-seed0 4, ppo-seed1 4, ppo-seed9 2" in told
@@ -284,15 +284,15 @@ def test_rows_that_chose_the_checkpoint_are_not_called_untouched():
     fresh = source("fresh", rows, test=[{"path": "t.jsonl"}])
     again = source("again", rows, held_out=5, test=[])
     both = source("both", rows | played, held_out=5)
-    untouched = "Final held-out data, on which nothing was chosen."
+    untouched = "Final held-out data, which selected nothing."
     assert note(fresh).startswith(untouched)
     assert note(source("seeds", played)).startswith(untouched)
-    assert "The rows of again are validation rows, on which the checkpoint was chosen too" in note(again)
-    assert "nothing was chosen" not in note(again)
+    assert "The rows of again are validation rows, which also selected the checkpoint" in note(again)
+    assert "selected nothing" not in note(again)
     mixed = note(fresh, again, both)
     assert "The rows of again, both are validation rows" in mixed
-    assert "on all other data nothing was chosen" in mixed
-    assert "on all other data nothing was chosen" in note(both)
+    assert "all other data selected nothing" in mixed
+    assert "all other data selected nothing" in note(both)
     many = note(*(source(f"r{i}", rows) for i in range(7)))
     assert "The rows of r0, r1, r2, r3 and 3 more are" in many
 

@@ -15,7 +15,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.runs import files
 from posttrain.runs.directory import RunDirectory, recipe_hash
-from posttrain.runs.files import partial_path, refusal, storage_errors, write_atomically
+from posttrain.runs.files import partial_path, storage_error, storage_errors, write_atomically
 
 
 def test_a_run_holds_its_recipe_and_what_it_ran_on(recipe: RlRecipe, run: RunDirectory) -> None:
@@ -82,7 +82,7 @@ def test_what_is_not_a_run_is_never_deleted(recipe: RlRecipe, overwrite: bool) -
 def test_a_link_to_a_run_is_never_deleted(recipe: RlRecipe, run: RunDirectory) -> None:
     link = run.path.parent / "link"
     link.symlink_to(run.path)
-    with pytest.raises(InputError, match="left alone"):
+    with pytest.raises(InputError, match="not touched"):
         RunDirectory.create(recipe.model_copy(update={"name": "link"}), overwrite=True)
     assert run.recipe_file.exists()
 
@@ -222,8 +222,8 @@ def test_what_the_disk_refuses_the_libraries_that_write_weights_is_told(
 
 def test_a_full_disk_is_known_by_what_safetensors_says() -> None:
     said = "Error while serializing: I/O error: No space left on device (os error 28)"
-    assert refusal(ValueError(said)) == "the disk is full; free some space"
-    assert refusal(ValueError("a bug of ours")) is None
+    assert storage_error(ValueError(said)) == "the disk is full; free some space"
+    assert storage_error(ValueError("a bug of ours")) is None
 
 
 def test_other_errors_pass_through() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.stages import RlRecipe
+from posttrain.runs.comparison import event_directories, open_sources, read_events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.panels import keys_of, series_of
 from posttrain.runs.plots import compare, plot_files
-from posttrain.runs.sources import event_directories, open_sources, read_events
 from tests.runs.comparing import make_run
 
 
@@ -20,7 +20,7 @@ def logged(tmp_path):
         RlRecipe.model_validate({"name": "own", "runs": str(tmp_path), "environment": {"type": "bandit"}})
     )
     with MetricsLog(run, ["tensorboard"]) as log:
-        log.write(0, "baseline", {"player": "random", "success": 0.25})
+        log.write(0, "baseline", {"policy": "random", "success": 0.25})
         log.write(0, "evaluation", {"success": 0.5, "score/update": 0.125, "n": 8})
         for step in (1, 2, 3):
             log.write(step, "train", {"rollout/return": step / 4, "policy/kl": 0.5})

@@ -69,8 +69,8 @@ def test_what_a_killed_run_left_is_whole_and_goes_on(run: RunDirectory) -> None:
         "evaluation.summary",
         "rollout.store",
         "rollout.view",
-        "cli.plot",
-        "cli.episodes",
+        "runs.tables",
+        "cli.runs",
     ],
 )
 def test_importing_is_light(module: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain.errors import InputError, RunError
-from posttrain.runs import sinks
+from posttrain.runs import metrics
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 
@@ -141,8 +141,8 @@ def test_a_failing_sink_is_reported_once_and_dropped(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad, good = Recorder(fails_at=2), Recorder(fails_at=99)
-    monkeypatch.setitem(sinks._SINKS, "wandb", lambda run: bad)
-    monkeypatch.setitem(sinks._SINKS, "trackio", lambda run: good)
+    monkeypatch.setitem(metrics._SINKS, "wandb", lambda run: bad)
+    monkeypatch.setitem(metrics._SINKS, "trackio", lambda run: good)
     with MetricsLog(run, ["wandb", "trackio"]) as log:
         for step in range(1, 5):
             log.write(step, "train", {"x": 1.0})
@@ -159,15 +159,15 @@ def test_a_failing_sink_is_reported_once_and_dropped(
 def test_a_sink_that_cannot_start_or_stop_is_dropped_too(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(run: RunDirectory) -> sinks.Sink:
+    def start(run: RunDirectory) -> metrics.Sink:
         raise OSError("not logged in")
 
     class Stuck(Recorder):
         def close(self) -> None:
             raise RuntimeError("cannot send")
 
-    monkeypatch.setitem(sinks._SINKS, "wandb", start)
-    monkeypatch.setitem(sinks._SINKS, "trackio", lambda run: Stuck(99))
+    monkeypatch.setitem(metrics._SINKS, "wandb", start)
+    monkeypatch.setitem(metrics._SINKS, "trackio", lambda run: Stuck(99))
     with MetricsLog(run, ["wandb", "trackio"]) as log:
         log.write(1, "train", {"x": 1.0})
     assert [line["kind"] for line in read_metrics(run.metrics)] == ["warning", "train", "warning"]
@@ -185,7 +185,7 @@ def test_a_sink_that_is_not_installed_is_wrong_input(
 
 def test_rewinding_reaches_the_sinks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Recorder(99)
-    monkeypatch.setitem(sinks._SINKS, "wandb", lambda run: sink)
+    monkeypatch.setitem(metrics._SINKS, "wandb", lambda run: sink)
     with MetricsLog(run, ["wandb"]) as log:
         log.write(1, "train", {"x": math.nan})
         log.truncate_after(0)

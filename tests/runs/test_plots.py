@@ -108,7 +108,7 @@ def test_held_out_rows_have_a_band_and_domains_a_figure_of_their_own(run: RunDir
 
 
 def test_accuracy_is_compared_with_guessing_and_with_the_final_rows(run: RunDirectory) -> None:
-    final = {"player": "trained", "best_step": 3, "test/accuracy": 0.6, "test/loss": 0.61}
+    final = {"policy": "trained", "best_step": 3, "test/accuracy": 0.6, "test/loss": 0.61}
     final |= {"test/accuracy_low": 0.5, "test/accuracy_high": 0.7}
     lines = logged(
         run,
@@ -138,7 +138,7 @@ def test_a_supervised_loss_and_a_preference_loss_do_not_share_axes(run: RunDirec
     both = [{"step": step, "kind": "train", **comparing(step), "loss/nll": 5.0} for step in (1, 2)]
     figure = plots.draw_figure("rows", both)
     assert figure is not None
-    assert [axes.get_ylabel() for axes in figure.axes] == ["loss per row", "nats per token", "share ranked right"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss per row", "nats per token", "ranking accuracy"]
 
 
 def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory) -> None:
@@ -150,11 +150,11 @@ def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory
     figure = plots.draw_figure("preference", lines)
     assert figure is not None
     rewards, margin, likelihood, reference = (lines_of(figure, place) for place in range(4))
-    assert list(rewards["better answer, training"].get_ydata()) == pytest.approx([0.1, 0.2])
-    assert list(rewards["worse answer, validation"].get_ydata()) == [-0.1]
+    assert list(rewards["chosen, training"].get_ydata()) == pytest.approx([0.1, 0.2])
+    assert list(rewards["rejected, validation"].get_ydata()) == [-0.1]
     assert list(margin["validation rows"].get_ydata()) == [0.3]
-    assert list(likelihood["worse answer"].get_ydata()) == [-1.2, -1.2]
-    assert list(reference["estimated KL divergence from the reference"].get_ydata()) == [0.1, 0.1]
+    assert list(likelihood["rejected"].get_ydata()) == [-1.2, -1.2]
+    assert list(reference["estimated KL divergence from the reference model"].get_ydata()) == [0.1, 0.1]
 
 
 def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
@@ -195,10 +195,10 @@ def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory
     lines = logged(
         run,
         [
-            (0, "baseline", {"player": "start of this run", "return": -1.0, "n": 8}),
+            (0, "baseline", {"policy": "start of this run", "return": -1.0, "n": 8}),
             *[(step, "train", {"rollout/return": -0.9 + 0.1 * step}) for step in (1, 2)],
             *[(step, "evaluation", {"return": -0.5, **paid}) for step in (0, 2)],
-            (2, "final", {"player": "trained", "best_step": 2, "return": -0.25, **paid}),
+            (2, "final", {"policy": "trained", "best_step": 2, "return": -0.25, **paid}),
         ],
     )
     figure = plots.draw_figure("learning_curve", lines)
@@ -239,15 +239,15 @@ def test_one_point_and_nothing_but_nan_can_be_drawn(run: RunDirectory) -> None:
 
 def test_the_learning_curve_shows_band_and_reference_players(run: RunDirectory) -> None:
     players = [
-        (0, "baseline", {"player": player, "success": success, "return": success, "n": 64})
+        (0, "baseline", {"policy": player, "success": success, "return": success, "n": 64})
         for player, success in (("random", 0.2), ("optimal", 0.95))
     ]
     points = [(step, "evaluation", evaluation(0.3 + step / 100)) for step in (0, 10, 20)]
-    players.append((0, "baseline", {"player": "start of this run", "success": 0.25, "n": 64}))
+    players.append((0, "baseline", {"policy": "start of this run", "success": 0.25, "n": 64}))
     final = (
         20,
         "final",
-        {"player": "trained", "best_step": 10, "success": 0.6, "success_low": 0.5, "success_high": 0.7},
+        {"policy": "trained", "best_step": 10, "success": 0.6, "success_low": 0.5, "success_high": 0.7},
     )
     figure = plots._learning_curve(logged(run, [*players, *points, final]))
     assert figure is not None

@@ -12,18 +12,18 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.report import changed_keys, write_report
-from posttrain.runs.tables import PlayRow, play_tables
+from posttrain.runs.tables import PolicyRow, policy_tables
 from tests.rollout.episodes import played
 
 ROWS = [
-    PlayRow("random policy", 0.125, None, 0.1, 200, "exact"),
-    PlayRow("trained model", 0.5, (0.4, 0.612), None, 200, "best on evaluation, step 40 | a"),
-    PlayRow("untrained model", None, None, None, 0),
+    PolicyRow("random policy", 0.125, None, 0.1, 200, "exact"),
+    PolicyRow("trained model", 0.5, (0.4, 0.612), None, 200, "best on evaluation, step 40 | a"),
+    PolicyRow("untrained model", None, None, None, 0),
 ]
 
 
 def test_the_table_has_rates_with_one_decimal_and_intervals(run: RunDirectory) -> None:
-    text = write_report(run, play_tables(ROWS)).read_text()
+    text = write_report(run, policy_tables(ROWS)).read_text()
     assert "| random policy | 12.5% | exact | 0.100 | – | 200 | exact |" in text
     assert r"| trained model | 50.0% | [40.0, 61.2] | – | – | 200 | best on evaluation, step 40 \| a |" in text
     assert "| untrained model | – | – | – | – | 0 |  |" in text
@@ -31,13 +31,13 @@ def test_the_table_has_rates_with_one_decimal_and_intervals(run: RunDirectory) -
 
 def test_rows_come_from_metric_lines(run: RunDirectory) -> None:
     with MetricsLog(run, []) as log:
-        log.write(0, "baseline", {"player": "random", "success": 0.5, "return": 1.0, "n": 10})
+        log.write(0, "baseline", {"policy": "random", "success": 0.5, "return": 1.0, "n": 10})
         log.write(
             3, "evaluation", {"success": 0.5, "success_low": 0.2, "success_high": 0.8, "return": math.nan, "n": 10}
         )
     baseline, held_out = read_metrics(run.metrics)
-    assert PlayRow.from_values("random policy", baseline) == PlayRow("random policy", 0.5, None, 1.0, 10)
-    assert PlayRow.from_values("model", held_out, "x") == PlayRow("model", 0.5, (0.2, 0.8), None, 10, "x")
+    assert PolicyRow.from_values("random policy", baseline) == PolicyRow("random policy", 0.5, None, 1.0, 10)
+    assert PolicyRow.from_values("model", held_out, "x") == PolicyRow("model", 0.5, (0.2, 0.8), None, 10, "x")
 
 
 def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: RunDirectory) -> None:
@@ -45,7 +45,7 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
         log.write(1, "train", {"rollout/failed": 2, "optimizer/skipped": 1, "policy/kl": math.nan})
         log.write(7, "train", {"rollout/failed": 1})
         log.write(7, "evaluation", {"success": 0.5, "n": 4, "failed": 1})
-        log.write(7, "final", {"player": "trained", "success": 0.5, "n": 4, "failed": 2})
+        log.write(7, "final", {"policy": "trained", "success": 0.5, "n": 4, "failed": 2})
         log.write(7, "warning", {"message": "entropy is low"})
         log.write(7, "warning", {"message": "entropy is low"})
     write_episodes(run.episodes, 7, "train", [played()])
@@ -53,7 +53,7 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
     model = run.checkpoints / "best" / "model"
     model.mkdir(parents=True)
     text = write_report(
-        run, play_tables(ROWS), title="Tossing", model_directory=model, warnings=["warmed up first"]
+        run, policy_tables(ROWS), title="Tossing", model_directory=model, warnings=["warmed up first"]
     ).read_text()
     machine = run.load_environment()
     for expected in (
@@ -81,20 +81,19 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
     assert "plots/reward.png" not in text
     assert "adapter" not in text
     (model / "adapter_config.json").write_text("{}")
-    assert "adapter" in write_report(run, play_tables(ROWS), model_directory=model).read_text()
+    assert "adapter" in write_report(run, policy_tables(ROWS), model_directory=model).read_text()
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({}, "normalized with the mean and standard deviation kept with it, clipped to [-10, 10]"),
-        ({"clip": None}, "normalized with the mean and standard deviation kept with it"),
+        ({}, "normalized with the mean and standard deviation stored with it, clipped to [-10, 10]"),
+        ({"clip": None}, "normalized with the mean and standard deviation stored with it"),
         (
             {"normalize": "running", "clip": 2.5},
-            "as it says, not normalized; credit alone takes them normalized with those of training so far, clipped to "
-            "[-2.5, 2.5]",
+            "raw; only credit normalizes them, with the running statistics of training, clipped to [-2.5, 2.5]",
         ),
-        ({"normalize": "none"}, "as it says, not normalized, clipped to [-10, 10]"),
+        ({"normalize": "none"}, "raw, clipped to [-10, 10]"),
     ],
 )
 def test_the_report_says_in_which_unit_a_reward_model_pays(recipe: RlRecipe, keys: dict, said: str) -> None:
@@ -141,7 +140,7 @@ def test_changed_keys_are_those_that_differ(recipe: RlRecipe) -> None:
 
 def test_the_terminal_table_shows_the_same_cells() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(play_tables(ROWS, "Result")[0].rich())
+    console.print(policy_tables(ROWS, "Result")[0].rich())
     text = console.export_text()
     for row in ROWS:
         for cell in row.cells:
@@ -150,7 +149,7 @@ def test_the_terminal_table_shows_the_same_cells() -> None:
 
 def test_a_narrow_terminal_cuts_nothing_off() -> None:
     console = Console(width=50, record=True, file=io.StringIO())
-    console.print(play_tables(ROWS, "Result")[0].rich())
+    console.print(policy_tables(ROWS, "Result")[0].rich())
     text = console.export_text()
     assert "…" not in text
     letters = [character for character in text if character.isalnum()]

@@ -69,7 +69,7 @@ def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rule", ["continue", "restart"])
 def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
-    rollout = {"async_rollouts": 2, "on_new_weights": rule, "environment_seconds": 30.0}
+    rollout = {"async_rollouts": 2, "on_new_weights": rule, "environment_timeout": 30.0}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     events = EventLog(run.path).read()
     taken = [(b, w.before_pass) for b, recorded in events.items() for w in recorded.weights]
@@ -83,7 +83,7 @@ def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
 
 
 def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(tiny_model, tmp_path, noisy):
-    rollout = {"async_rollouts": 2, "on_new_weights": "continue", "environment_seconds": 30.0}
+    rollout = {"async_rollouts": 2, "on_new_weights": "continue", "environment_timeout": 30.0}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     mixed = 0
     for step in range(1, 6):
@@ -128,9 +128,8 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
     rollout = {
         "async_rollouts": 1,
         "on_new_weights": "continue",
-        "stale": "drop",
-        "stale_after": 0,
-        "environment_seconds": 30.0,
+        "max_staleness": 0,
+        "environment_timeout": 30.0,
     }
     run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout | {"filter": {"type": "none"}}))
     lines = train_lines(run)
@@ -147,15 +146,14 @@ def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credi
     rollout = {
         "async_rollouts": 1,
         "on_new_weights": "continue",
-        "stale": "drop",
-        "stale_after": 0,
+        "max_staleness": 0,
         "filter": {"type": "none"},
     }
     run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
     assert [line["rollout/stale"] for line in train_lines(run)] == [0, 6, 0, 6, 0]
     assert ["optimizer/gradient_norm" in line for line in train_lines(run)] == [True, False, True, False, True]
     told = [line["message"] for line in read_metrics(run.metrics) if line["kind"] == "warning"]
-    assert sum("every episode is older than rollout.stale_after = 0 updates" in message for message in told) == 2
+    assert sum("every episode is older than rollout.max_staleness = 0 updates" in message for message in told) == 2
 
 
 @pytest.mark.parametrize(
@@ -165,10 +163,10 @@ def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credi
         {"model": {"lora": {"rank": 2}}},
         {"model": {"dtype": "bfloat16"}},
         {"credit": {"type": "gae"}},
-        {"credit": {"type": "gae"}, "critic": {"trunk": "shared"}},
+        {"credit": {"type": "gae"}, "critic": {"backbone": "shared"}},
         {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
         {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
-        {"kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward"}},
+        {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}},
     ],
     ids=str,
 )

@@ -161,7 +161,7 @@ def test_strict_makes_the_first_bad_row_an_error(variant, tiny_model, tmp_path, 
     # Rows that are too long are found after all have been read.
     late = {"longer than data.max_tokens", "nothing is"}
     assert number == min(n for category, numbers in expected.items() if category not in late for n in numbers)
-    assert f"{sum(map(len, expected.values())) - 1} other problems" in said
+    assert f"{sum(map(len, expected.values())) - 1} more problems" in said
     assert "strict: false" in said
 
 
@@ -183,7 +183,7 @@ def test_an_empty_file_is_an_error(tiny_model, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("\n\n")
     assert main(command("sft", tiny_model, tmp_path, tmp_path / "train.jsonl")) == 2
     assert capsys.readouterr().err.strip() == (
-        f"posttrain: {tmp_path / 'train.jsonl'}: there are no rows; name a file that has some"
+        f"posttrain: {tmp_path / 'train.jsonl'}: no rows; name a file that has rows"
     )
 
 
@@ -221,7 +221,9 @@ def test_a_validation_file_without_a_usable_row_is_an_error(tiny_model, tmp_path
 def test_a_bad_row_of_a_stream_stops_a_strict_run(tiny_model, tmp_path, capsys):
     path = tmp_path / "train.jsonl"
     write_jsonl(path, [*good_rows("conversation", 8), {"messages": 3}])
-    words = command("sft", tiny_model, tmp_path, path, "data.streaming=true", "data.strict=true", "data.shuffle_rows=1")
+    words = command(
+        "sft", tiny_model, tmp_path, path, "data.streaming=true", "data.strict=true", "data.shuffle_buffer=1"
+    )
     assert main(words) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("posttrain: train.jsonl row 9: wrong type")
 
@@ -304,9 +306,9 @@ def checked(rows, kind, limit):
     ("kind", "loss_on", "overlong", "limit"),
     [
         ("conversation", "assistant", "drop", 40),
-        ("conversation", "all", "cut", 25),
-        ("pair", "assistant", "cut", 30),
-        ("unpaired", "assistant", "cut", 25),
+        ("conversation", "all", "truncate", 25),
+        ("pair", "assistant", "truncate", 30),
+        ("unpaired", "assistant", "truncate", 25),
     ],
 )
 def test_thousands_of_malformed_rows_never_reach_the_loss(kind, loss_on, overlong, limit, tmp_path):
@@ -326,7 +328,7 @@ def test_thousands_of_malformed_rows_never_reach_the_loss(kind, loss_on, overlon
     again = load_data(kind, recipe, renderer, loss_on, 8, 0)
     assert sum(s.sampled_tokens for s in checked(again.stored, kind, limit)) == trained
     assert again.problems.state() == data.problems.state()
-    streamed = StreamedRows(kind, recipe.model_copy(update={"shuffle_rows": 1}), renderer, loss_on, 8, 0)
+    streamed = StreamedRows(kind, recipe.model_copy(update={"shuffle_buffer": 1}), renderer, loss_on, 8, 0)
     rows = [row for step in range(len(data.stored) // 8) for row in streamed.batch(step)]
     for one, other in zip(rows, data.stored, strict=False):
         assert one.origin == other.origin

@@ -87,7 +87,7 @@ def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_p
 def test_predictions_are_what_the_metrics_read(tiny_model, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{**row, "level": n} for n, row in enumerate(some_rows(4))])
     words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=8", "samples=3"]
-    assert main(["generate", *words, "sampling.temperature=1", "keep=[level]", "name=a"]) == 0
+    assert main(["generate", *words, "sampling.temperature=1", "keep_columns=[level]", "name=a"]) == 0
     path = tmp_path / "runs/a/predictions.jsonl"
     read = read_predictions(str(path))
     assert (len(read.rows), read.items, read.problems.total) == (12, 4, 0)
@@ -178,7 +178,7 @@ def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
     recipe = {"stage": "generate", "name": "a", "runs": str(tmp_path / "runs"), "model": {"path": str(tiny_model)}}
     more = {"data": {"test": [{"path": data}]}, "rollout": {"tokens_per_turn": 6}}
     assert small.run(recipe | more, resume=True) != 0
-    assert "holds answers to another data" in (tmp_path / "runs/log.txt").read_text()
+    assert "holds answers with another data" in (tmp_path / "runs/log.txt").read_text()
     assert (tmp_path / "runs/a/predictions.jsonl").read_bytes() == before
 
 
@@ -205,8 +205,8 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
     [
         (["samplez=3"], "the nearest is samples"),
         (["samples=2"], "greedy answers to one row are all alike"),
-        (["keep=[prediction]"], "a prediction has already"),
-        (["keep=[nothing]"], "has no column `nothing`"),
+        (["keep_columns=[prediction]"], "a prediction has already"),
+        (["keep_columns=[nothing]"], "has no column `nothing`"),
         (["data.id=prompt"], "is also that of rows.jsonl row 1"),
         (["data.id=nothing"], "no id"),
         (["out=rows.jsonl"], "which `data.test` reads"),

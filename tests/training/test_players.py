@@ -16,8 +16,8 @@ def test_players_of_the_environment_are_rows_of_the_final_table():
     lines = playing.baselines()
     assert set(lines) == {"random", *Memory.scripted_baselines, "optimal"}
     rows = playing.rows({**lines, START: {"n": 6, "success": 0.5}})
-    assert [row.player for row in rows][:2] == ["random policy", Memory.scripted_baselines[0]]
-    assert [row.player for row in rows][-2:] == [START, "optimal policy"]
+    assert [row.policy for row in rows][:2] == ["random policy", Memory.scripted_baselines[0]]
+    assert [row.policy for row in rows][-2:] == [START, "optimal policy"]
     optimal = rows[-1]
     assert (optimal.success, optimal.n) == (1.0, 6)
     assert optimal.scores

@@ -21,10 +21,10 @@ from posttrain.stages import run_stage
 from posttrain.training import dpo as references_module
 from posttrain.training.batches import pack
 from posttrain.training.dpo import ReferenceLogprobs
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, RewardObjective, logprobs, reward_forward, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import samples_of_row
+from posttrain.training.updater import Updater
 from tests.training.preferences import pair_rows, recipe_values, unpaired_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
@@ -58,7 +58,7 @@ def gradients(make_model, budget, objective, samples, monkeypatch):
 
     monkeypatch.setattr(Optimizer, "step", keep)
     recipe = LearnerRecipe(tokens_per_batch=budget)
-    Learner(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
+    Updater(model, Optimizer(model.trainable(), OptimizerRecipe(), 10), recipe, forward).update(samples, objective)
     return found
 
 
@@ -82,7 +82,7 @@ def test_no_split_changes_the_gradient_of_a_reward_model(tiny_model, monkeypatch
         model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
         return model, reward_forward(model)
 
-    objective = RewardObjective(RewardLossRecipe(centring=0.01))
+    objective = RewardObjective(RewardLossRecipe(center_rewards_coefficient=0.01))
     whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
     for budget in (70, 150):
         for name, gradient in gradients(make_model, budget, objective, pair_samples(), monkeypatch).items():
@@ -101,7 +101,7 @@ def test_the_two_answers_of_a_pair_are_never_divided():
 def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_model, tmp_path, monkeypatch):
     recipe = DpoRecipe(data={"train": "unused.jsonl", "cache": str(tmp_path / "cache" / "tokens")})
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-    learner = Learner(
+    learner = Updater(
         policy,
         Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 9),
         LearnerRecipe(),

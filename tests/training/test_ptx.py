@@ -8,15 +8,15 @@ from pydantic import ValidationError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.learner import Learner, means
 from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater, means
 
 from . import small
 from .preferences import write_jsonl
 from .test_batches import sample
-from .test_learner import samples as episodes
 from .test_rl import lines, train
+from .test_updater import samples as episodes
 
 
 def rows():
@@ -39,7 +39,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
         return 1.0
 
     monkeypatch.setattr(Optimizer, "step", keep)
-    totals = Learner(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
+    totals = Updater(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
     return found, means(totals)
 
 
@@ -47,7 +47,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
     "loss", [{"type": "ppo"}, {"type": "ppo", "aggregation": "constant", "constant": 50.0}, {"type": "gspo"}]
 )
 def test_loss_and_gradient_are_the_sum_of_both(loss, tiny_model, monkeypatch):
-    policy = PolicyObjective(RlRecipe(loss=loss, entropy=0.01), 0.0)
+    policy = PolicyObjective(RlRecipe(loss=loss, entropy_coefficient=0.01), 0.0)
     alone, own = gradients(tiny_model, episodes(), policy, monkeypatch)
     taught, supervised = gradients(tiny_model, rows(), SupervisedObjective(), monkeypatch)
     assert max(g.abs().max() for g in taught.values()) > 1e-3

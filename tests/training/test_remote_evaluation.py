@@ -57,7 +57,7 @@ def test_a_remote_model_stands_in_the_table_between_random_and_optimal(tmp_path,
         assert "tokens are not known" in capsys.readouterr().err
         assert main(words(server.url)) == 2
         assert len(server.asked) == used, "a used name is refused before anything is asked"
-    rows = {row["player"]: row for row in json.loads((tmp_path / "runs/remote/results.json").read_text())["players"]}
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "runs/remote/results.json").read_text())["policies"]}
     ours, rate = rows["some-model"], success_rate(11, 12)
     assert (ours["success"], ours["interval"], ours["n"]) == (rate.value, [rate.low, rate.high], 12)
     assert rows["optimal policy"]["success"] == 1
@@ -86,8 +86,8 @@ def test_failed_episodes_are_counted_beside_the_rate(tmp_path, capsys):
     assert "status 500" in said
     (ours,) = [
         row
-        for row in json.loads((tmp_path / "runs/remote/results.json").read_text())["players"]
-        if row["player"] == "some-model"
+        for row in json.loads((tmp_path / "runs/remote/results.json").read_text())["policies"]
+        if row["policy"] == "some-model"
     ]
     assert (ours["success"], ours["note"]) == (9 / 12, "2 of 12 episodes failed")
     stored = read_episodes(tmp_path / "runs/remote/episodes/step_000000.final.jsonl.zst").episodes

@@ -9,7 +9,7 @@ from tests.training import small
 from tests.training.preferences import recipe_values, unpaired_rows, write_jsonl
 
 PLACES = {
-    "learner": ("posttrain.training.learner:Learner.update", 7),
+    "learner": ("posttrain.training.updater:Updater.update", 7),
     "backward": ("posttrain.training.optimizer:Optimizer.collect", 20),
     "optimizer": ("posttrain.training.optimizer:Optimizer.step", 7),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 12),
@@ -30,7 +30,7 @@ VARIANTS = {
     "dpo": ("dpo", {"supervised": 0.2}),
     "dpo_streamed": ("dpo", {"steps": 7, "epochs": 1}),
     "kto": ("dpo", {"loss": {"type": "kto"}}),
-    "kto_lora": ("dpo", {"loss": {"type": "kto"}, "reference_cache": False}),
+    "kto_lora": ("dpo", {"loss": {"type": "kto"}, "cache_ref_logprobs": False}),
     "reward": ("reward", {}),
     "reward_lora": ("reward", {}),
     "reward_streamed": ("reward", {"steps": 7, "epochs": 1}),
@@ -45,7 +45,7 @@ def values(variant, tiny, folder):
         # Some rows of each kind of trouble, so that reading them again has to come to the same ones.
         with open(found["data"]["train"], "a") as file:
             file.write('{"messages": []}\nnot JSON\n')
-        found["data"] |= {"streaming": True, "shuffle_rows": 7}
+        found["data"] |= {"streaming": True, "shuffle_buffer": 7}
     if variant.startswith("kto"):
         found["data"]["train"] = write_jsonl(folder / "judged.jsonl", unpaired_rows(13))
         found["data"]["validation"] = write_jsonl(folder / "judged_too.jsonl", unpaired_rows(4))

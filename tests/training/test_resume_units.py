@@ -14,7 +14,7 @@ PLACES = {
     "coalitions": ("posttrain.training.unit_credit:UnitValuer.coalitions", 2),
     "segments": ("posttrain.training.unit_credit:UnitCreditor._spans", 1),
     "store": ("posttrain.training.rl:write_episodes", 2),
-    "update": ("posttrain.training.learner:Learner.update", 3),
+    "update": ("posttrain.training.updater:Updater.update", 3),
 }
 QUICK = ("coalitions", "update")
 """Places that are not slow tests."""

@@ -253,7 +253,7 @@ def test_a_reward_that_is_no_number_fails_the_episode_and_is_no_zero(value, tiny
     assert failed.failure == "the environment raised"
     assert [e.total_reward for e in episodes] == [1.0, 0.0, 2.0]
     collected = RolloutBatch([], [])
-    recipe = RlRecipe(environment={"type": "bandit"}, rollout={"failures": {"policy": "drop", "max_share": 0.5}})
+    recipe = RlRecipe(environment={"type": "bandit"}, rollout={"failures": {"action": "drop", "max_share": 0.5}})
     kept = _apply_failure_policy([*episodes, failed], recipe, collected)
     assert kept == [episodes[0], episodes[2]]
     assert "2 of 4 episodes failed" in collected.messages[0]
@@ -308,7 +308,7 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalize, penalty, t
     recipe = RlRecipe(
         environment={"type": "bandit"},
         credit={"type": "reinforce"},
-        rollout={"missing_end_penalty": penalty},
+        rollout={"missing_eos_penalty": penalty},
         reward={"path": str(reward_model), "normalize": normalize, "clip": None},
     )
     running = RunningStatistics(recipe.reward)

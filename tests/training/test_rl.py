@@ -55,7 +55,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         tmp_path,
         steps=30,
         kl={"coefficient": 0.0},
-        entropy=0.0,
+        entropy_coefficient=0.0,
         seeds={"start": 0, "count": 100},
         rollout={"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 8, "tokens_per_episode": 700},
         learner={"tokens_per_batch": 8000},
@@ -86,12 +86,12 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
         {"loss": {"type": "gspo", "correction": {"type": "mis", "level": "sequence"}}},
         {"loss": {"type": "reinforce", "aggregation": "constant", "constant": 100}, "learner": {"updates_per_step": 1}},
-        {"kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward"}},
+        {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}},
         {"kl": {"coefficient": 0.1, "estimator": "k2"}},
         {"model": {"lora": {"rank": 2}}},
         {"model": {"dtype": "bfloat16"}},
         {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
-        {"rollout": {"overlong": {"limit": 18, "buffer": 6}}},
+        {"rollout": {"overlong_penalty": {"limit": 18, "buffer": 6}}},
     ],
     ids=str,
 )
@@ -159,7 +159,7 @@ def test_failed_episodes_can_be_scored(tiny_model, tmp_path, monkeypatch, module
     monkeypatch.setattr(module.Letters, "step", fails_late)
     rollout = small.recipe_values(tiny_model, tmp_path)["rollout"] | {
         "filter": {"type": "none"},
-        "failures": {"policy": "score", "reward": -7.0, "max_share": 1.0},
+        "failures": {"action": "score", "reward": -7.0, "max_share": 1.0},
     }
     run, _ = train(tiny_model, tmp_path, rollout=rollout, steps=3)
     files = [run.episodes / f"step_{step:06d}.train.jsonl.zst" for step in (1, 2, 3)]
@@ -186,7 +186,7 @@ def test_the_clock_ends_a_run_as_its_last_step_would(tiny_model, tmp_path):
 def test_a_used_name_is_refused(tiny_model, tmp_path):
     train(tiny_model, tmp_path, steps=1)
     recipe = TypeAdapter(Recipe).validate_python(small.recipe_values(tiny_model, tmp_path))
-    with pytest.raises(InputError, match=r"exists; go on with `--resume .*small`, replace it with `--overwrite`"):
+    with pytest.raises(InputError, match=r"exists; .*`--resume .*small`.*`--overwrite`"):
         run_stage(recipe)
 
 
@@ -208,7 +208,7 @@ def test_episodes_and_credit_can_be_read_back_with_the_groups_of_the_step(tiny_m
         totals.setdefault(episode.group, []).append(float(streams[0][stream.sampled][0]))
     for advantages in totals.values():
         assert sum(advantages) == pytest.approx(0, abs=1e-5)
-    assert json.loads((run.path / "results.json").read_text())["players"][-1]["player"] == "trained model"
+    assert json.loads((run.path / "results.json").read_text())["policies"][-1]["policy"] == "trained model"
 
 
 @pytest.fixture

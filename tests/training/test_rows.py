@@ -164,7 +164,7 @@ def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
 
 
 def test_as_many_held_out_as_there_are_is_an_error(recipe):
-    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable ones"):
+    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable rows"):
         load(recipe.model_copy(update={"held_out": 23}))
 
 
@@ -173,7 +173,7 @@ def test_too_few_rows_to_hold_out_are_told_with_what_was_dropped(recipe, tmp_pat
     with pytest.raises(InputError) as found:
         load(DataRecipe(train=path, held_out=2, max_tokens=60, cache=recipe.cache))
     first, *dropped = str(found.value).splitlines()
-    assert first.startswith("data.held_out: 2 rows would leave none of the 1 usable ones")
+    assert first.startswith("data.held_out: 2 rows would leave none of the 1 usable rows")
     assert dropped == [
         "1 row dropped: no assistant message (few.jsonl row 2)",
         "1 row dropped: missing column (few.jsonl row 3; first: needs `messages` or `prompt`, has `x`)",
@@ -221,15 +221,15 @@ def names(rows: StreamedRows, *steps: int) -> list[list[str]]:
     return [[r.origin for r in rows.batch(step)] for step in steps]
 
 
-@pytest.mark.parametrize("shuffle_rows", [1, 5, 23, 1000])
-def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_rows):
-    changed = recipe.model_copy(update={"shuffle_rows": shuffle_rows})
+@pytest.mark.parametrize("shuffle_buffer", [1, 5, 23, 1000])
+def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_buffer):
+    changed = recipe.model_copy(update={"shuffle_buffer": shuffle_buffer})
     drawn = [name for batch in names(streamed(changed), *range(23)) for name in batch]
     assert len(drawn) == 4 * 23
     everything = sorted(f"a.jsonl row {number}" for number in range(1, 24))
     parts = [drawn[start : start + 23] for start in range(0, 4 * 23, 23)]
     assert all(sorted(part) == everything for part in parts)
-    if shuffle_rows == 1:
+    if shuffle_buffer == 1:
         assert parts[0] == [f"a.jsonl row {number}" for number in range(1, 24)]
     else:
         assert len({tuple(part) for part in parts}) == 4
@@ -237,14 +237,14 @@ def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_rows):
 
 
 def test_streamed_rows_go_on_after_a_restart_at_any_step(recipe):
-    changed = recipe.model_copy(update={"shuffle_rows": 6})
+    changed = recipe.model_copy(update={"shuffle_buffer": 6})
     whole = names(streamed(changed), *range(14))
     for start in range(14):
         assert names(streamed(changed), *range(start, 14)) == whole[start:]
 
 
 def test_a_streamed_batch_is_the_same_whatever_was_asked_before(recipe):
-    changed = recipe.model_copy(update={"shuffle_rows": 6})
+    changed = recipe.model_copy(update={"shuffle_buffer": 6})
     whole = names(streamed(changed), *range(10))
     rows = streamed(changed)
     for step in (3, 4, 0, 9, 9, 2, 3):
@@ -263,7 +263,7 @@ def with_bad_rows(tmp_path, **changes):
     rows = [{"messages": r["chosen"]} for r in pair_rows(10)]
     rows[6] = {"messages": []}
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    return DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"), shuffle_rows=2, **changes)
+    return DataRecipe(train=path, max_tokens=60, cache=str(tmp_path / "tokens"), shuffle_buffer=2, **changes)
 
 
 def test_problems_of_streamed_rows_are_counted_once(tmp_path):
@@ -289,7 +289,7 @@ def test_a_stream_without_a_usable_row_says_so_and_does_not_hang(tmp_path):
     with pytest.raises(InputError, match=r"a\.jsonl: no usable row; 3 problems"):
         streamed(DataRecipe(train=path)).batch(0)
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(InputError, match="there are no rows"):
+    with pytest.raises(InputError, match="no rows"):
         streamed(DataRecipe(train=path)).batch(0)
 
 

@@ -15,7 +15,6 @@ from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
 from posttrain.training.critic import CriticLearner
-from posttrain.training.learner import Learner, means
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -25,14 +24,15 @@ from posttrain.training.objectives import (
     token_forward,
 )
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater, means
 
 from . import small
 from .test_critic import foretold
-from .test_learner import samples as episodes
 from .test_ptx import ptx, rows
 from .test_rl import lines, train
+from .test_updater import samples as episodes
 
-SHARED = {"trunk": "shared", "optimizer": {"learning_rate": 1e-2}}
+SHARED = {"backbone": "shared", "optimizer": {"learning_rate": 1e-2}}
 
 
 def recipe(model, **changes):
@@ -47,7 +47,7 @@ def opened(model, budget=4096, lora=None, **changes):
     critic = CriticLearner(values, values.credit, policy, 9)
     batches = LearnerRecipe(tokens_per_batch=budget)
     forward = token_forward(policy, batches, 1.0, critic.head)
-    learner = Learner(policy, Optimizer(policy.trainable(), OptimizerRecipe(), 9), batches, forward)
+    learner = Updater(policy, Optimizer(policy.trainable(), OptimizerRecipe(), 9), batches, forward)
     critic.train_with(learner)
     with torch.no_grad():
         critic.head.weight.copy_(torch.randn(critic.head.weight.shape, generator=torch.Generator().manual_seed(3)))
@@ -172,7 +172,7 @@ def test_values_of_every_pass_are_the_same(tiny_model):
 
 def test_the_head_has_a_learning_rate_and_a_clip_of_its_own(tiny_model):
     optimizer = {"learning_rate": 0.5, "max_gradient_norm": 1e-3}
-    learner, critic = opened(tiny_model, critic={"trunk": "shared", "optimizer": optimizer})
+    learner, critic = opened(tiny_model, critic={"backbone": "shared", "optimizer": optimizer})
     head = critic.head.weight.detach().clone()
     learner.update(judged(), SharedObjective(PolicyObjective(recipe(tiny_model), 0.0), 0.3, 0.2))
     moved = (critic.head.weight.detach() - head).abs()
@@ -196,9 +196,9 @@ def test_a_loss_that_is_not_finite_moves_neither_and_names_both_rates(tiny_model
     assert critic.head.weight.grad is None
 
 
-@pytest.mark.parametrize("trunk", ["own", "shared"])
-def test_a_value_loss_that_is_not_finite_names_the_critics_rate(trunk, tiny_model):
-    values = recipe(tiny_model, critic={"trunk": trunk, "updates_before_policy": 2})
+@pytest.mark.parametrize("backbone", ["separate", "shared"])
+def test_a_value_loss_that_is_not_finite_names_the_critics_rate(backbone, tiny_model):
+    values = recipe(tiny_model, critic={"backbone": backbone, "updates_before_policy": 2})
     critic = CriticLearner(values, values.credit, Policy(values.model), 9)
     broken = judged()[:3]
     broken[2].returns[0] = np.inf
@@ -212,7 +212,7 @@ def test_a_value_loss_that_is_not_finite_names_the_critics_rate(trunk, tiny_mode
 
 
 def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
-    critic = {"trunk": "shared", "clip": None, "coefficient": 1.0}
+    critic = {"backbone": "shared", "clip": None, "coefficient": 1.0}
     critic["optimizer"] = {"learning_rate": 3e-2, "max_gradient_norm": 10.0}
     learner = {"epochs_per_step": 4, "tokens_per_batch": 4096}
     task = foretold(tiny_model, tmp_path, optimizer={"learning_rate": 3e-3})
@@ -271,7 +271,7 @@ def test_the_policy_waits_for_the_heads_first_updates(tiny_model, tmp_path):
 
 
 def _values(tiny, runs, folder):
-    critic = {"trunk": "shared", "updates_before_policy": 1, "clip": 0.1, "coefficient": 0.5}
+    critic = {"backbone": "shared", "updates_before_policy": 1, "clip": 0.1, "coefficient": 0.5}
     critic["optimizer"] = {"learning_rate": 1e-2, "schedule": "cosine"}
     model = {"path": str(tiny), "threads": 1, "lora": {"rank": 2, "dropout": 0.1}}
     return small.recipe_values(tiny, runs, credit={"type": "gae"}, critic=critic, model=model, ptx=ptx(folder))
@@ -308,15 +308,15 @@ def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_
     [
         (
             {"path": "a"},
-            r"`critic.path` starts a critic of its own weights, such as a reward model's; .* `critic.trunk: own`",
+            r"`critic.path` starts a critic of its own weights, such as a reward model's; .* `critic.backbone: separate`",
         ),
-        ({"dtype": "bfloat16"}, r"`critic.dtype` has no effect with `critic.trunk: shared`.*`model.dtype`"),
-        ({"lora": {"rank": 2}}, r"`critic.lora` has no effect with `critic.trunk: shared`"),
+        ({"dtype": "bfloat16"}, r"`critic.dtype` has no effect with `critic.backbone: shared`.*`model.dtype`"),
+        ({"lora": {"rank": 2}}, r"`critic.lora` has no effect with `critic.backbone: shared`"),
         ({"optimizer": {"max_skipped_updates": 9}}, r"`critic.optimizer.max_skipped_updates` has no effect"),
-        ({"trunk": "own", "coefficient": 0.5}, r"`critic.coefficient` weighs .* remove it"),
+        ({"backbone": "separate", "coefficient": 0.5}, r"`critic.coefficient` weighs .* remove it"),
     ],
 )
 def test_keys_without_effect_are_errors(critic, said):
     with pytest.raises(ValidationError, match=said):
-        RlRecipe(credit={"type": "gae"}, critic={"trunk": "shared"} | critic)
-    assert RlRecipe(critic={"trunk": "shared", "updates_before_policy": 1, "optimizer": {"max_skipped_updates": 9}})
+        RlRecipe(credit={"type": "gae"}, critic={"backbone": "shared"} | critic)
+    assert RlRecipe(critic={"backbone": "shared", "updates_before_policy": 1, "optimizer": {"max_skipped_updates": 9}})

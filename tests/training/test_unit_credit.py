@@ -137,7 +137,7 @@ REWARDED = [
     {"type": "even", "segmenter": TOKENS},
     {"type": "outcome", "segmenter": TOKENS},
     {"type": "attention", "segmenter": TOKENS},
-    {"type": "seed_compat", "segmenter": TOKENS},
+    {"type": "drca_published", "segmenter": TOKENS},
 ]
 ADVANTAGES = [
     {"type": "trunc", "segmenter": TOKENS},
@@ -160,7 +160,7 @@ def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
         assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
 
 
-@pytest.mark.parametrize("kind", ["prefix", "loo", "shapley", "seed_compat", "unit_rewards"])
+@pytest.mark.parametrize("kind", ["prefix", "loo", "shapley", "drca_published", "unit_rewards"])
 def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, unit_reward_model, tmp_path):
     found = []
     own = {} if kind == "unit_rewards" else {"segmenter": TOKENS}

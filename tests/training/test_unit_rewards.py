@@ -92,8 +92,8 @@ def test_no_split_changes_the_gradient(form, tiny_model, monkeypatch):
         model, reader = made(tiny_model, TOKEN)
         return model, unit_reward_forward(model, reader)
 
-    loss = RewardLossRecipe(centring=0.01)
-    objective = UnitRewardObjective(loss, recipe(TOKEN, entropy=0.5, entropy_form=form))
+    loss = RewardLossRecipe(center_rewards_coefficient=0.01)
+    objective = UnitRewardObjective(loss, recipe(TOKEN, entropy_coefficient=0.5, entropy_form=form))
     whole = gradients(make_model, 4096, objective, pair_samples(), monkeypatch)
     plain = gradients(make_model, 4096, UnitRewardObjective(loss, recipe(TOKEN)), pair_samples(), monkeypatch)
     assert any(not torch.allclose(whole[name], plain[name], rtol=1e-2) for name in whole)
@@ -114,7 +114,7 @@ def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
         model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
         return model, reward_forward(model)
 
-    loss = RewardLossRecipe(centring=0.01)
+    loss = RewardLossRecipe(center_rewards_coefficient=0.01)
     plain = gradients(of_answers, 150, RewardObjective(loss), pair_samples(), monkeypatch)
     for form in ("length_fair", "published"):
         objective = UnitRewardObjective(loss, recipe(OUTCOME, entropy_form=form))
@@ -126,7 +126,7 @@ def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
     objective = UnitRewardObjective(loss, recipe(TOKEN))
     total, _ = objective(output, pair_samples(), [])
     assert torch.equal(total, objective.judge(output, pair_samples()).losses.sum())
-    uneven = UnitRewardObjective(loss, recipe(TOKEN, entropy=0.3))(output, pair_samples(), [])[0]
+    uneven = UnitRewardObjective(loss, recipe(TOKEN, entropy_coefficient=0.3))(output, pair_samples(), [])[0]
     expected = total + 0.3 * unevenness(output.rewards, output.stream, output.streams, "length_fair").sum()
     assert torch.equal(uneven, expected)
     assert uneven != total
@@ -139,7 +139,7 @@ def run(values):
 
 @pytest.mark.parametrize("segmenter", [TOKEN, ENTROPY], ids=["token", "entropy"])
 def test_a_run_learns_and_its_model_scores_as_it_was_measured(segmenter, tiny_model, tiny_policy, tmp_path):
-    units = {"segmenter": segmenter, "entropy": 0.02}
+    units = {"segmenter": segmenter, "entropy_coefficient": 0.02}
     directory = run(recipe_values("reward", tiny_model, tmp_path, epochs=6, units=units))
     lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
@@ -204,4 +204,4 @@ def test_wrong_units_are_refused_in_one_sentence(tiny_model, tmp_path):
     with pytest.raises(ValidationError):
         recipe(TOKEN, aggregate="sum")
     with pytest.raises(ValidationError):
-        recipe(TOKEN, entropy=-0.1)
+        recipe(TOKEN, entropy_coefficient=-0.1)

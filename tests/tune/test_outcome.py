@@ -15,7 +15,7 @@ def line(step, kind="evaluation", **values):
     }
 
 
-KL = Objective(metric="return", direction="maximize", within={"policy/kl": Limit(most=0.3)})
+KL = Objective(metric="return", direction="maximize", within={"policy/kl": Limit(max=0.3)})
 LINES = [
     line(0, **{"return": 9.0}),
     line(1, "train", policy__kl=0.1, **{"return": 50.0}),
@@ -41,7 +41,7 @@ def test_the_best_evaluation_after_the_start_counts_and_limits_are_judged_there(
 
 
 def test_a_limited_metric_of_the_evaluation_itself_is_taken_from_it():
-    limit = {"tokens_per_answer": Limit(least=5)}
+    limit = {"tokens_per_answer": Limit(min=5)}
     lines = [line(1, **{"return": 1.0}, tokens_per_answer=4.0), line(2, **{"return": 0.0}, tokens_per_answer=9.0)]
     found = outcome(lines, Objective(metric="return", direction="minimize", within=limit))
     assert (found.step, found.beyond, found.feasible) == (2, {"tokens_per_answer": -4.0}, True)

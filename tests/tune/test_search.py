@@ -110,7 +110,7 @@ def test_where_all_fail_there_is_no_best_and_one_sentence_why(begun, tmp_path, c
 
 
 def test_limits_are_kept_by_the_best_and_shown(begun, tmp_path):
-    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"most": 0.01}}}
+    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"max": 0.01}}}
     start = [{"optimizer.learning_rate": rate, "rollout.episodes_per_group": 5} for rate in (1e-4, 2e-5, 1e-6)]
     assert studies.tune(tmp_path, objective=objective, start=start, trials=3) == 0
     # The KL of the stand-in is 100 x the learning rate x the step, 4 where the return is best.
@@ -122,7 +122,7 @@ def test_limits_are_kept_by_the_best_and_shown(begun, tmp_path):
 
 
 def test_where_nothing_keeps_its_limits_the_nearest_is_told(begun, tmp_path, capsys):
-    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"most": 1e-9}}}
+    objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"max": 1e-9}}}
     search = {"optimizer.learning_rate": [1e-5, 1e-4]}
     start = [{"optimizer.learning_rate": 1e-5}, {"optimizer.learning_rate": 1e-4}]
     assert studies.tune(tmp_path, objective=objective, search=search, start=start, trials=2) == 1
@@ -139,7 +139,7 @@ def test_a_metric_that_is_not_there_ends_the_study_after_one_trial(named, monkey
     search = {"optimizer.learning_rate": [1e-5, 1e-4]}
     objective = {"metric": "score/updat", "direction": "maximize"}
     if named == "within":
-        objective = {"metric": "return", "direction": "maximize", "within": {"rollout/score/updat": {"most": 1.0}}}
+        objective = {"metric": "return", "direction": "maximize", "within": {"rollout/score/updat": {"max": 1.0}}}
     assert studies.tune(tmp_path, search=search, objective=objective, trials=5) == 1
     said = capsys.readouterr().err
     assert begun == ["0000"]

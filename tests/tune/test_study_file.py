@@ -52,7 +52,7 @@ def objective(metric, **more):
         ({"start": [{"optimizer.learning_rate": 1.0}]}, "start point 1 has .* = 1, which is not from 1e-06 to 0.01"),
         ({"retest": {"seeds": [1]}}, "retest.seeds"),
         ({"retest": {"best": 9}}, "`retest.best` is 9, but there are 6 trials"),
-        ({"objective": objective("return", within={"policy/kl": {}})}, "a limit is either `most` or `least`"),
+        ({"objective": objective("return", within={"policy/kl": {}})}, "a limit is either `max` or `min`"),
         ({"objective": objective("policy/kl")}, "policy/kl is no held-out metric.*use success or return"),
         ({"objective": objective("rollout/return")}, "rollout/return is no held-out metric"),
         ({"objective": objective("validation/loss")}, "validation/loss is not measured by stage rl"),
@@ -77,12 +77,12 @@ def objective(metric, **more):
         ({"keys": ROWS, "objective": objective("validation/loss_low")}, "validation/loss_low is not measured"),
         ({"objective": objective("sucess")}, "sucess is not measured by stage rl.*the nearest is success$"),
         (
-            {"keys": ROWS, "objective": objective("validation/loss", within={"policy/kl": {"most": 1.0}})},
+            {"keys": ROWS, "objective": objective("validation/loss", within={"policy/kl": {"max": 1.0}})},
             r"line \d+: objective.within: policy/kl is measured neither by evaluations nor by training steps of stage sft",
         ),
-        ({"objective": objective("return", within={"policy/k": {"most": 1.0}})}, "the nearest is policy/kl$"),
-        ({"objective": objective("return", within={"test/loss": {"most": 1.0}})}, "of the final table"),
-        ({"objective": objective("return", within={"token_per_answer": {"most": 1.0}})}, "is tokens_per_answer$"),
+        ({"objective": objective("return", within={"policy/k": {"max": 1.0}})}, "the nearest is policy/kl$"),
+        ({"objective": objective("return", within={"test/loss": {"max": 1.0}})}, "of the final table"),
+        ({"objective": objective("return", within={"token_per_answer": {"max": 1.0}})}, "is tokens_per_answer$"),
         ({"pruner": {"type": "medium"}}, r"pruner.type is \"medium\" \(did you mean median\?\)"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_mistake_is_one_sentence_with_its_place(tmp_path, changes, said):
 )
 def test_what_a_stage_measures_may_be_named(tmp_path, stage, metric, limit):
     keys = {**ROWS, "stage": stage} if stage != "rl" else study_values()["keys"]
-    study = load(tmp_path, keys=keys, objective=objective(metric, within={limit: {"most": 1.0}}))
+    study = load(tmp_path, keys=keys, objective=objective(metric, within={limit: {"max": 1.0}}))
     assert list(study.recipe.objective.within) == [limit]
 
 
@@ -140,13 +140,13 @@ def test_overrides_reach_every_part_of_a_study(tmp_path):
         "search.seed=[1, 2]",
         "keys.rollout.groups_per_step=3",
     ]
-    words += ["search.kl.coefficient={low: 0.1, high: 1}", "objective.within.policy/kl.most=0.5", "workers=2"]
+    words += ["search.kl.coefficient={low: 0.1, high: 1}", "objective.within.policy/kl.max=0.5", "workers=2"]
     study = load(tmp_path, *words)
     recipe = study.recipe
     assert (recipe.trials, recipe.workers, recipe.search["seed"]) == (9, 2, [1, 2])
     rate = recipe.search["optimizer.learning_rate"]
     assert (rate.low, rate.high, rate.log) == (1e-6, 0.5, True)
-    assert (recipe.search["kl.coefficient"].low, recipe.objective.within["policy/kl"].most) == (0.1, 0.5)
+    assert (recipe.search["kl.coefficient"].low, recipe.objective.within["policy/kl"].max) == (0.1, 0.5)
     assert study.at({}).rollout.groups_per_step == 3
     assert list(distributions(study)) == list(recipe.search)
 

@@ -66,15 +66,15 @@ def test_the_page_has_all_that_is_known_of_a_run(tmp_path):
         log.write(4, "warning", {"message": "entropy is low"})
     table = {
         "title": "lone: bandit",
-        "headings": ["player", "success"],
+        "headings": ["policy", "success"],
         "rows": [["trained", "99.0%"]],
         "note": "of `n`",
     }
-    (path / "results.json").write_text(json.dumps({"tables": [{**table, "words": ["player"]}], "players": []}))
+    (path / "results.json").write_text(json.dumps({"tables": [{**table, "words": ["policy"]}], "policies": []}))
     file, notes = write_html([path])
     assert (file, notes) == (path / "report.html", [])
     page = page_of(file)
-    for expected in ("What was run", "99.0%", "Scores by checkpoint", "update", "optimizer.learning_rate", "0.125"):
+    for expected in ("Overview", "99.0%", "Scores by checkpoint", "update", "optimizer.learning_rate", "0.125"):
         assert expected in page.text
     assert "learning_rate: 0.125" in page.text, "the whole recipe"
     assert run.load_environment()["processor"] in page.text
@@ -110,7 +110,7 @@ def test_what_models_and_people_write_is_text(tmp_path, tiny_model):
     environment = run.load_environment() | {"command": ATTACK}
     run.environment_file.write_text(json.dumps(environment))
     table = {"title": ATTACK, "headings": [ATTACK], "rows": [[ATTACK]], "note": ATTACK, "words": []}
-    (path / "results.json").write_text(json.dumps({"tables": [table], "players": []}))
+    (path / "results.json").write_text(json.dumps({"tables": [table], "policies": []}))
     file, _ = write_html([path])
     page = page_of(file)
     assert page.text.count("<script>alert(1)</script>") >= 10, "it is read as text wherever it stands"

@@ -16,11 +16,11 @@ GREEDY = SamplingRecipe(temperature=0.0)
 WARM = SamplingRecipe(temperature=1.0)
 SMALL = {
     "type": "vllm",
-    "sequences": 8,
+    "max_num_seqs": 8,
     "threads": 1,
     "tokens_per_forward": 512,
     "cache_gigabytes": 0.1,
-    "start_seconds": 600,
+    "start_timeout": 600,
     "bucket_megabytes": 1,
 }
 """Keys of an engine that starts on little memory."""

@@ -192,7 +192,7 @@ def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypa
     os.kill(hung if stopped == "server" else names[b"VLLM::EngineCore"], signal.SIGSTOP)
     assert [one.ids for one in answers(engine, asked)] == [one.ids for one in undisturbed]
     assert engine.restarts == restarts + 1
-    assert "no sign of life" in events.take()[-1]
+    assert "no sign of life" in events.drain()[-1]
     assert not os.path.exists(f"/proc/{hung}")
 
 
@@ -201,7 +201,7 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     undisturbed = answers(engine, asked)
     (life,) = engine._lives
     killed, restarts = life.replica.pid, engine.restarts
-    events.take()
+    events.drain()
 
     # It stands still first, for a fast one would have answered before it dies.
     os.kill(killed, signal.SIGSTOP)
@@ -217,7 +217,7 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
     assert engine.restarts == restarts + 1
     assert engine.retried >= 1
-    (message,) = events.take()
+    (message,) = events.drain()
     assert "started again" in message
     assert life.replica.pid != killed
     for _ in range(100):

@@ -254,7 +254,7 @@ def judge(
         url=url,
         model=model,
         api_key_variable=key,
-        seconds=seconds,
+        timeout=seconds,
         retries=retries,
         requests_per_minute=requests_per_minute,
         max_tokens=max_tokens,

@@ -20,7 +20,7 @@ from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.stages import OPEN, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
-from posttrain.runs.files import refusal
+from posttrain.runs.files import storage_error
 
 _INTERRUPTED = 130
 """The exit code of a command that Ctrl-C or SIGTERM ended."""
@@ -98,7 +98,7 @@ def told(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}; free some space, then go on with --resume", 1
-    if not isinstance(error, OSError) and (reason := refusal(error)):
+    if not isinstance(error, OSError) and (reason := storage_error(error)):
         return f"a file could not be written: {reason}, then go on with --resume", 1
     said = " ".join(str(error).split())
     name = type(error).__name__

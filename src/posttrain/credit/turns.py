@@ -272,5 +272,5 @@ def turn_credit(recipe: TurnCredit, episodes: Sequence[Episode], paid: Sequence[
         found = mt_grpo(rewards, groups, recipe.turn_weight)
     else:
         states = [state_keys(episode) for episode in episodes]
-        found = gigpo(rewards, states, groups, recipe.discount, recipe.step_weight, recipe.divide)
+        found = gigpo(rewards, states, groups, recipe.discount, recipe.step_weight, recipe.divide_by_std)
     return [spread_over_tokens(own, numbers) for own, numbers in zip(found, turns, strict=True)]

@@ -257,7 +257,7 @@ def check_judge(server: JudgeServerRecipe) -> None:
 
 def judge_client(server: JudgeServerRecipe) -> Any:
     """Return the client of the judge's server (see `chat_client`)."""
-    options = (server.url, server.seconds, server.retries, server.api_key_variable, server.requests_per_minute)
+    options = (server.url, server.timeout, server.retries, server.api_key_variable, server.requests_per_minute)
     return chat_client("environment.judge", *options)
 
 

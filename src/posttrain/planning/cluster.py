@@ -119,7 +119,7 @@ def _candidates(
     recipe: PlacedRecipe, devices: int, sizes: ModelSizes, device: Device
 ) -> Iterator[tuple[dict[str, Any], str]]:
     hardware = recipe.hardware
-    offloaded = getattr(hardware, "offload", False)
+    offloaded = hardware.offload
     if offloaded:
         yield {"hardware.offload": False}, "the optimizer's state is kept on the GPUs"
     if not isinstance(recipe, RlRecipe):
@@ -131,8 +131,8 @@ def _candidates(
     if hardware.rewards.count:
         everything["hardware.rewards.count"] = 0
     for name in ("critic", "reference"):
-        if getattr(hardware.apart, name):
-            everything[f"hardware.apart.{name}"] = 0
+        if getattr(hardware.dedicated, name):
+            everything[f"hardware.dedicated.{name}"] = 0
     if offloaded:
         everything["hardware.offload"] = False
     for size in (1, 2, 4, 8):
@@ -142,7 +142,7 @@ def _candidates(
     if hardware.engines.colocated and hardware.engines.devices > 1:
         engines = {"hardware.engines.count": hardware.processes, "hardware.engines.devices": 1}
         yield engines, "engines of one GPU need not agree twice a layer"
-    elif "ahead" in type(recipe.rollout).model_fields and not hardware.engines.colocated:
+    elif not hardware.engines.colocated:
         yield {"rollout.async_rollouts": 1}, "engines sample while the learners learn, with weights one step old"
     if unit_texts(recipe):
         other = {} if hasattr(recipe.unit_credit, "probe") else {"unit_credit.type": "prefix"}
@@ -217,7 +217,7 @@ def show_placement(
         return
     idle = _idle(recipe, phases, gpus)
     _say(console, f"{idle:.0%} of the GPUs' time in a step is waiting: {gpus * (1 - idle):.3g} of {gpus} are at work")
-    ahead = placement_of(recipe, True).ahead
+    ahead = placement_of(recipe, True).async_rollouts
     for line in (ahead_words if ahead else idle_words)(phases, workers, gpus):
         _say(console, line)
     _advise(recipe, sizes, device, nodes, phases, console, episodes, rows)
@@ -290,8 +290,10 @@ def _remarks(recipe: PlacedRecipe, nodes: list[Node], share: float, gpus: int) -
             lines.append(
                 f"{free} of {gpus} GPUs have nothing to do; raise hardware.processes = {recipe.hardware.processes}"
             )
-    if recipe.hardware.apart.critic or recipe.hardware.apart.reference:
-        lines.append("hardware.apart is planned here and refused by a run: the learners' processes hold these models")
+    if recipe.hardware.dedicated.critic or recipe.hardware.dedicated.reference:
+        lines.append(
+            "hardware.dedicated is planned here and refused by a run: the learners' processes hold these models"
+        )
     if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
         lines.append("unit_credit asks the reward model itself, so a run keeps it in the learner's process")
     return lines

@@ -131,7 +131,7 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     ]
     if (engine := recipe.remote) is not None:
         lines.append(
-            f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('request', engine.workers)} in flight"
+            f"{engine.model} at {engine.url} answers, {engine.max_concurrent} {_plural('request', engine.max_concurrent)} in flight"
         )
     else:
         assert isinstance(recipe.engine, EngineRecipe | VllmEngineRecipe)
@@ -211,8 +211,8 @@ def _ahead(recipe: RlRecipe) -> list[str]:
         f"a step's episodes begin at most {rollout.async_rollouts} {_plural('step', rollout.async_rollouts)} ahead of it, with weights at most "
         f"{behind} optimizer {_plural('step', behind)} old; when newer weights are there they {rules[rollout.on_new_weights]}"
     ]
-    if rollout.stale_after is not None:
-        most = rollout.stale_after
+    if rollout.max_staleness is not None:
+        most = rollout.max_staleness
         lines.append(f"an episode with a token older than {most} optimizer {_plural('step', most)} is dropped")
     return lines
 
@@ -241,7 +241,7 @@ def _beside(recipe: RlRecipe, updates: int) -> list[str]:
         first = f", the first {alone} of them alone: the policy makes {updates - alone:,}" if alone else ""
         who, how = (
             ("the critic", "on the same episodes, in forward and backward passes of its own")
-            if recipe.critic.trunk == "own"
+            if recipe.critic.backbone == "separate"
             else ("the value head", "in the forward and backward passes of the policy, whose trunk it reads")
         )
         lines.append(f"{who} makes {updates:,} optimizer {_plural('step', updates)} {how}{first}")
@@ -281,7 +281,7 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
     # An update that is followed up has two conversations.
     turns *= 2 if getattr(recipe.environment, "follow_up", False) else 1
     return [
-        f"{engine.model} at {engine.url} answers, {engine.workers} {_plural('episode', engine.workers)} in flight",
+        f"{engine.model} at {engine.url} answers, {engine.max_concurrent} {_plural('episode', engine.max_concurrent)} in flight",
         f"at most {episodes * turns:,} requests ({turns} {_plural('turn', turns)} an episode) of at most {most:,} tokens "
         f"written: {episodes * turns * most:,} tokens",
     ]

@@ -52,7 +52,10 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
         return rows | {"key/value cache": (size, f"engine.cache_gigabytes {recipe.engine.cache_gigabytes:g}")}
     how = f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes"
     if isinstance(recipe.engine, VllmEngineRecipe):
-        how = how.replace("engine.slots", "answers in flight") + "; less where engine.memory_share, or 2 GiB, is less"
+        how = (
+            how.replace("engine.slots", "answers in flight")
+            + "; less where engine.gpu_memory_utilization, or 2 GiB, is less"
+        )
     rows["key/value cache, at most"] = (slots * tokens * cache, how)
     return rows
 
@@ -136,7 +139,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if isinstance(recipe, RlRecipe) and recipe.has_critic:
         rows["critic"] = _critic(recipe, sizes)
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
-    if isinstance(recipe, RlRecipe) and recipe.has_critic and recipe.critic.trunk == "own":
+    if isinstance(recipe, RlRecipe) and recipe.has_critic and recipe.critic.backbone == "separate":
         # Those of policy and critic do not exist at the same time.
         width = max(width, _critic_width(recipe))
     if recipe.model.gradient_checkpointing:
@@ -173,7 +176,7 @@ def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement
 
 def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
     """Bytes without activations, and how they are counted."""
-    if recipe.critic.trunk == "shared":
+    if recipe.critic.backbone == "shared":
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
     own = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
@@ -224,10 +227,10 @@ def process_memory(
         for what in ("weights", "gradients", "AdamW state"):
             _, how = rows[what]
             rows[what] = (0, f"offloaded: {how}")
-    if hardware.reduce == "once" and count > 1:
+    if hardware.gradient_sync == "per_update" and count > 1:
         rows["whole gradients"] = (
             4 * trained,
-            "float32, of an update of several forward passes until its last; `hardware.reduce: each` needs none",
+            "float32, of an update of several forward passes until its last; `hardware.gradient_sync: per_forward` needs none",
         )
     if not hardware.reshard_after_forward:
         whole = width * sizes.parameters

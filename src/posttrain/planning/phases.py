@@ -84,7 +84,7 @@ def total_seconds(phases: Sequence[Phase], placement: Placement = ALONE) -> floa
     """Of a step whose phases follow each other; ahead, sampling and everything else run side by side."""
     sampled = sum(phase.seconds for phase in phases if phase.sampling)
     rest = sum(phase.seconds for phase in phases if not phase.sampling)
-    return max(sampled, rest) if placement.ahead else sampled + rest
+    return max(sampled, rest) if placement.async_rollouts else sampled + rest
 
 
 def idle_share(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
@@ -139,8 +139,8 @@ def _sampling(
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)
-    if placement.ahead:
-        sampled = steady_seconds(sizes, device, share, width, engine.slots, tensor, placement.ahead)
+    if placement.async_rollouts:
+        sampled = steady_seconds(sizes, device, share, width, engine.slots, tensor, placement.async_rollouts)
     else:
         sampled = decoding_seconds(sizes, device, share, width, engine.slots, tensor)
     answers = f"{episodes.count:,} answers of {episodes.answer:,.0f} tokens, {engine.slots} at a time"
@@ -172,7 +172,7 @@ def _rl(
         found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
         phases.append(Phase("reference log-probabilities", found, devices, words, tokens=tokens.count))
     updates = learner.updates_per_step * learner.epochs_per_step
-    if recipe.has_critic and recipe.critic.trunk == "own":
+    if recipe.has_critic and recipe.critic.backbone == "separate":
         phases += _critic(recipe, sizes, device, placement, tokens)
     phases += _learning(
         recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step

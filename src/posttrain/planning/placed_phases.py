@@ -54,16 +54,15 @@ def placement_of(recipe: PlacedRecipe, devices: bool) -> Placement:
     if not devices:
         return replace(ALONE, engines=count)
     learners = hardware.processes
+    apart = count > 0 and not hardware.engines.colocated
     return Placement(
         learners,
         learners,
         engines=count,
         tensor=hardware.engines.devices if count else 1,
         colocated=hardware.engines.colocated or not count,
-        offloaded=bool(getattr(hardware, "offload", False)),
-        ahead=0
-        if hardware.engines.colocated or not count
-        else int(getattr(getattr(recipe, "rollout", None), "ahead", 0)),
+        offloaded=hardware.offload,
+        async_rollouts=recipe.rollout.async_rollouts if apart and isinstance(recipe, RlRecipe) else 0,
     )
 
 
@@ -99,7 +98,7 @@ def _moved(
     phases: list[Phase],
 ) -> list[Phase]:
     """The phases with those of models on devices of their own computed anew for these."""
-    apart, copies, found = recipe.hardware.apart, reward_count(recipe), []
+    apart, copies, found = recipe.hardware.dedicated, reward_count(recipe), []
     critic = Placement(apart.critic, apart.critic, offloaded=placement.offloaded) if apart.critic else None
     alone = {phase.what: phase for phase in step_phases(recipe, sizes, device, critic, played)} if critic else {}
     for phase in phases:
@@ -125,7 +124,7 @@ def _beside(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
     """The scoring phases of models apart as one, in which they work beside each other."""
     scoring = ("reward model", "reference log-probabilities", "values")
     together = [phase for phase in phases if phase.what in scoring]
-    apart = recipe.hardware.apart
+    apart = recipe.hardware.dedicated
     if not (apart.critic or apart.reference) or len(together) < 2:
         return phases
     seconds = max(phase.seconds for phase in together)
@@ -170,7 +169,7 @@ def memory_of(
     has weights and cache of its own. vLLM takes its share of `device` and no more: answers without room wait.
     """
     placement = placement_of(recipe, devices)
-    apart, copies = recipe.hardware.apart, reward_count(recipe)
+    apart, copies = recipe.hardware.dedicated, reward_count(recipe)
     moved = [
         what
         for what, gone in (
@@ -188,7 +187,7 @@ def memory_of(
         sampling = learning
     vllm = getattr(recipe, "engine", None)
     if isinstance(vllm, VllmEngineRecipe) and device is not None and device.memory is not None:
-        saved_cache = max(0, engine - round(vllm.memory_share * device.memory))
+        saved_cache = max(0, engine - round(vllm.gpu_memory_utilization * device.memory))
         engine, sampling = engine - saved_cache, sampling - (saved_cache if placement.colocated else 0)
     found = {LEARNER: (learning - saved, (sampling if placement.colocated else learning) - saved)}
     if placement.engines and not (devices and placement.colocated):

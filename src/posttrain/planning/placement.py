@@ -21,7 +21,7 @@ class Placement:
     """Whether the engines are on the learner's devices and take turns with it."""
     offloaded: bool = False
     """Whether optimizer state and masters are in the memory of the processors, where AdamW computes."""
-    ahead: int = 0
+    async_rollouts: int = 0
     """Steps by which engines apart may run ahead: the weights that an answer began with are at most so many steps old
     when it is learned from. 0: engines and learner wait for each other."""
 
@@ -32,7 +32,7 @@ class Placement:
             raise ValueError("engines apart are at least one")
         if self.engines and self.colocated and self.engines * self.tensor > self.devices:
             raise ValueError("colocated engines take no more devices than the learner has")
-        if self.ahead and (self.colocated or not self.engines):
+        if self.async_rollouts and (self.colocated or not self.engines):
             raise ValueError("only engines apart can sample ahead of the learner")
 
     @property

@@ -129,16 +129,16 @@ def decoding_seconds(
 
 
 def steady_seconds(
-    sizes: ModelSizes, device: Device, episodes: Episodes, width: int, slots: int, tensor: int, ahead: int
+    sizes: ModelSizes, device: Device, episodes: Episodes, width: int, slots: int, tensor: int, async_rollouts: int
 ) -> float:
-    """Sampling the answers of a step on one engine that never drains, for it may begin those of `ahead` further steps.
+    """Sampling the answers of a step on one engine that never drains, for it may begin those of `async_rollouts` further steps.
 
     With N answers in flight, a decoding step of t seconds and n answers a step, that is n x mean x t / N (Little's law), and
-    no less than longest x t / (ahead + 1), for the longest answer may span so many steps and no more.
+    no less than longest x t / (async_rollouts + 1), for the longest answer may span so many steps and no more.
     """
-    rows = min(slots, episodes.count * (ahead + 1))
+    rows = min(slots, episodes.count * (async_rollouts + 1))
     context = episodes.prompt + (episodes.observed + episodes.answer) / 2
-    steps = max(episodes.count * episodes.answer / rows, episodes.longest / (ahead + 1))
+    steps = max(episodes.count * episodes.answer / rows, episodes.longest / (async_rollouts + 1))
     return steps * step_seconds(sizes, device, rows, context, width, tensor)
 
 

@@ -119,7 +119,7 @@ def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
     gpus = any(node.devices for node in nodes)
     own = 1 if gpus else 0
     workers = [Worker(LEARNER, i, hardware.cpus, own) for i in range(hardware.processes)]
-    for role, count in ((CRITIC, hardware.apart.critic), (REFERENCE, hardware.apart.reference)):
+    for role, count in ((CRITIC, hardware.dedicated.critic), (REFERENCE, hardware.dedicated.reference)):
         workers += [Worker(role, i, hardware.cpus, own) for i in range(count)]
     engines = hardware.engines
     together = gpus and engines.colocated
@@ -130,7 +130,7 @@ def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
     workers += [Worker(REWARD, i, rewards.cpus, rewards.devices * own) for i in range(reward_count(recipe))]
     if isinstance(recipe, DpoRecipe | RewardRecipe) or recipe.environment is None:
         return workers
-    wanted = hardware.environments.workers
+    wanted = hardware.environments.count
     if wanted is None:
         spare = sum(node.cpus for node in nodes) - sum(worker.cpus for worker in workers)
         wanted = max(1, min(MOST_ENVIRONMENTS, int(spare // 4)))

@@ -71,13 +71,13 @@ class DataRecipe(Part):
     """Training rows taken from each source; null takes all."""
     max_tokens: int = Field(2048, ge=8)
     """Most tokens of a row, prompt included."""
-    overlong: Literal["drop", "cut"] = "drop"
+    overlong: Literal["drop", "truncate"] = "drop"
     """A longer row is dropped, or cut at its end (without its end token, which is learned only where an answer ends). Counted either way."""
     strict: bool = False
     """Whether a row that cannot be used is an error; otherwise such rows are left out, counted and named."""
     streaming: bool = False
     """Read rows as training goes instead of all at the start; needs `steps`."""
-    shuffle_rows: int = Field(10_000, ge=1)
+    shuffle_buffer: int = Field(10_000, ge=1)
     """Streaming: rows held at a time to draw the next one from."""
     cache: str | None = None
     """Directory for tokenised rows, found again by their content; null is the user's cache directory."""

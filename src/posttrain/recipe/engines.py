@@ -35,15 +35,15 @@ class OpenAIEngineRecipe(Part):
     """Name of the model, as the server knows it."""
     api_key_variable: str | None = None
     """Name of the environment variable that holds the server's key; null sends none that means anything."""
-    workers: int = Field(8, ge=1)
+    max_concurrent: int = Field(8, ge=1)
     """Episodes in flight, each with at most one request."""
-    seconds: float = Field(120, gt=0)
+    timeout: float = Field(120, gt=0)
     """Time-out of one request, in seconds."""
     retries: int = Field(3, ge=0)
     """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx; each waits longer."""
     stop_at: Literal["here", "server"] = "here"
     """Who ends an answer at rollout.stop_strings. `here`: it is asked for whole and cut after the first of them, which any server allows. `server`: they are sent, so nothing is written after them; for servers that say which one they stopped at (vLLM, SGLang)."""
-    token_limit: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """The field that carries rollout.tokens_per_turn; some models know the second alone."""
     send_seed: bool = True
     """Each request has a seed of its own where sampling is not greedy; false for servers that refuse one."""
@@ -116,15 +116,15 @@ class VllmEngineRecipe(Part):
     """GPU of the first server, counted among those that this process sees; each server takes the next `tensor_parallel`."""
     threads: int | None = Field(None, ge=1)
     """On a processor: threads of each engine, wherever there is room; null is one bound to each core, which is fastest where nothing else computes at the same time."""
-    memory_share: float = Field(0.5, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """On a GPU: share of its memory for weights and cache together."""
     cache_gigabytes: float | None = Field(None, gt=0)
-    """Size of the key/value cache in GiB; null is what `memory_share` leaves on a GPU, and 2 on a processor."""
-    sequences: int = Field(256, ge=1)
+    """Size of the key/value cache in GiB; null is what `gpu_memory_utilization` leaves on a GPU, and 2 on a processor."""
+    max_num_seqs: int = Field(256, ge=1)
     """Answers in flight at a time on each server."""
     tokens_per_forward: int = Field(8192, ge=16)
     """Most tokens (new prompts and decoding together) in one forward pass."""
-    context: int | None = Field(None, ge=16)
+    max_model_len: int | None = Field(None, ge=16)
     """Longest context in tokens; null is rollout.tokens_per_episode."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the engine's weights and cache; `auto` is that of the policy."""
@@ -136,19 +136,19 @@ class VllmEngineRecipe(Part):
     """Most MiB of weights on their way at a time, but never less than one tensor."""
     adapters: Literal["merged", "adapter_only"] = "merged"
     """For model.lora: `merged` sends whole weights with the adapters folded in; `adapter_only` sends the adapters to an engine that keeps the frozen weights."""
-    start_seconds: float = Field(600, gt=0)
+    start_timeout: float = Field(600, gt=0)
     """Time that an engine has to become ready, in seconds."""
-    hang_seconds: float = Field(600, gt=0)
+    hang_timeout: float = Field(600, gt=0)
     """Time in seconds without a sign of life, while something is asked of it, after which an engine is treated as dead; longer than any forward pass takes."""
     retries: int = Field(2, ge=0)
     """Further attempts at an answer, with the same seed, after the engine that was to give it died."""
-    restarts: int = Field(3, ge=0)
+    max_restarts: int = Field(3, ge=0)
     """Times that each engine of a run is started again after it died; one death more ends the run."""
 
     @property
     def slots(self) -> int:
         """Answers in flight at a time on all servers."""
-        return self.sequences * self.replicas
+        return self.max_num_seqs * self.replicas
 
     @property
     def replicas(self) -> int:

@@ -23,7 +23,7 @@ OWN_COLUMNS = (
     "thinking_tokens",
     "thinking_characters",
 )
-"""What a prediction has besides the columns of `keep`."""
+"""What a prediction has besides the columns of `keep_columns`."""
 
 
 class PromptsRecipe(Part):
@@ -86,7 +86,7 @@ class GenerateRecipe(StageRecipe):
     """Answers to each row."""
     thinking: Literal["keep", "remove"] = "keep"
     """`remove` leaves out the thinking at the start of an answer, up to `</think>`, and counts it; `keep` leaves it in the prediction."""
-    keep: list[str] = []
+    keep_columns: list[str] = []
     """Columns of the data that the predictions have too."""
     window: int = Field(512, ge=1)
     """Local engine: answers that are computed together before the next ones are begun. A resumed run computes the window it was killed in anew, to the same bits, and keeps what was written of it; small windows save that work, large ones keep the engine full."""
@@ -113,10 +113,10 @@ class GenerateRecipe(StageRecipe):
 
     @model_validator(mode="after")
     def _nothing_overwritten(self):
-        for name in self.keep:
+        for name in self.keep_columns:
             if name in OWN_COLUMNS:
                 hint = "; give it as `data.id`" if name == "id" else ""
-                raise ValueError(f"`keep` names {name}, which a prediction has already{hint}")
+                raise ValueError(f"`keep_columns` names {name}, which a prediction has already{hint}")
         if self.out is not None and Path(self.out).suffix != ".jsonl":
             raise ValueError(f"`out` is {self.out}; predictions are JSON lines, so let its name end in `.jsonl`")
         if self.out is not None and any(_same(self.out, source.path) for source in self.data.test):

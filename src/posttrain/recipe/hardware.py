@@ -34,13 +34,13 @@ class RewardPlacement(Part):
 class EnvironmentPlacement(Part):
     """The processes that environments run in."""
 
-    workers: int | None = Field(None, ge=0)
+    count: int | None = Field(None, ge=0)
     """Processes; an episode stays in one. 0: environments run in the learner's process. Null: one for every four cores of the cluster that nobody else asks for, at least one and at most 16."""
     cpus: float = Field(0.5, gt=0)
     """Processor cores of one process."""
 
 
-class ApartPlacement(Part):
+class DedicatedPlacement(Part):
     """Models that learn or judge on GPUs of their own, as other systems place them. Such placements are planned and not
     run: `posttrain cluster plan` shows what they would take, and a run refuses them."""
 
@@ -55,8 +55,8 @@ class HardwareRecipe(Part):
 
     processes: int = Field(1, ge=1)
     """Learner processes, each with one GPU or with its share of the processor's threads; they divide each update's forward passes, a step's groups and the model's state. Under `torchrun` as many as that started."""
-    reduce: Literal["once", "each"] = "once"
-    """When the processes add up their gradients: `once` per update keeps a whole float32 gradient in every process until then, `each` after every forward pass keeps a share of it."""
+    gradient_sync: Literal["per_update", "per_forward"] = "per_update"
+    """When the processes add up their gradients: `per_update` keeps a whole float32 gradient in every process until then, `per_forward`, after every forward pass, keeps a share of it."""
     reshard_after_forward: bool = True
     """Whether a layer's whole weights are freed after its forward pass and gathered again for its backward pass: less memory, half as much again to send."""
     offload: bool = False
@@ -68,17 +68,17 @@ class HardwareRecipe(Part):
     engines: EnginePlacement = EnginePlacement()
     rewards: RewardPlacement = RewardPlacement()
     environments: EnvironmentPlacement = EnvironmentPlacement()
-    apart: ApartPlacement = ApartPlacement()
+    dedicated: DedicatedPlacement = DedicatedPlacement()
     max_restarts: int = Field(8, ge=0)
     """Times that a worker of a Ray cluster may die, or hang, and be started again in one run; once more stops the run."""
-    hang_seconds: float = Field(600.0, gt=0)
+    hang_timeout: float = Field(600.0, gt=0)
     """Seconds without any progress of a worker that others wait for, after which it counts as hung and is named."""
     on_hang: Literal["replace", "stop"] = "replace"
     """`replace`: a hung worker is killed and started again, as one that died. `stop`: the run stops and says who hangs."""
 
     @model_validator(mode="after")
     def _placed_on_ray(self):
-        keys = ("cpus", "engines", "rewards", "environments", "apart", "max_restarts", "hang_seconds", "on_hang")
+        keys = ("cpus", "engines", "rewards", "environments", "dedicated", "max_restarts", "hang_timeout", "on_hang")
         given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
         if self.ray is None and given:
             raise ValueError(

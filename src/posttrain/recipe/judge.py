@@ -17,7 +17,7 @@ class JudgeServerRecipe(Part):
     """Name of the model, as the server knows it."""
     api_key_variable: str | None = None
     """Name of the environment variable that holds the server's key; null sends none that means anything."""
-    seconds: float = Field(60, gt=0)
+    timeout: float = Field(60, gt=0)
     """Time-out of one request, in seconds."""
     retries: int = Field(3, ge=0)
     """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx; each waits longer."""

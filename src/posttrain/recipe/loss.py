@@ -91,7 +91,7 @@ class KlRecipe(Part):
     """Weight of the penalty; 0 needs no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref."""
-    place: Literal["loss", "reward"] = "loss"
+    apply_to: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward of each sampled token."""
     target: float | None = Field(None, gt=0)
     """Adaptive coefficient: the KL per token to steer to; null keeps the coefficient fixed."""
@@ -100,9 +100,9 @@ class KlRecipe(Part):
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self):
-        if self.place == "loss" and self.estimator == "k1" and self.coefficient > 0:
+        if self.apply_to == "loss" and self.estimator == "k1" and self.coefficient > 0:
             raise ValueError(
-                "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, or `place: reward`"
+                "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, or `apply_to: reward`"
             )
         if self.target is not None and self.coefficient == 0:
             raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
@@ -198,5 +198,5 @@ class RewardLossRecipe(Part):
     """`bradley_terry`: the logistic loss of the difference of the two scores."""
     margin: bool = True
     """Whether the chosen score must lead by the number in the row's margin column; rows without one have 0."""
-    centring: float = Field(0.0, ge=0)
+    center_rewards_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of the two scores, which pulls the mean score to 0."""

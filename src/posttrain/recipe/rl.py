@@ -46,7 +46,7 @@ class RlRecipe(PlayedRecipe):
     critic: CriticRecipe = CriticRecipe()
     loss: LossRecipe = PpoLoss()
     kl: KlRecipe = KlRecipe()
-    entropy: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus."""
     ptx: PtxRecipe | None = None
     """Supervised rows that join every update of the policy; null is none."""

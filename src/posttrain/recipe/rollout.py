@@ -49,7 +49,7 @@ class EngineRecipe(Part):
 class FailureRecipe(Part):
     """What becomes of an episode whose environment failed or timed out."""
 
-    policy: Literal["retry", "drop", "score"] = "drop"
+    action: Literal["retry", "drop", "score"] = "drop"
     """`retry` with a new sampling stream, then drop; `drop` from the update; `score` with `reward`. All are counted."""
     retries: int = Field(1, ge=0)
     """`retry`: attempts after the first."""
@@ -73,22 +73,20 @@ class RolloutRecipe(Part):
     """Most tokens of an episode's context, prompt included."""
     stop_strings: list[StopString] = []
     """Texts that end a turn besides the model's end token; the text itself is kept."""
-    environment_seconds: float | None = Field(None, gt=0)
+    environment_timeout: float | None = Field(None, gt=0)
     """Time-out of one environment call, which then runs in a thread; null calls it directly."""
     failures: FailureRecipe = FailureRecipe()
     filter: FilterRecipe = FilterRecipe()
-    overlong: OverlongRecipe | None = None
+    overlong_penalty: OverlongRecipe | None = None
     async_rollouts: int = Field(0, ge=0)
     """Steps by which sampling may run ahead of learning: a step's episodes begin once the weights after the step `ahead + 1` before it exist. 0 samples, then learns."""
     on_new_weights: Literal["finish", "continue", "restart"] = "finish"
     """What becomes of episodes in flight when newer weights are there: `finish` with the old ones, `continue` with the new ones from the next token on, or `restart` with them."""
-    stale: Literal["train", "drop"] = "train"
-    """What becomes of an episode whose oldest token was sampled more than `stale_after` optimizer updates ago."""
-    stale_after: int | None = Field(None, ge=0)
-    """`drop`: the most optimizer updates between sampling a token and learning from it."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Most optimizer updates between sampling a token and learning from it. Episodes with an older token are dropped and counted in `rollout/stale`. Null trains on all episodes."""
     replay: str | None = None
     """Directory of a run whose order of events is followed: new weights come to the episodes where they came there. Null takes them as they come."""
-    missing_end_penalty: float = Field(0.0, ge=0)
+    missing_eos_penalty: float = Field(0.0, ge=0)
     """Subtracted in training from the reward of an episode whose last answer was cut off before its end, after the reward is normalized."""
 
 
@@ -157,11 +155,6 @@ def refuse_ahead(
             "`rollout.replay` follows the forward passes of an engine in this process, and those of engines outside are not "
             "counted; replay with `engine.type: local` and without `hardware.ray`"
         )
-    if (rollout.stale == "drop") != (rollout.stale_after is not None):
-        raise ValueError(
-            "`rollout.stale: drop` and `rollout.stale_after` belong together: the latter says how old an episode may be; "
-            "give both or neither"
-        )
     if rollout.async_rollouts and processes > 1 and scored:
         raise ValueError(
             "with `rollout.async_rollouts` above 0 the first process samples and scores by itself, and with `hardware.processes` above "
@@ -173,9 +166,9 @@ def refuse_ahead(
             "kept; use finish or restart"
         )
     behind = updates_behind(rollout, learner)
-    if rollout.stale_after is not None and rollout.on_new_weights == "finish" and rollout.stale_after < behind:
+    if rollout.max_staleness is not None and rollout.on_new_weights == "finish" and rollout.max_staleness < behind:
         raise ValueError(
             f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is learned from "
-            f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.stale_after` = {rollout.stale_after} would "
+            f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = {rollout.max_staleness} would "
             "drop them all; raise it, or use continue or restart"
         )

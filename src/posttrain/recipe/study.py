@@ -67,15 +67,15 @@ def _kind_of(value: Any) -> str:
 class Limit(Part):
     """What a metric may be for a trial to count."""
 
-    most: float | None = None
+    max: float | None = None
     """The metric is at most this."""
-    least: float | None = None
+    min: float | None = None
     """The metric is at least this."""
 
     @model_validator(mode="after")
     def _one_of_them(self):
-        if (self.most is None) == (self.least is None):
-            raise ValueError("a limit is either `most` or `least`; give one of them")
+        if (self.max is None) == (self.min is None):
+            raise ValueError("a limit is either `max` or `min`; give one of them")
         return self
 
 

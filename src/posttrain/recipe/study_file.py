@@ -184,7 +184,7 @@ def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[Part],
             part.model_validate_json(json.dumps(section), strict=True)
         except ValidationError as error:
             sentences += validation_errors(error, part, given, StudyRecipe, (*path, name))
-            sound = {"low": 0.0, "high": 1.0} if part is Range else {"most": 0.0}
+            sound = {"low": 0.0, "high": 1.0} if part is Range else {"max": 0.0}
             _replace(values, (*path, name), sound)
     return sentences
 

@@ -110,9 +110,9 @@ class DpoRecipe(_Rows):
     data: DataRecipe
     """Pairs; for `loss.type: kto` rows with `label`."""
     loss: PreferenceLossRecipe = DpoLoss()
-    supervised: float = Field(0.0, ge=0)
+    nll_coefficient: float = Field(0.0, ge=0)
     """Coefficient of the negative log-likelihood of the chosen answer, a mean over its tokens (Pang et al. 2024, arXiv 2404.19733)."""
-    reference_cache: bool = True
+    cache_ref_logprobs: bool = True
     """Keep the reference model's log-probabilities on disk, so that another run on the same rows need not compute them."""
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=1e-6)
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
@@ -125,8 +125,8 @@ class DpoRecipe(_Rows):
     @model_validator(mode="after")
     def _parts_fit(self):
         _check_rows(self, self.data, 1 if self.loss.type == "kto" else 2)
-        if self.supervised and self.loss.type in ("kto", "orpo"):
-            raise ValueError(f"`supervised` has no place in `loss.type: {self.loss.type}`; set it to 0")
+        if self.nll_coefficient and self.loss.type in ("kto", "orpo"):
+            raise ValueError(f"`nll_coefficient` has no place in `loss.type: {self.loss.type}`; set it to 0")
         if self.loss.type == "kto" and self.rows_per_update < 2:
             raise ValueError("`loss.type: kto` compares the rows of an update; set `rows_per_update` to 2 or more")
         return self

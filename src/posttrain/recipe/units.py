@@ -168,8 +168,8 @@ class ShapleyCredit(_Rendered, _Standardised, _Read):
 class CompatibleCredit(_Read):
     """The published DRCA, for comparison: `trunc` over blanks, paid as a reward though it is an advantage, so that later units are paid again and again."""
 
-    type: Literal["seed_compat"]
-    """`seed_compat`: the published DRCA."""
+    type: Literal["drca_published"]
+    """`drca_published`: the published DRCA."""
     beta: float = Field(0.8, ge=0, le=1)
     """Share of the units' credit; the rest is the outcome's, at the last token."""
 
@@ -198,7 +198,7 @@ class UnitRewardsRecipe(Part):
     """What cuts answers into units. `entropy` measures under the language model at `model.path`, which is loaded besides."""
     aggregate: Literal["mean"] = "mean"
     """How the rewards of its units make the score of an answer. `mean`: their mean, over all units."""
-    entropy: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0)
     """Coefficient of the regulariser that spreads rewards evenly over the units of an answer; too much of it makes all units alike. 0 is off."""
     entropy_form: Literal["length_fair", "published"] = "length_fair"
     """With H the entropy in nats of the softmax of the rewards of an answer's K units. `length_fair`: adds 1 - H / log K, from 0 (even) to 1, of each answer. `published`: subtracts H / K, which hardly touches answers of many units."""

@@ -22,11 +22,11 @@ _UPDATES = 32
 """Most optimizer steps on the same episodes that published runs of many steps have borne."""
 _STEEP = 0.95
 _STARTED_WITH = (
-    *("python", "tensor_parallel", "first_device", "threads", "memory_share", "cache_gigabytes"),
-    *("context", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
+    *("python", "tensor_parallel", "first_device", "threads", "gpu_memory_utilization", "cache_gigabytes"),
+    *("max_model_len", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
 )
 """Keys of a vLLM engine that are settled when it is started."""
-_AHEAD = ("ahead", "on_new_weights", "stale", "stale_after", "replay")
+_AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -112,8 +112,8 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
         found.append(_without_effect("epochs", "steps says when the run ends"))
     if data is None:
         return found
-    if not data.streaming and _given(data, "shuffle_rows"):
-        found.append(_without_effect("data.shuffle_rows", "data.streaming is false"))
+    if not data.streaming and _given(data, "shuffle_buffer"):
+        found.append(_without_effect("data.shuffle_buffer", "data.streaming is false"))
     if data.streaming and any(source.weight != 1 for source in data.train):
         found.append(_without_effect("data.train weight", "streamed rows are read once, in their order"))
     if not (data.validation or data.held_out) and not (isinstance(recipe, SftRecipe) and recipe.environment):
@@ -151,13 +151,21 @@ def _limits(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
             f"{turns} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
             f"{rollout.tokens_per_episode} even without observations; long episodes will be cut"
         )
-    if rollout.overlong is not None and rollout.overlong.limit > turns * rollout.tokens_per_turn:
-        found.append("rollout.overlong.limit is more than an episode can sample; the penalty is never whole")
+    if rollout.overlong_penalty is not None and rollout.overlong_penalty.limit > turns * rollout.tokens_per_turn:
+        found.append("rollout.overlong_penalty.limit is more than an episode can sample; the penalty is never whole")
     return found
 
 
 def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
-    keys = ("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong", "missing_end_penalty", *_AHEAD)
+    keys = (
+        "groups_per_step",
+        "episodes_per_group",
+        "sampling",
+        "filter",
+        "overlong_penalty",
+        "missing_eos_penalty",
+        *_AHEAD,
+    )
     reason = f"the {stage} stage samples evaluation episodes only"
     return [_without_effect(f"rollout.{key}", reason) for key in keys if _given(rollout, key)]
 
@@ -166,7 +174,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     kl, rollout, learner, found = recipe.kl, recipe.rollout, recipe.learner, []
     found += _sampling("rollout.sampling", rollout.sampling)
     if kl.coefficient == 0:
-        keys = [key for key in ("estimator", "place", "horizon") if _given(kl, key)]
+        keys = [key for key in ("estimator", "apply_to", "horizon") if _given(kl, key)]
         found += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
     elif kl.target is None and _given(kl, "horizon"):
         found.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
@@ -174,8 +182,8 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         if rollout.filter.type != type_name and _given(rollout.filter, key):
             found.append(_without_effect(f"rollout.filter.{key}", f"rollout.filter.type is {rollout.filter.type}"))
     for key, policy in (("retries", "retry"), ("reward", "score")):
-        if rollout.failures.policy != policy and _given(rollout.failures, key):
-            reason = f"rollout.failures.policy is {rollout.failures.policy}"
+        if rollout.failures.action != policy and _given(rollout.failures, key):
+            reason = f"rollout.failures.action is {rollout.failures.action}"
             found.append(_without_effect(f"rollout.failures.{key}", reason))
     if rollout.async_rollouts == 0:
         found += [

@@ -115,7 +115,7 @@ class EpisodeWorker(ABC, Generic[D]):
     async def play(self, place: EpisodeRequest) -> Episode:
         """One episode. A failing environment fails this episode alone, after the retries the recipe allows."""
         failures = self.rollout.failures
-        attempts = failures.retries + 1 if failures.policy == "retry" else 1
+        attempts = failures.retries + 1 if failures.action == "retry" else 1
         for attempt in range(attempts):
             episode = await self._attempt(place, attempt)
             if episode.outcome is not Outcome.FAILED:
@@ -166,7 +166,7 @@ class EpisodeWorker(ABC, Generic[D]):
 
         Anything it raises is its failure.
         """
-        seconds = self.rollout.environment_seconds
+        seconds = self.rollout.environment_timeout
         try:
             if seconds is None and not environment.blocking:
                 return function()

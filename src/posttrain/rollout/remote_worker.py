@@ -115,7 +115,7 @@ class RemoteRolloutWorker(EpisodeWorker[Chat]):
 
     @property
     def capacity(self) -> int:
-        return self.engine.workers
+        return self.engine.max_concurrent
 
     def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> Chat:
         """InputError for an environment that begins the answers itself: a chat server lets nobody do that."""
@@ -159,15 +159,15 @@ class RemoteRolloutWorker(EpisodeWorker[Chat]):
         extra = dict(engine.extra_body)
         if sampling.top_p < 1:
             extra["top_p"] = sampling.top_p
-        if engine.token_limit != "max_tokens":
-            extra[engine.token_limit] = most
+        if engine.token_limit_field != "max_tokens":
+            extra[engine.token_limit_field] = most
         return complete(
             "model",
             self.client,
             engine.model,
             messages,
             temperature=sampling.temperature,
-            max_tokens=most if engine.token_limit == "max_tokens" else None,
+            max_tokens=most if engine.token_limit_field == "max_tokens" else None,
             stop=self.rollout.stop_strings if engine.stop_at == "server" else (),
             seed=seed if engine.send_seed and sampling.temperature > 0 else None,
             extra=extra,

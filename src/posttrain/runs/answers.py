@@ -1,4 +1,4 @@
-"""The answers of a generation: whole lines, appended as they come, and put in order at the end."""
+"""The log of generated answers: JSON lines, appended in order of completion and sorted when published."""
 
 import fcntl
 import hashlib
@@ -14,29 +14,30 @@ from posttrain.errors import InputError, RunError
 from posttrain.runs.files import PARTIAL, process_runs, storage_errors, write_atomically
 
 Key = tuple[int | str, int]
-"""Id of a row, and which sample it is."""
+"""(id of the row, sample number)."""
 _FORMAT = "posttrain_answers"
 
 
 class AnswerLog:
-    """An append-only file of JSON lines, the first of which says what the answers are of.
+    """An append-only file of JSON lines; the first line describes what the answers belong to.
 
-    Each line reaches the operating system before `append` returns, so a killed process loses none; a last line that
-    a kill tore is cut off when the file is opened. A context manager; leaving it syncs the file to disk, or deletes
-    it where no answer came.
+    Each line reaches the operating system before `append` returns, so a killed process loses none. Opening the file
+    removes an incomplete last line. Leaving the context manager syncs the file to disk, or deletes it if it has no
+    answers.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], replaces: Path | None = None) -> None:
-        """Open the log at `path`, or begin it; `about` (JSON values) is its first line.
+        """Open or create the log at `path`; `about` (JSON values) is its first line.
 
-        `replaces`: a file that a new log may `publish` over as it now is, also after a kill. InputError where the log
-        there is about something else, naming what differs; RunError for a damaged line.
+        `replaces`: an existing file that `publish` may overwrite as long as its content does not change, also after a
+        resumption. Raises `InputError` with the differing keys if the log at `path` has another `about`, and
+        `RunError` for a damaged line.
         """
         self.path = path
         self._about = json.loads(json.dumps(about))
         self._replaces = None if replaces is None else _digest(replaces)
-        self._places: dict[Key, tuple[int, int]] = {}
-        """Where the line of an answer begins, and its bytes."""
+        self._spans: dict[Key, tuple[int, int]] = {}
+        """Key -> (offset, size) of the line in bytes."""
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = io.FileIO(path, "a+")
@@ -53,57 +54,57 @@ class AnswerLog:
         with storage_errors(self.path):
             os.fsync(self._file.fileno())
             self._file.close()
-            if not self._places:
+            if not self._spans:
                 self.path.unlink(missing_ok=True)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._places
+        return key in self._spans
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._spans)
 
     def append(self, key: Key, answer: Mapping[str, Any]) -> None:
-        """Keep an answer (JSON values with `id` and `sample` as in `key`) that is not there yet."""
-        if key in self._places:
-            raise ValueError(f"the answer {key} is there already")
+        """Append an answer (JSON values, with `id` and `sample` as in `key`); raises `ValueError` if `key` exists."""
+        if key in self._spans:
+            raise ValueError(f"duplicate answer {key}")
         if os.fstat(self._file.fileno()).st_size == 0:
             replaces = {} if self._replaces is None else {"replaces": self._replaces}
             self._append({_FORMAT: 1, **self._about, **replaces})
-        self._places[key] = self._append(answer)
+        self._spans[key] = self._append(answer)
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
-        """The answer as it was kept."""
+        """The answer with this key."""
         return json.loads(self._line(key))
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """All answers in the order in which they came, one at a time."""
-        return (self[key] for key in self._places)
+        """All answers in the order of arrival."""
+        return (self[key] for key in self._spans)
 
     def publish(self, path: Path, keys: Iterable[Key], overwrite: bool = False) -> int:
-        """Write the lines of those `keys` that are there to `path`, in that order, whole or not at all; how many.
+        """Atomically write the answers of `keys`, in that order, to `path`, skipping missing ones; returns their number.
 
-        Raises RunError where the disk refuses, and without `overwrite` where `refuse_foreign` does. Of several
-        processes that publish to `path`, one at a time looks and writes.
+        Raises `RunError` if writing fails and, without `overwrite`, if `check_overwritable` does. Processes that publish
+        to the same directory take turns.
         """
-        found = [key for key in keys if key in self._places]
-        with _one_at_a_time(path.parent):
+        available = [key for key in keys if key in self._spans]
+        with _directory_lock(path.parent):
             if not overwrite:
-                self.refuse_foreign(path)
-            write_lines(path, (self._line(key) for key in found))
-        return len(found)
+                self.check_overwritable(path)
+            write_lines(path, (self._line(key) for key in available))
+        return len(available)
 
-    def refuse_foreign(self, path: Path) -> None:
-        """RunError where the file at `path` holds a line that is not in this log, unless it is the one to replace."""
+    def check_overwritable(self, path: Path) -> None:
+        """Raise `RunError` if `path` holds a line that is not in this log, unless it is the file to replace."""
         with storage_errors(path):
-            if self._holds(path) or (self._replaces is not None and self._replaces == _digest(path)):
+            if self._contains_all(path) or (self._replaces is not None and self._replaces == _digest(path)):
                 return
         raise RunError(
-            f"{path} holds what this run did not write, so it is left as it is and the answers stay in {self.path}; move "
-            "that file away, then go on with `--resume`"
+            f"{path} holds content that this run did not write, so it is not overwritten; the answers are in {self.path}. "
+            "Move that file away, then continue with `--resume`"
         )
 
-    def _holds(self, path: Path) -> bool:
-        """Whether every line of `path` is one of this log, so that nothing is lost with it. So is what is not there."""
+    def _contains_all(self, path: Path) -> bool:
+        """Whether every line of `path` is in this log, so that overwriting loses nothing; True for a missing file."""
         try:
             with open(path, "rb") as lines:
                 for line in lines:
@@ -117,7 +118,7 @@ class AnswerLog:
         return True
 
     def _line(self, key: Key) -> bytes:
-        start, size = self._places[key]
+        start, size = self._spans[key]
         return os.pread(self._file.fileno(), size, start)
 
     def _append(self, value: Mapping[str, Any]) -> tuple[int, int]:
@@ -143,30 +144,30 @@ class AnswerLog:
                     self._check(_object(line, self.path, number))
                 else:
                     answer = _object(line, self.path, number)
-                    self._places[answer["id"], answer["sample"]] = (end, len(line))
+                    self._spans[answer["id"], answer["sample"]] = (end, len(line))
                 end += len(line)
         with storage_errors(self.path):
             self._file.truncate(end)
 
-    def _check(self, found: dict[str, Any]) -> None:
-        differs = [name for name, value in self._about.items() if found.get(name) != value]
+    def _check(self, header: dict[str, Any]) -> None:
+        differs = [name for name, value in self._about.items() if header.get(name) != value]
         if differs:
             raise InputError(
-                f"{self.path} holds answers to another {' and another '.join(differs)}, so it is not gone on with; restore "
-                "what has changed, or generate under another `name`"
+                f"{self.path} holds answers with another {' and another '.join(differs)}, so it cannot be continued; undo "
+                "the change, or generate under another `name`"
             )
-        self._replaces = found.get("replaces")
+        self._replaces = header.get("replaces")
 
 
 def line_of(value: Mapping[str, Any]) -> bytes:
-    """`value` as a line of JSON."""
+    """`value` as one line of JSON."""
     return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Write `lines` to `path`, whole or not at all, one at a time; removes what killed processes left half-written.
+    """Atomically write `lines` to `path` as a stream, and remove partial files of killed processes.
 
-    Raises RunError where the disk refuses.
+    Raises `RunError` if writing fails.
     """
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,13 +179,13 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold `folder`, made where it is not there, against the other processes that come here; they wait."""
+def _directory_lock(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `folder`, which is created if missing; other processes wait."""
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # Some file systems lock no directories; there looking just before writing has to do.
+        # Some file systems cannot lock directories. There, the check just before writing has to suffice.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -193,7 +194,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _digest(path: Path) -> str | None:
-    """SHA-256 of the file at `path` in hex digits; None where there is none."""
+    """SHA-256 of the file at `path` as hex digits; None if there is no file."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -203,9 +204,9 @@ def _digest(path: Path) -> str | None:
 
 def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-        if number > 1 and not (isinstance(found["id"], int | str) and isinstance(found["sample"], int)):
+        value = json.loads(line)
+        if number > 1 and not (isinstance(value["id"], int | str) and isinstance(value["sample"], int)):
             raise TypeError("no id and sample")
-        return dict(found)
+        return dict(value)
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}, line {number} is damaged; delete that line and go on with `--resume`") from error
+        raise RunError(f"{path}, line {number} is damaged; delete that line and continue with `--resume`") from error

@@ -1,15 +1,21 @@
-"""The run directory: everything one execution of a recipe produced."""
+"""The run directory, which holds everything that one execution of a recipe produced, and `environment.json`."""
 
 import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,34 +24,34 @@ import yaml
 from posttrain import __version__
 from posttrain.errors import InputError
 from posttrain.runs.files import PARTIAL, partial_path, process_runs, storage_errors, sync_directory, write_atomically
-from posttrain.runs.machine import describe_machine
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
 
+
 FORMAT = 1
-"""Layout of the run directory; `environment.json` carries it and thereby marks a directory as a run."""
+"""Version of the layout. It is stored in `environment.json` and marks a directory as a run."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths inside `<runs>/<name>`; make one with `create` or `open`."""
+    """Paths inside `<runs>/<name>`. Use `create` or `open` to get one."""
 
     path: Path
 
     @property
     def recipe_file(self) -> Path:
-        """The resolved recipe, which can be run again as it is."""
+        """The resolved recipe, which can be run again unchanged."""
         return self.path / "recipe.yaml"
 
     @property
     def environment_file(self) -> Path:
-        """Machine, versions, command line, recipe hash and the run's id."""
+        """Machine, versions, command line, recipe hash and the id of the run."""
         return self.path / "environment.json"
 
     @property
     def metrics(self) -> Path:
-        """Append-only metrics, the source of truth of every plot and report."""
+        """Append-only metrics, from which all plots and reports are made."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -70,14 +76,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls, recipe: "Recipe", overwrite: bool = False) -> "RunDirectory":
-        """Make `<recipe.runs>/<recipe.name>` with its recipe and environment files, whole or not at all.
+        """Atomically create `<recipe.runs>/<recipe.name>` with its recipe and environment files.
 
-        A used name is an `InputError`, unless its run ended before it recorded anything, as with a wrong model. With
-        `overwrite`, a run of that name is deleted first. A run that a process is training in, and anything that is
-        not a run, is never deleted. Raises `RunError` when the disk refuses.
+        Raises `InputError` if the name is used, unless that run recorded nothing, as after a wrong model path.
+        `overwrite` deletes a run of that name first. A run that a process is training in, and anything that is not a
+        run, is never deleted. Raises `RunError` if the directory cannot be written.
         """
         path = Path(recipe.runs) / recipe.name
-        if _used(path):
+        if _is_used(path):
             _refuse_or_delete(path, overwrite)
         aside = cls(partial_path(path))
         with storage_errors(path):
@@ -93,19 +99,19 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
-        """The run at `path`; `InputError` if there is none."""
+        """The run at `path`; raises `InputError` if there is none."""
         run = cls(Path(path))
         if not run.path.is_dir():
             raise InputError(f"there is no run at {path}; give the directory of a run, for example `runs/run`")
         if not _is_run(run.path):
             raise InputError(
-                f"{path} is not a posttrain run (it lacks recipe.yaml or posttrain's environment.json); give the "
-                "directory `<runs>/<name>` that a run was made in"
+                f"{path} is not a posttrain run (recipe.yaml or posttrain's environment.json is missing); give the "
+                "directory `<runs>/<name>` of a run"
             )
         return run
 
     def load_recipe(self) -> "Recipe":
-        """The run's recipe; `InputError` when recipe.yaml was damaged or is of another version."""
+        """The recipe of the run; raises `InputError` if recipe.yaml is damaged or from another version."""
         from pydantic import TypeAdapter, ValidationError
 
         from posttrain.recipe.stages import Recipe
@@ -120,23 +126,22 @@ class RunDirectory:
             raise InputError(f"{self.recipe_file} cannot be read ({error}); restore the file") from error
 
     def load_environment(self) -> dict[str, Any]:
-        """Content of environment.json: machine, versions, command, `id`, `recipe_hash`."""
+        """Content of environment.json: machine, versions, `command`, `id`, `recipe_hash`."""
         try:
             return json.loads(self.environment_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{self.environment_file} cannot be read ({error}); restore the file") from error
 
     def saved_step(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
-        found = [re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.glob("step_*")]
-        return max((int(match[1]) for match in found if match), default=0)
+        """Step of the newest checkpoint; 0 if there is none."""
+        names = [re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.glob("step_*")]
+        return max((int(match[1]) for match in names if match), default=0)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for this process; `InputError` naming the other process if one trains in it already.
+        """Lock the run for this process; raises `InputError` with the process id if another process holds the lock.
 
-        The kernel drops the lock when the process ends, however it ends. What a killed process left half-written
-        is removed.
+        The kernel releases the lock when the process ends. Partial files of killed processes are removed.
         """
         file = self.path / ".lock"
         with storage_errors(file):
@@ -174,8 +179,8 @@ class RunDirectory:
 
     def _remove_partials(self) -> None:
         for path in self.path.rglob(".*.partial"):
-            found = PARTIAL.match(path.name)
-            if found and (int(found[1]) == os.getpid() or not process_runs(int(found[1]))):
+            match = PARTIAL.match(path.name)
+            if match and (int(match[1]) == os.getpid() or not process_runs(int(match[1]))):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -188,7 +193,7 @@ def recipe_hash(recipe: "Recipe") -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _used(path: Path) -> bool:
+def _is_used(path: Path) -> bool:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         return True
     with storage_errors(path):
@@ -204,7 +209,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether the run at `path` holds anything but what `create` made."""
+    """Whether the run at `path` holds more than `create` wrote."""
     run = RunDirectory(path)
     recorded = run.metrics.is_file() and run.metrics.stat().st_size > 0
     return recorded or any(
@@ -216,14 +221,68 @@ def _refuse_or_delete(path: Path, overwrite: bool) -> None:
     is_run = not path.is_symlink() and _is_run(path)
     if not is_run:
         raise InputError(
-            f"{path} exists and is not a posttrain run, so it is left alone; choose another `name` or `runs`"
+            f"{path} exists and is not a posttrain run, so it is not touched; choose another `name` or `runs`"
         )
     if not overwrite and _has_begun(path):
         raise InputError(
-            f"the run {path} exists; go on with `--resume {path}`, replace it with `--overwrite`, or choose another `name`"
+            f"the run {path} exists; continue it with `--resume {path}`, replace it with `--overwrite`, or choose another `name`"
         )
     with RunDirectory(path).lock(), storage_errors(path):
-        # Renamed first: a deletion that is killed half-way must not leave half a run under the name.
-        doomed = partial_path(path.with_name(f"{path.name}.deleted"))
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        # Rename first, so that an interrupted deletion does not leave half a run under the name.
+        trash = partial_path(path.with_name(f"{path.name}.deleted"))
+        path.rename(trash)
+        shutil.rmtree(trash)
+
+
+PACKAGES = (
+    *("posttrain", "torch", "transformers", "tokenizers", "safetensors", "peft", "gguf", "numpy", "scipy", "pydantic"),
+    *("omegaconf", "gymnasium", "matplotlib", "zstandard", "tensorboard", "wandb", "trackio", "vllm", "ray"),
+)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Package versions (None if not installed), Python, platform, processors, git commit, command line and start time."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "git": _commit(Path(__file__)),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """Model name of the processor from /proc/cpuinfo, else from the standard library."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit(file: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that contains `file`; None for an installed package."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # The package may be installed inside another project's checkout, so the file itself must be tracked.
+        git("ls-files", "--error-unmatch", str(file))
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return None

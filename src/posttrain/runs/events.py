@@ -1,15 +1,15 @@
-"""What befell a run outside its loop, such as a worker that died and was replaced: told at the end of the step."""
+"""Out-of-band events of a run, such as a worker restart, which the training loop reports at the end of the step."""
 
 from collections import deque
 
-_told: deque[str] = deque()
+_events: deque[str] = deque()
 
 
-def tell(message: str) -> None:
-    """Leave a sentence for the user, from any thread."""
-    _told.append(message)
+def record(message: str) -> None:
+    """Add a message for the user. Thread-safe."""
+    _events.append(message)
 
 
-def take() -> list[str]:
-    """The sentences since the last call."""
-    return [_told.popleft() for _ in range(len(_told))]
+def drain() -> list[str]:
+    """Remove and return the messages recorded since the last call, in order."""
+    return [_events.popleft() for _ in range(len(_events))]

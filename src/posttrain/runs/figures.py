@@ -1,4 +1,4 @@
-"""How metrics are drawn: axes, curves with their 95% intervals, and what they are compared with."""
+"""Drawing primitives: axes, curves with their 95% intervals, baselines, and image files."""
 
 import io
 import itertools
@@ -8,19 +8,32 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from posttrain.runs.files import storage_errors, write_atomically
-from posttrain.runs.panels import GREEN, GREY, PURPLE, RED, SKY, Line, Panel, Series, limits_of
+from posttrain.runs.panels import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    Line,
+    Panel,
+    Series,
+    limits_of,
+)
 
 SMOOTHED_STEPS = 11
-"""Steps of a moving mean, an odd number: as many before a step as after it."""
+"""Window of the moving mean in steps; odd, so that the window is centered."""
 MOST_BARS = 12
-"""A band with more points than this shows no bar at each of them."""
+"""Bands with more points than this have no bars at the points."""
 
 STYLE: dict[Any, Any] = {
     "figure.dpi": 150,
@@ -41,21 +54,21 @@ STYLE: dict[Any, Any] = {
     "lines.markersize": 4,
 }
 OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-"""Where a legend does not cover what is drawn."""
+"""Legend position to the right of the axes."""
 
 
 def new_figure(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels, one above the other, that share their steps."""
+    """A figure of `count` panels in a column with a shared x axis."""
     figure = Figure(figsize=(8, 4.6) if count == 1 else (8, 2.6 * count + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0])
 
 
 def finish_axes(axes: Axes, unit: str, percent: bool = False) -> None:
-    """Name the axes; steps are whole numbers."""
+    """Label the axes and put integer ticks on the step axis."""
     axes.set_ylabel(unit)
-    place = axes.get_subplotspec()
-    if place is None or place.is_last_row():
+    subplot = axes.get_subplotspec()
+    if subplot is None or subplot.is_last_row():
         axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     if percent:
@@ -63,7 +76,7 @@ def finish_axes(axes: Axes, unit: str, percent: bool = False) -> None:
 
 
 def draw_training(axes: Axes, series: Series, label: str, color: str, strength: float = 0.9) -> None:
-    """A curve of training steps: as it is, or faint behind its moving mean where there are many steps."""
+    """Draw a curve over training steps; with many steps, its moving mean with the raw values faint behind it."""
     many = len(series.steps) > 2 * SMOOTHED_STEPS
     look: dict[str, Any] = {"alpha": 0.3 if many else strength, "linewidth": 1.0, "marker": "" if many else "o"}
     axes.plot(series.steps, series.values, color=color, label="_each step" if many else label, **look)
@@ -74,27 +87,27 @@ def draw_training(axes: Axes, series: Series, label: str, color: str, strength: 
 
 
 def draw_band(axes: Axes, lines: list[Line], key: str, color: str) -> list[float]:
-    """The 95% interval of the held-out metric `key`, where it has one; returns its limits."""
+    """Shade the 95% interval of the held-out metric `key`; returns the limits, empty if it has no interval."""
     rows = limits_of(lines, key)
     if not rows:
         return []
     steps, low, _, high = (list(column) for column in zip(*rows, strict=True))
     axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
     if len(rows) <= MOST_BARS:
-        # A band over one point has no area; few points bear bars as well.
+        # A band over a single point has no area, so short curves also get bars.
         for step, below, value, above in rows:
             _bar(axes, step, below, value, above, color)
     return low + high
 
 
 def draw_last_bars(axes: Axes, last: Sequence[tuple[str, tuple[int, float, float, float]]]) -> list[float]:
-    """95% intervals, each a colour and (step, low, value, high), side by side to the right of their steps.
+    """Draw 95% intervals, each (color, (step, low, value, high)), side by side to the right of their steps.
 
-    Returns their limits.
+    Returns the limits.
     """
     span = axes.dataLim.width or 1.0
-    for place, (color, (step, low, value, high)) in enumerate(last, start=1):
-        _bar(axes, step + 0.012 * place * span, low, value, high, color, fmt="_", alpha=1.0)
+    for position, (color, (step, low, value, high)) in enumerate(last, start=1):
+        _bar(axes, step + 0.012 * position * span, low, value, high, color, fmt="_", alpha=1.0)
     return [limit for _, (_, low, _, high) in last for limit in (low, high)]
 
 
@@ -105,28 +118,28 @@ def _bar(
     axes.errorbar([step], [value], lengths, fmt=fmt, color=color, ecolor=color, elinewidth=1.0, capsize=3, alpha=alpha)
 
 
-def draw_references(axes: Axes, lines: list[Line], key: str, form: str) -> list[float]:
-    """Reference players dashed, others dotted, each line its own colour or dots; returns their values."""
-    latest = {line["player"]: line[key] for line in lines if line["kind"] == "baseline" and line.get(key) is not None}
-    references = {"optimal": GREEN, "random": RED}
+def draw_baselines(axes: Axes, lines: list[Line], key: str, form: str) -> list[float]:
+    """Draw the baseline policies as horizontal lines, random and optimal dashed, others dotted; returns their values."""
+    latest = {line["policy"]: line[key] for line in lines if line["kind"] == "baseline" and line.get(key) is not None}
+    bounds = {"optimal": GREEN, "random": RED}
     rest = itertools.cycle(itertools.product((":", (0, (4, 1, 1, 1))), (GREY, PURPLE, SKY, "#222222")))
-    for player in sorted(latest, key=lambda player: -latest[player]):
-        is_reference = player in references
-        name = f"{player} policy" if is_reference else player
-        line, color = ("--", references[player]) if is_reference else next(rest)
+    for policy in sorted(latest, key=lambda policy: -latest[policy]):
+        is_bound = policy in bounds
+        name = f"{policy} policy" if is_bound else policy
+        line, color = ("--", bounds[policy]) if is_bound else next(rest)
         axes.axhline(
-            latest[player],
+            latest[policy],
             color=color,
             linestyle=line,
             linewidth=1.5,
-            label=f"{name}, {form.format(latest[player])}",
+            label=f"{name}, {form.format(latest[policy])}",
             zorder=2,
         )
     return list(latest.values())
 
 
 def draw_result(axes: Axes, lines: list[Line], key: str, what: str, form: str) -> list[float]:
-    """The final result as a star at the step of its checkpoint, with its interval; returns what must be in sight."""
+    """Draw the final result with its interval as a star at its checkpoint's step; returns the values to fit on the axis."""
     shown: list[float] = []
     for line in lines:
         if line["kind"] == "final" and "best_step" in line and line.get(key) is not None:
@@ -140,7 +153,7 @@ def draw_result(axes: Axes, lines: list[Line], key: str, what: str, form: str) -
 
 
 def scale_axis(axes: Axes, panel: Panel, values: list[float]) -> None:
-    """Choose the stretch of the y axis for all that is drawn."""
+    """Choose scale and limits of the y axis so that `values` fit."""
     if panel.whole:
         axes.set_ylim(-0.03, 1.05)
     elif not values:
@@ -152,11 +165,11 @@ def scale_axis(axes: Axes, panel: Panel, values: list[float]) -> None:
 
 
 def mark_nonfinite(axes: Axes, drawn: Sequence[Series]) -> None:
-    """Crosses at the foot, at steps where a metric was no number."""
+    """Draw crosses at the bottom, at the steps where a metric was NaN or infinite."""
     steps = sorted({step for series in drawn for step in series.nonfinite})
     if steps:
-        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-        axes.plot(steps, [0.0] * len(steps), "x", color=RED, markersize=7, label="NaN or infinite", **place)
+        look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+        axes.plot(steps, [0.0] * len(steps), "x", color=RED, markersize=7, label="NaN or infinite", **look)
 
 
 def average(values: Sequence[float]) -> float:
@@ -165,36 +178,36 @@ def average(values: Sequence[float]) -> float:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean around each value but the first two and the last two.
+    """Centered moving mean [n - 4] over `SMOOTHED_STEPS` values, without the first two and the last two.
 
-    It is centred, because a mean of past steps lags behind and makes a falling loss look worse than it is. Towards
-    both ends the window shrinks, to five values.
+    Centered, because a mean of past steps lags behind and makes a falling loss look worse than it is. The window
+    shrinks towards both ends, to five values.
     """
-    reach = [min(place, len(values) - 1 - place, SMOOTHED_STEPS // 2) for place in range(len(values))]
-    return [average(values[place - r : place + r + 1]) for place, r in enumerate(reach) if r >= 2]
+    reach = [min(i, len(values) - 1 - i, SMOOTHED_STEPS // 2) for i in range(len(values))]
+    return [average(values[i - r : i + r + 1]) for i, r in enumerate(reach) if r >= 2]
 
 
 Format = Literal["png", "svg"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _SVG: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text, which can be searched and edited
-    "svg.hashsalt": "posttrain",  # and the same figure is the same file
+    "svg.fonttype": "none",  # keep text searchable and editable
+    "svg.hashsalt": "posttrain",  # the same figure gives the same bytes
 }
 
 
 def entitle(figure: Figure, title: str) -> None:
-    """The title above all panels."""
+    """Set the title above all panels."""
     figure.suptitle(title, x=0.012, ha="left", fontweight="bold", fontsize=12)
 
 
 def plain(text: str, longest: int = 120) -> str:
-    """What can be drawn of a name that somebody gave: no control characters, and not too long for a figure."""
+    """`text` for a figure: control characters replaced, cut to `longest` characters."""
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 
 def encode(figure: Figure, form: Format) -> bytes:
-    """The content of a file. Dollar signs in names are no mathematics."""
+    """The figure as the bytes of an image file. Dollar signs in labels are literal, not math."""
     content = io.BytesIO()
     numbers = {
         id(label)
@@ -211,7 +224,7 @@ def encode(figure: Figure, form: Format) -> bytes:
 
 
 def save(figure: Figure, directory: Path, name: str, forms: Sequence[Format]) -> list[Path]:
-    """Write the figure to `directory`, once in each form; `RunError` when the disk refuses."""
+    """Write the figure to `directory` in each of the formats `forms`; raises `RunError` if that fails."""
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -220,3 +233,49 @@ def save(figure: Figure, directory: Path, name: str, forms: Sequence[Format]) ->
         write_atomically(path, encode(figure, form))
         paths.append(path)
     return paths
+
+
+_LARGEST = 90
+"""Marker area of the position with the most rewards, in square points."""
+_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+Profile = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Curves = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def draw_profile(path: Path, title: str, profile: Profile, curves: Curves, labels: tuple[str, str]) -> None:
+    """Write the plot of unit rewards by relative position to `path` (PNG).
+
+    `profile`: positions in (0, 1], means, standard deviations (NaN if unknown) and counts, each [m]. `curves`:
+    positions, fitted means and fitted standard deviations, each [g]. `labels`: legend of the two fits. Raises
+    `RunError` if the file cannot be written.
+    """
+    positions, means, stds, counts = profile
+    grid, *fitted = curves
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 6.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, 1, sharex=True)
+        parts = (("Mean reward", means), ("Standard deviation of rewards", stds))
+        for axes, (name, values), line, label in zip(panels, parts, fitted, labels, strict=True):
+            known = ~np.isnan(values)
+            areas = np.maximum(_LARGEST * counts[known] / counts.max(), 3)
+            look = {"color": BLUE, "alpha": 0.55, "linewidths": 0}
+            axes.scatter(positions[known], values[known], s=areas, label="units; area: count", **look)
+            axes.plot(grid, line, color=ORANGE, label=label)
+            axes.set_title(name)
+            axes.set_ylabel("reward")
+            axes.legend(loc="best")
+        panels[1].set_ylim(bottom=0)
+        panels[1].set_xscale("log")
+        panels[1].set_xlim(positions[0] / 1.15, 1.15)
+        panels[1].xaxis.set_major_locator(FixedLocator([t for t in _TICKS if t >= positions[0] / 1.15]))
+        panels[1].xaxis.set_minor_locator(NullLocator())
+        panels[1].xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        panels[1].set_xlabel("relative position of the unit in its answer (k / K for unit k of K)")
+        entitle(figure, f"Unit rewards by position · {title}")
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+    with storage_errors(path.parent):
+        path.parent.mkdir(exist_ok=True)
+    write_atomically(path, content.getvalue())

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and turning the disk's refusals into messages."""
+"""Atomic file writes, and storage errors as messages with a remedy."""
 
 import errno
 import os
@@ -10,10 +10,10 @@ from pathlib import Path
 from posttrain.errors import RunError
 
 PARTIAL = re.compile(r"^\..+\.(\d+)\.partial$")
-"""Name of a file (or directory) being written, with the id of the process that writes it."""
+"""Name of a file or directory that is being written, with the id of the writing process."""
 
-_HIDDEN = re.compile(r"\(os error (\d+)\)")
-"""How safetensors tells the errno of a refused write."""
+_ERRNO_TEXT = re.compile(r"\(os error (\d+)\)")
+"""How safetensors reports the errno of a failed write."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -26,40 +26,40 @@ _REMEDIES = {
 
 
 def partial_path(path: Path) -> Path:
-    """Where this process writes `path` before it is renamed: beside it, so that the rename is atomic."""
+    """Temporary path for writing `path`, in the same directory, so that the rename is atomic."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Raise `RunError` naming `path` and the remedy for everything inside the block that the disk refuses."""
+    """Convert storage errors inside the block to `RunError` with `path` and a remedy."""
     try:
         yield
     except Exception as error:
-        reason = refusal(error)
+        reason = storage_error(error)
         if reason is None:
             raise
-        raise RunError(f"cannot write {path}: {reason}, then go on with `--resume`") from error
+        raise RunError(f"cannot write {path}: {reason}, then continue with `--resume`") from error
 
 
-def refusal(error: BaseException) -> str | None:
-    """Why the disk refused a write and what to do; None for errors that are not the disk's.
+def storage_error(error: BaseException) -> str | None:
+    """Cause and remedy of a failed write; None if `error` is not a storage error.
 
-    Weights are written by libraries that raise errors of their own: safetensors hides the errno in its text, and
-    torch's archive writer tells nothing but that fewer bytes arrived than it wrote.
+    Libraries that write weights raise errors of their own: safetensors gives the errno only in the message, and the
+    archive writer of torch reports only that fewer bytes were stored than written.
     """
     if isinstance(error, OSError):
         return _REMEDIES.get(error.errno or 0, f"{error.strerror or error}; check the path and the disk")
-    if hidden := _HIDDEN.search(str(error)):
-        number = int(hidden[1])
+    if match := _ERRNO_TEXT.search(str(error)):
+        number = int(match[1])
         return _REMEDIES.get(number, f"{os.strerror(number)}; check the path and the disk")
     if isinstance(error, RuntimeError) and "inline_container" in str(error):
-        return "the file did not take all bytes, as on a full disk; free some space"
+        return "not all bytes could be stored, probably because the disk is full; free some space"
     return None
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames inside the directory `path` survive a power failure."""
+    """Fsync the directory `path`, so that renames in it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,11 +68,10 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None:
-    """Write `content` (text as UTF-8, or pieces one at a time) to `path` so that the name holds the old or the new
-    content, never a part.
+    """Atomically replace the content of `path` with `content` (bytes, text as UTF-8, or an iterable of bytes).
 
-    Written aside, fsynced, renamed; the directory is fsynced last. Raises `RunError` when the disk refuses; then
-    `path` is as it was.
+    The content goes to a temporary file, which is fsynced and renamed; then the directory is fsynced. Raises
+    `RunError` if writing fails, and leaves `path` unchanged.
     """
     pieces = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
     aside = partial_path(path)

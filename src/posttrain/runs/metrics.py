@@ -1,36 +1,32 @@
-"""The metrics log: append-only JSON lines, one per call, and the sinks that get a copy."""
+"""The metrics log `metrics.jsonl`, append-only JSON lines, and the optional sinks TensorBoard, W&B and trackio."""
 
-import difflib
+import importlib
 import io
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.errors import InputError, RunError
-from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors, write_atomically
-from posttrain.runs.panels import PANELS, RATE, Panel
-from posttrain.runs.sinks import Sink, open_sink
 
 RESERVED = ("step", "kind", "nonfinite", "time/run")
+"""Keys that the log sets itself."""
 
 
 class MetricsLog:
     """Writes `metrics.jsonl` of `run` and copies each line to the named sinks.
 
-    A line is `{"step", "kind", "time/run", **values}` and, where a value is NaN or infinite, `"nonfinite"`: the keys
-    whose value (or a member of it) was written as null. `time/run` is the seconds that the run has worked so far,
-    without the pauses between a kill and its resumption. Each line reaches the operating system before `write`
-    returns, so a killed process loses none.
+    A line is `{"step", "kind", "time/run", **values}`. NaN and infinite values are written as null, and `"nonfinite"`
+    lists their keys. `time/run` is the working time of the run in seconds, without the pauses between a kill and the
+    resumption. Each line reaches the operating system before `write` returns, so a killed process loses none.
 
-    A sink that is not installed is an `InputError`; one that fails later is reported once and dropped.
+    Raises `InputError` for a sink that is not installed. A sink that fails later is reported once and dropped.
     """
 
     def __init__(self, run: RunDirectory, sinks: Sequence[str]) -> None:
@@ -49,10 +45,10 @@ class MetricsLog:
                 self._drop(name, error, self._last_step())
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Append one line. Values are numbers, text, null or lists of these; numpy scalars are converted."""
-        taken = [key for key in RESERVED if key in values]
-        if taken:
-            raise ValueError(f"metric keys {taken} are set by the log itself")
+        """Append one line. Values are numbers, strings, None or lists of these; NumPy scalars are converted."""
+        reserved = [key for key in RESERVED if key in values]
+        if reserved:
+            raise ValueError(f"reserved metric keys: {reserved}")
         nonfinite: list[str] = []
         plain = {key: _plain(value, key, nonfinite) for key, value in values.items()}
         line: dict[str, Any] = {"step": int(step), "kind": kind, "time/run": round(self.seconds, 3), **plain}
@@ -66,7 +62,7 @@ class MetricsLog:
                 self._drop(name, error, line["step"])
 
     def truncate_after(self, step: int) -> None:
-        """Drop all lines of later steps and of the end, atomically, and tell the sinks: a resumed run writes them again."""
+        """Atomically drop the final line and all lines after `step`, and rewind the sinks: a resumed run writes them again."""
         with storage_errors(self.run.metrics):
             content = self.run.metrics.read_bytes()
         kept = [
@@ -128,7 +124,7 @@ class MetricsLog:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has worked so far."""
+        """Working time of the run so far, in seconds."""
         return self._worked + time.monotonic() - self._started
 
     def _last_step(self) -> int:
@@ -136,21 +132,21 @@ class MetricsLog:
 
     def _drop(self, name: str, error: Exception, step: int) -> None:
         self._sinks.pop(name, None)
-        message = f"the sink {name!r} failed and was dropped ({type(error).__name__}: {error}); metrics.jsonl goes on"
+        message = f"the sink {name!r} failed and was dropped ({type(error).__name__}: {error}); metrics.jsonl is still written"
         print(f"warning: {message}", file=sys.stderr)
         self.write(step, "warning", {"sink": name, "message": message})
 
 
 class NoLog:
-    """The log of a process that writes none, with what training asks of one."""
+    """Replaces `MetricsLog` on ranks that write no log."""
 
     seconds = 0.0
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def truncate_after(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> "NoLog":
         return self
@@ -160,9 +156,9 @@ class NoLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics.jsonl, without a last line torn by a kill. No file: no lines.
+    """All lines of a metrics.jsonl except an incomplete last line; empty if there is no file.
 
-    Raises `RunError` naming the line if another line is damaged.
+    Raises `RunError` with the line number if another line is damaged.
     """
     try:
         content = path.read_bytes()
@@ -174,7 +170,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    found = []
+    parsed = []
     for number, raw in enumerate(content.splitlines(keepends=True), start=1):
         if not raw.endswith(b"\n"):
             break
@@ -183,13 +179,13 @@ def _parse(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
             if not (isinstance(line, dict) and isinstance(line["step"], int) and isinstance(line["kind"], str)):
                 raise TypeError("no step and kind")
         except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path}, line {number} is damaged; delete that line and go on") from error
-        found.append((raw, line))
-    return found
+            raise RunError(f"{path}, line {number} is damaged; delete that line and retry") from error
+        parsed.append((raw, line))
+    return parsed
 
 
 def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
-    """`value` as JSON has it; keys with NaN or infinity are added to `nonfinite`."""
+    """`value` as a JSON value; `key` is added to `nonfinite` for NaN and infinity."""
     if isinstance(value, (list, tuple)):
         return [_plain(member, key, nonfinite) for member in value]
     if value is None or isinstance(value, (str, bool, int)):
@@ -201,83 +197,128 @@ def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
         return None
     if isinstance(value, (float, bool, int)):
         return value
-    raise ValueError(f"metric {key!r} is a {type(value).__name__}; give a number, text, null or a list of these")
+    raise ValueError(f"metric {key!r} is a {type(value).__name__}; give a number, a string, None or a list of these")
 
 
-_PLAYED = {
-    "success": Panel("Success", "success", (), **RATE),
-    "return": Panel("Return", "reward per episode", (), from_zero=False),
+class Sink(Protocol):
+    """Receives a copy of every line of the metrics log, which drops a sink that raises."""
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Record one line; `values` are JSON values, None for NaN and infinity."""
+
+    def rewind(self, step: int) -> None:
+        """Discard everything after `step` if the sink can: a resumed run writes it again."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+def open_sink(name: str, run: RunDirectory) -> Sink:
+    """Open the sink `name` for `run`; raises `InputError` with the pip command if it is not installed."""
+    return _SINKS[name](run)
+
+
+def _load(module: str, sink: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(
+            f"sinks: {sink!r} is not installed; `pip install 'posttrain[{sink}]'` or remove it from `sinks`"
+        ) from error
+
+
+def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The scalars of a line under their names in all sinks, `kind/key`."""
+    return {
+        f"{kind}/{key}": value
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+class TensorBoardSink:
+    """Writes event files to `logs/tensorboard`."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        _load("tensorboard", "tensorboard")
+        self._writer_class = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._directory = str(run.logs / "tensorboard")
+        self._writer = self._writer_class(self._directory)
+        self._second = int(time.time())
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        for key, value in _numbers(kind, values).items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        # Event files are append-only; TensorBoard hides entries of earlier files from `purge_step` on.
+        self._writer.close()
+        # TensorBoard reads files in the order of their names, which contain the second of their creation.
+        while int(time.time()) <= self._second:
+            time.sleep(0.02)
+        self._writer = self._writer_class(self._directory, purge_step=step + 1)
+        self._second = int(time.time())
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Logs to the W&B project `posttrain` of the account that is logged in."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        module = _load("wandb", "wandb")
+        self._run = module.init(
+            project="posttrain",
+            name=run.path.name,
+            id=run.load_environment()["id"],
+            resume="allow",
+            dir=str(run.logs),
+            config=run.load_recipe().model_dump(mode="json"),
+        )
+        # W&B's built-in step cannot decrease; a custom axis lets a resumed run repeat steps.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        numbers = _numbers(kind, values)
+        if numbers:
+            self._run.log({"step": step, **numbers})
+
+    def rewind(self, step: int) -> None:
+        """W&B cannot delete entries, so repeated steps appear twice."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink:
+    """Logs to the local trackio project `posttrain`."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        module = _load("trackio", "trackio")
+        self._run = module.init(
+            project="posttrain",
+            name=f"{run.path.name}-{run.load_environment()['id']}",
+            resume="allow",
+            config=run.load_recipe().model_dump(mode="json"),
+        )
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        numbers = _numbers(kind, values)
+        if numbers:
+            self._run.log(numbers, step=step)
+
+    def rewind(self, step: int) -> None:
+        """Trackio cannot delete entries, so repeated steps appear twice."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_SINKS: dict[str, Callable[[RunDirectory], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
 }
-_SCORE = Panel("", "score", ())
-_PLAIN = Panel("", "value", (), from_zero=False)
-_LOSS = Panel("Loss of the validation rows", "loss", (), from_zero=False)
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric; `panel` says unit and axis, its curves are not used."""
-
-    key: str
-    what: str
-    """In words; the key where there are none."""
-    panel: Panel
-
-    @property
-    def differs_by_stage(self) -> bool:
-        """Whether each stage measures something else under this name, such as its own loss."""
-        return self.key.startswith("loss/") or "/loss" in self.key
-
-    @property
-    def file(self) -> str:
-        """A name of a file."""
-        return "".join(c if c.isalnum() or c in "-_." else "_" for c in self.key).strip(".") or "metric"
-
-
-def metric_of(key: str) -> Metric:
-    """How the metric `key` is shown; one that nobody knows has its key for a name."""
-    base = key.removeprefix("rollout/")
-    where = "training episodes" if base != key else "held-out seeds"
-    if base in _PLAYED:
-        return Metric(key, where, _PLAYED[base])
-    if base.startswith(SCORES):
-        return Metric(key, where, replace(_SCORE, title=f"Score: {base.removeprefix(SCORES)}"))
-    if key.startswith("validation/loss"):
-        return Metric(key, key.removeprefix("validation/loss/").removeprefix("validation/loss") or "all", _LOSS)
-    for panels in PANELS.values():
-        for panel in panels:
-            for curve in panel.curves:
-                if curve.key == key:
-                    return Metric(key, curve.label, panel)
-    return Metric(key, "", replace(_PLAIN, title=key))
-
-
-def known_metrics(present: Iterable[str]) -> list[str]:
-    """Those of `present` that are drawn without being asked for, in the order of a report."""
-    found = set(present)
-    scores = sorted(key for key in found if key.startswith((SCORES, f"rollout/{SCORES}")))
-    panels = [curve.key for panels in PANELS.values() for panel in panels for curve in panel.curves]
-    ordered = [
-        "success",
-        "return",
-        *scores,
-        "validation/loss",
-        "rollout/success",
-        "rollout/return",
-        *panels,
-        "loss/nll",
-        "loss/preference",
-    ]
-    return [key for key in dict.fromkeys(ordered) if key in found]
-
-
-def check_metric(key: str, present: Iterable[str], at_the_end: Iterable[str] = ()) -> None:
-    """`InputError` with the nearest right names if `key` is not `present`; `at_the_end` are those without a curve."""
-    keys = sorted(present)
-    if key in keys:
-        return
-    if key in at_the_end:
-        raise InputError(f"--metric {key} is measured at the end alone; leave --metric out to see it in results.md")
-    near = difflib.get_close_matches(key, keys, n=3) or [one for one in keys if key in one][:3] or keys[:3]
-    if not near:
-        raise InputError(f"--metric {key}: nothing has been measured yet; wait for the first step")
-    raise InputError(f"--metric {key}: nothing here has it; there is for example {', '.join(near)}")

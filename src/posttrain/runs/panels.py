@@ -1,25 +1,29 @@
-"""What is plotted: the metrics on each panel of each figure, and their values in order of step."""
+"""What figures show: the metrics of every panel, their values in order of step, and their names in words."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from posttrain.errors import InputError
+from posttrain.recipe.rollout import SCORES
 
 Line = dict[str, Any]
 
 KINDS = ("train", "evaluation")
-"""Kinds of lines whose numbers are curves; no metric is in lines of both, but for `time/run`."""
+"""Kinds of lines that are drawn as curves. Only `time/run` occurs in both."""
 
-# Okabe and Ito's palette can be told apart with any kind of colour vision; yellow is left out, it is faint on white.
+# The Okabe-Ito palette, which is safe for color blindness, without yellow, which is faint on white.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#6E6E6E"
 HELD_OUT, TRAINING, BETTER, WORSE = BLUE, ORANGE, GREEN, RED
 DOMAINS = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
-"""One colour for each domain that is shown."""
+"""Colors of the domains in a panel."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one metric: steps, values, and the steps at which it was NaN or infinite."""
+    """One metric in order of step: steps, values, and the steps at which it was NaN or infinite."""
 
     steps: list[int]
     values: list[float]
@@ -37,28 +41,28 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. The unit is that of the y axis."""
+    """One pair of axes. `unit` labels the y axis."""
 
     title: str
     unit: str
     curves: Sequence[Curve]
     percent: bool = False
     logarithmic: bool = False
-    """Whether the axis may be logarithmic, which it is if the values span a factor of 20."""
+    """Whether the y axis is logarithmic if the values span a factor of 20."""
     from_zero: bool = True
-    """Whether the axis begins at zero if no value is below it."""
+    """Whether the y axis starts at zero if no value is negative."""
     whole: bool = False
-    """Whether the axis spans all rates, 0 to 1."""
+    """Whether the y axis always spans 0 to 1."""
     smoothed: bool = False
-    """Whether long training curves are faint behind their moving mean."""
+    """Whether long training curves are replaced by their moving mean."""
     reference: tuple[float, str] | None = None
-    """A value to compare with, drawn as a dashed line, and its label."""
+    """A value drawn as a dashed line, and its label."""
     compared: bool = False
-    """Whether curves show their 95% interval as bars at the last evaluation only: bands of many curves hide each other."""
+    """Whether 95% intervals are bars at the last evaluation only, because bands of many curves hide each other."""
 
 
 RATE: dict[str, Any] = {"percent": True, "whole": True}
-"""How rates are shown."""
+"""Panel settings of rates."""
 GUESSING = (0.5, "guessing, 50%")
 _ACCURACY: dict[str, Any] = {**RATE, "reference": GUESSING}
 
@@ -66,7 +70,7 @@ PANELS = {
     "rows": [
         Panel(
             "Accuracy",
-            "share ranked right",
+            "ranking accuracy",
             [
                 Curve("preference/accuracy", "training rows", TRAINING),
                 Curve("validation/accuracy", "validation rows", HELD_OUT),
@@ -77,18 +81,18 @@ PANELS = {
     ],
     "preference": [
         Panel(
-            "Rewards of the two answers",
+            "Rewards of chosen and rejected answers",
             "reward",
             [
-                Curve("preference/chosen", "better answer, training", "#7FCEB9"),
-                Curve("preference/rejected", "worse answer, training", "#EDB28A"),
-                Curve("validation/chosen", "better answer, validation", BETTER),
-                Curve("validation/rejected", "worse answer, validation", WORSE),
+                Curve("preference/chosen", "chosen, training", "#7FCEB9"),
+                Curve("preference/rejected", "rejected, training", "#EDB28A"),
+                Curve("validation/chosen", "chosen, validation", BETTER),
+                Curve("validation/rejected", "rejected, validation", WORSE),
             ],
             smoothed=True,
         ),
         Panel(
-            "Margin: reward of the better answer minus that of the worse",
+            "Reward margin, chosen minus rejected",
             "reward",
             [
                 Curve("preference/margin", "training rows", TRAINING),
@@ -97,18 +101,18 @@ PANELS = {
             smoothed=True,
         ),
         Panel(
-            "Log-probability of the two answers, training rows",
+            "Log-probability of chosen and rejected answers, training rows",
             "nats per token",
             [
-                Curve("policy/chosen_logprob", "better answer", BETTER),
-                Curve("policy/rejected_logprob", "worse answer", WORSE),
+                Curve("policy/chosen_logprob", "chosen", BETTER),
+                Curve("policy/rejected_logprob", "rejected", WORSE),
             ],
             smoothed=True,
         ),
         Panel(
             "KTO's reference point",
             "nats per answer",
-            [Curve("preference/kl", "estimated KL divergence from the reference")],
+            [Curve("preference/kl", "estimated KL divergence from the reference model")],
         ),
     ],
     "reward": [
@@ -119,9 +123,9 @@ PANELS = {
             smoothed=True,
         ),
         Panel(
-            "Spread inside groups",
+            "Spread within groups",
             "standard deviation",
-            [Curve("reward/group_spread", "mean spread of a group's returns", TRAINING)],
+            [Curve("reward/group_spread", "mean standard deviation of a group's returns", TRAINING)],
         ),
     ],
     "kl": [
@@ -149,7 +153,7 @@ PANELS = {
             "Episodes", "turns per episode", [Curve("rollout/turns", "training", TRAINING), Curve("turns", "held-out")]
         ),
         Panel(
-            "Not understood",
+            "Rejected answers",
             "share of answers",
             [Curve("rollout/rejected_share", "training", TRAINING), Curve("rejected_share", "held-out")],
             percent=True,
@@ -157,7 +161,7 @@ PANELS = {
     ],
     "critic": [
         Panel(
-            "Values against the returns that came",
+            "Values against observed returns",
             "explained variance",
             [Curve("critic/explained_variance", "explained variance, training episodes", TRAINING)],
             from_zero=False,
@@ -166,7 +170,10 @@ PANELS = {
         Panel(
             "Mean over sampled tokens",
             "reward",
-            [Curve("critic/value", "value", TRAINING), Curve("critic/return", "return from the token on", HELD_OUT)],
+            [
+                Curve("critic/value", "value", TRAINING),
+                Curve("critic/return", "return from the token onward", HELD_OUT),
+            ],
             from_zero=False,
             smoothed=True,
         ),
@@ -182,11 +189,11 @@ PANELS = {
             ],
         ),
         Panel(
-            "What the units of an answer get",
+            "Rewards of the units of an answer",
             "reward",
             [
                 Curve("units/spread", "standard deviation within an answer", TRAINING),
-                Curve("units/residual", "|residual|: what they leave of the outcome", HELD_OUT),
+                Curve("units/residual", "|residual| of the outcome", HELD_OUT),
             ],
         ),
         Panel(
@@ -199,7 +206,7 @@ PANELS = {
     ],
     "optimization": [
         Panel(
-            "What is minimised",
+            "Loss and its terms",
             "loss",
             [
                 Curve("loss/total", "total"),
@@ -239,14 +246,14 @@ TITLES = {
 
 
 def panels_of(name: str, lines: list[Line]) -> list[Panel]:
-    """The panels of the figure `name`; some depend on what the run measures."""
+    """The panels of the figure `name`; some depend on the metrics of the run."""
     if name == "domains":
         return _domain_panels(lines)
     return [*_loss_panels(lines), *PANELS[name]] if name == "rows" else PANELS[name]
 
 
 def series_of(lines: list[Line], key: str) -> Series | None:
-    """The metric `key` in order of step; None where no line has it."""
+    """The metric `key` in order of step; None if no line has it."""
     rows = sorted((line for line in lines if line["kind"] in KINDS and key in line), key=lambda line: line["step"])
     numbers = [(row["step"], float(row[key])) for row in rows if isinstance(row[key], (int, float))]
     nonfinite = [row["step"] for row in rows if key in row.get("nonfinite", ())]
@@ -256,10 +263,10 @@ def series_of(lines: list[Line], key: str) -> Series | None:
 
 
 def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, float]]:
-    """(step, low, value, high) of the evaluations at which `key` has an interval, in order of step.
+    """(step, low, value, high) of the evaluations that have an interval for `key`, in order of step.
 
     The limits of `success` are `success_low` and `success_high`; those of `validation/loss/medicine` are
-    `validation/loss_low/medicine` and so on.
+    `validation/loss_low/medicine` and `validation/loss_high/medicine`.
     """
     split, metric, *domain = key.split("/", 2) if "/" in key else ("", key)
     low, high = ("/".join([*([split] if split else []), f"{metric}_{side}", *domain]) for side in ("low", "high"))
@@ -271,13 +278,13 @@ def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, floa
 
 
 def keys_of(lines: list[Line]) -> list[str]:
-    """Every metric of which there is a curve, in the order in which the lines first name them."""
+    """Every metric that can be drawn as a curve, in order of first occurrence."""
     found = {key for line in lines if line["kind"] in KINDS for key in line if _is_metric(line, key)}
     return [key for key in dict.fromkeys(key for line in lines for key in line) if key in found]
 
 
 def is_trained(lines: list[Line], key: str) -> bool:
-    """Whether the metric `key` is of training steps and not of evaluations."""
+    """Whether the metric `key` belongs to training steps rather than evaluations."""
     return not any(line["kind"] == "evaluation" and key in line for line in lines)
 
 
@@ -287,8 +294,8 @@ def _is_metric(line: Line, key: str) -> bool:
     return number and key != "step" and not (limit and line["kind"] == "evaluation")
 
 
-def _compares(lines: list[Line]) -> bool:
-    """Whether the run learns from comparisons, whose loss is per row and not per token."""
+def _has_preferences(lines: list[Line]) -> bool:
+    """Whether the run learns from preferences, whose loss is per row rather than per token."""
     return any("loss/preference" in line or "validation/accuracy" in line for line in lines)
 
 
@@ -296,22 +303,22 @@ def _loss_panels(lines: list[Line]) -> list[Panel]:
     look: dict[str, Any] = {"from_zero": False, "smoothed": True}
     held_out = Curve("validation/loss", "validation rows", HELD_OUT)
     nll = Curve("loss/nll", "training rows", TRAINING)
-    if not _compares(lines):
+    if not _has_preferences(lines):
         return [Panel("Loss", "nats per token", [nll, held_out], **look)]
     preference = Curve("loss/preference", "training rows", TRAINING)
     return [
         Panel("Preference loss", "loss per row", [preference, held_out], **look),
-        Panel("Supervised loss of the better answer", "nats per token", [nll], **look),
+        Panel("Supervised loss of the chosen answer", "nats per token", [nll], **look),
     ]
 
 
 def _domain_panels(lines: list[Line]) -> list[Panel]:
-    """Curves of single domains, for the first few of them by name."""
-    compares = _compares(lines)
-    found = []
+    """Curves per domain, for the first `len(DOMAINS)` domains in alphabetical order."""
+    preferences = _has_preferences(lines)
+    panels = []
     for metric, title, unit, look in (
-        ("loss", "Preference loss" if compares else "Loss", "loss per row" if compares else "nats per token", {}),
-        ("accuracy", "Accuracy", "share ranked right", _ACCURACY),
+        ("loss", "Preference loss" if preferences else "Loss", "loss per row" if preferences else "nats per token", {}),
+        ("accuracy", "Accuracy", "ranking accuracy", _ACCURACY),
     ):
         start = f"validation/{metric}/"
         domains = sorted({key.removeprefix(start) for line in lines for key in line if key.startswith(start)})
@@ -319,7 +326,86 @@ def _domain_panels(lines: list[Line]) -> list[Panel]:
         more = f", the first {len(shown)} of {len(domains)} domains" if len(domains) > len(shown) else ""
         curves = [Curve(f"{start}{domain}", domain, color) for domain, color in zip(shown, DOMAINS, strict=False)]
         if curves:
-            found.append(
+            panels.append(
                 Panel(f"{title} of the validation rows{more}", unit, curves, from_zero=False, compared=True, **look)
             )
-    return found
+    return panels
+
+
+_EPISODE_METRICS = {
+    "success": Panel("Success", "success", (), **RATE),
+    "return": Panel("Return", "reward per episode", (), from_zero=False),
+}
+_SCORE = Panel("", "score", ())
+_PLAIN = Panel("", "value", (), from_zero=False)
+_LOSS = Panel("Validation loss", "loss", (), from_zero=False)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How one metric is shown. `panel` gives the unit and the axis; its curves are not used."""
+
+    key: str
+    what: str
+    """Where it is measured, in words; may be empty."""
+    panel: Panel
+
+    @property
+    def differs_by_stage(self) -> bool:
+        """Whether stages define the metric differently, such as a loss."""
+        return self.key.startswith("loss/") or "/loss" in self.key
+
+    @property
+    def file(self) -> str:
+        """File name without suffix."""
+        return "".join(c if c.isalnum() or c in "-_." else "_" for c in self.key).strip(".") or "metric"
+
+
+def metric_of(key: str) -> Metric:
+    """How the metric `key` is shown; the title of an unknown metric is its key."""
+    base = key.removeprefix("rollout/")
+    where = "training episodes" if base != key else "held-out seeds"
+    if base in _EPISODE_METRICS:
+        return Metric(key, where, _EPISODE_METRICS[base])
+    if base.startswith(SCORES):
+        return Metric(key, where, replace(_SCORE, title=f"Score: {base.removeprefix(SCORES)}"))
+    if key.startswith("validation/loss"):
+        return Metric(key, key.removeprefix("validation/loss/").removeprefix("validation/loss") or "all", _LOSS)
+    for panels in PANELS.values():
+        for panel in panels:
+            for curve in panel.curves:
+                if curve.key == key:
+                    return Metric(key, curve.label, panel)
+    return Metric(key, "", replace(_PLAIN, title=key))
+
+
+def known_metrics(present: Iterable[str]) -> list[str]:
+    """The metrics of `present` that are drawn by default, in the order of the report."""
+    available = set(present)
+    scores = sorted(key for key in available if key.startswith((SCORES, f"rollout/{SCORES}")))
+    panels = [curve.key for panels in PANELS.values() for panel in panels for curve in panel.curves]
+    ordered = [
+        "success",
+        "return",
+        *scores,
+        "validation/loss",
+        "rollout/success",
+        "rollout/return",
+        *panels,
+        "loss/nll",
+        "loss/preference",
+    ]
+    return [key for key in dict.fromkeys(ordered) if key in available]
+
+
+def check_metric(key: str, present: Iterable[str], final_only: Iterable[str] = ()) -> None:
+    """Raise `InputError` with the nearest names if `key` is not in `present`; `final_only` are keys without a curve."""
+    keys = sorted(present)
+    if key in keys:
+        return
+    if key in final_only:
+        raise InputError(f"--metric {key} is only measured at the end; omit --metric to get it in results.md")
+    near = difflib.get_close_matches(key, keys, n=3) or [one for one in keys if key in one][:3] or keys[:3]
+    if not near:
+        raise InputError(f"--metric {key}: no metrics yet; wait for the first step")
+    raise InputError(f"--metric {key}: no run has this metric; did you mean {', '.join(near)}?")

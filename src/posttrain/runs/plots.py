@@ -1,6 +1,5 @@
-"""Plots of a run from its metrics.jsonl. A plot without data is not drawn."""
+"""Plots of one run or of several, from their metrics logs. Plots without data are not drawn."""
 
-import io
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -8,14 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from posttrain.errors import InputError
-from posttrain.runs.comparison import MOST_CURVES, Bundle, bundles_of, draw_metric, draw_scores_of_runs, shared_metrics
+from posttrain.runs.comparison import (
+    MOST_CURVES,
+    Bundle,
+    Source,
+    bundles_of,
+    draw_metric,
+    open_sources,
+    shared_metrics,
+)
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import (
     FORMATS,
@@ -24,8 +28,8 @@ from posttrain.runs.figures import (
     Format,
     average,
     draw_band,
+    draw_baselines,
     draw_last_bars,
-    draw_references,
     draw_result,
     draw_training,
     entitle,
@@ -35,9 +39,8 @@ from posttrain.runs.figures import (
     save,
     scale_axis,
 )
-from posttrain.runs.files import storage_errors, write_atomically
-from posttrain.runs.final_results import draw_results, result_table
-from posttrain.runs.metrics import check_metric, metric_of, read_metrics
+from posttrain.runs.files import write_atomically
+from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
     BLUE,
     GREEN,
@@ -53,14 +56,15 @@ from posttrain.runs.panels import (
     Line,
     Panel,
     Series,
+    check_metric,
     keys_of,
     limits_of,
+    metric_of,
     panels_of,
     series_of,
 )
-from posttrain.runs.scores import draw_scores, scores_of_runs
-from posttrain.runs.sources import Source, open_sources
-from posttrain.runs.tables import Table
+from posttrain.runs.results import draw_results, draw_scores, draw_scores_of_runs, result_table
+from posttrain.runs.tables import Table, scores_of_runs
 
 PHASES = {
     "rollout": BLUE,
@@ -72,34 +76,35 @@ PHASES = {
     "checkpoint": PURPLE,
 }
 MOST_BARS = 40
+"""Bars in the plot of times; more steps are averaged."""
 _FINAL = {"validation/loss": ("test/loss", "{:.4f}"), "validation/accuracy": ("test/accuracy", "{:.1%}")}
-"""Held-out metric of rows -> the metric of the final table that belongs beside it, and how it is written."""
+"""Validation metric -> the metric of the final result drawn beside it, and its number format."""
 
 
 def draw_plots(run: RunDirectory, out: Path | None = None, forms: Sequence[Format] = ("png",)) -> list[Path]:
-    """Draw every plot that the run has data for; returns the files in the order of a report.
+    """Draw every plot that the run has data for, into `out` (default: `run.plots`), in each of the formats `forms`.
 
-    They are written to `out`, or to `run.plots` without it, in each of `forms`. Raises `RunError` when the metrics are
-    damaged or the disk refuses.
+    Returns the files in the order of the report. Raises `RunError` if the metrics are damaged or a file cannot be
+    written.
     """
-    found = figures(run.path.resolve().name, read_metrics(run.metrics))
-    return [path for name, figure in found for path in save(figure, out or run.plots, name, forms)]
+    drawn = figures(run.path.resolve().name, read_metrics(run.metrics))
+    return [path for name, figure in drawn for path in save(figure, out or run.plots, name, forms)]
 
 
 def figures(title: str, lines: list[Line]) -> list[tuple[str, Figure]]:
-    """(name in `TITLES`, figure) of every plot that there is data for, with `title` after its own."""
-    found = []
+    """(name in `TITLES`, figure) for every plot with data; `title` is appended to each figure's own title."""
+    drawn = []
     with matplotlib.rc_context(STYLE):
-        for name, own in TITLES.items():
+        for name, heading in TITLES.items():
             figure = draw_figure(name, lines)
             if figure is not None:
-                entitle(figure, f"{own} · {title}")
-                found.append((name, figure))
-    return found
+                entitle(figure, f"{heading} · {title}")
+                drawn.append((name, figure))
+    return drawn
 
 
 def draw_figure(name: str, lines: list[Line]) -> Figure | None:
-    """The figure of this name in `TITLES`, without its title; None where the run has no data for it."""
+    """The figure called `name` in `TITLES`, without a title; None if the run has no data for it."""
     if name == "learning_curve":
         return _learning_curve(lines)
     if name == "scores":
@@ -108,7 +113,7 @@ def draw_figure(name: str, lines: list[Line]) -> Figure | None:
 
 
 def _learning_curve(lines: list[Line]) -> Figure | None:
-    """Success on held-out seeds, or the mean return where the environment knows no success."""
+    """Success rate on held-out seeds, or the mean return if the environment does not report success."""
     is_rate = any(series_of(lines, key) is not None for key in ("success", "rollout/success"))
     key, unit, form = ("success", "success", "{:.1%}") if is_rate else ("return", "mean return", "{:.3f}")
     held_out, training = series_of(lines, key), series_of(lines, f"rollout/{key}")
@@ -124,11 +129,11 @@ def _learning_curve(lines: list[Line]) -> Figure | None:
         limits = draw_band(axes, lines, key, HELD_OUT)
         axes.plot(held_out.steps, held_out.values, color=HELD_OUT, marker="o", label="held-out seeds", zorder=4)
         shown += held_out.values
-    interval = ", 95% interval shaded; straight lines are of the final seeds" if limits else ""
+    interval = ", 95% interval shaded; horizontal lines: baselines on the final seeds" if limits else ""
     axes.set_title(
         f"{unit} on held-out seeds{interval}" if held_out else f"{unit}, training episodes only: no evaluation yet"
     )
-    shown += draw_references(axes, lines, key, form)
+    shown += draw_baselines(axes, lines, key, form)
     shown += draw_result(axes, lines, key, "result on the final seeds", form)
     scale_axis(axes, Panel("", "", (), whole=is_rate, from_zero=False), [*shown, *limits])
     finish_axes(axes, unit, percent=is_rate)
@@ -166,13 +171,13 @@ def _fill(axes: Axes, lines: list[Line], panel: Panel, present: list[tuple[Curve
             key, form = _FINAL[curve.key]
             shown += draw_result(axes, lines, key, "result on the final rows", form)
     if panel.compared:
-        found = [(curve.color, limits_of(lines, curve.key)) for curve, _ in present]
-        limits = draw_last_bars(axes, [(color, rows[-1]) for color, rows in found if rows])
+        intervals = [(curve.color, limits_of(lines, curve.key)) for curve, _ in present]
+        limits = draw_last_bars(axes, [(color, rows[-1]) for color, rows in intervals if rows])
     if panel.reference is not None:
         value, label = panel.reference
         axes.axhline(value, color=GREY, linestyle="--", linewidth=1.2, label=label, zorder=2)
-    told = "95% interval at the end" if panel.compared else "95% interval shaded"
-    axes.set_title(f"{panel.title}, {told}" if limits else panel.title)
+    how = "95% interval at the end" if panel.compared else "95% interval shaded"
+    axes.set_title(f"{panel.title}, {how}" if limits else panel.title)
     scale_axis(axes, panel, [*shown, *limits])
     mark_nonfinite(axes, [series for _, series in present])
     finish_axes(axes, panel.unit, panel.percent)
@@ -185,8 +190,10 @@ def _time(lines: list[Line]) -> Figure | None:
         return None
     seconds = {phase: [line.get(f"time/{phase}") or 0.0 for line in rows] for phase in PHASES}
     known = [sum(values) for values in zip(*seconds.values(), strict=True)]
-    # Time that no phase accounts for is shown, so that the bars are as tall as a step is long.
-    seconds["other"] = [max(0.0, (line.get("time/step") or 0.0) - told) for line, told in zip(rows, known, strict=True)]
+    # Include the time outside all phases, so that the height of a bar is the duration of a step.
+    seconds["other"] = [
+        max(0.0, (line.get("time/step") or 0.0) - timed) for line, timed in zip(rows, known, strict=True)
+    ]
     total = sum(sum(values) for values in seconds.values())
     per_bar = math.ceil(len(rows) / MOST_BARS)
     starts = range(0, len(rows), per_bar)
@@ -213,23 +220,23 @@ def _time(lines: list[Line]) -> Figure | None:
 
 @dataclass
 class Compared:
-    """Several runs side by side."""
+    """Figures and tables that compare several runs."""
 
     figures: list[tuple[str, Figure]] = field(default_factory=list)
-    """Name of the file and figure, in the order of a report."""
+    """(file name without suffix, figure), in the order of the report."""
     tables: list[Table] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     """What was left out, and why."""
 
 
 def plot_files(
     paths: Sequence[Path], out: Path | None = None, forms: Sequence[Format] = FORMATS, metrics: Sequence[str] = ()
 ) -> tuple[list[Path], list[str]]:
-    """Write the figures of the runs and TensorBoard logs at `paths`; returns the files, and what was left out.
+    """Write the figures of the runs and TensorBoard logs at `paths`; returns the files, and warnings.
 
-    One run has the plots that its report has; several have a figure for each metric, or for each of `metrics`, and the
-    tables of their results. Without `out` they go to the plots of the one run, or to `plots` in the working folder.
-    Raises `InputError` where nothing can be drawn, `RunError` for damaged metrics and a disk that refuses.
+    A single run gets the plots of its report. Several runs get one figure per metric (or per entry of `metrics`) and
+    tables of their results. `out` defaults to the `plots` of the single run, or to `plots` in the working directory.
+    Raises `InputError` if there is nothing to draw, `RunError` for damaged metrics or if a file cannot be written.
     """
     sources = open_sources(paths)
     single = sources[0].run if len(sources) == 1 else None
@@ -244,46 +251,49 @@ def plot_files(
     compared = compare(sources, metrics)
     if not compared.figures and not compared.tables:
         what = ", ".join(f"{source.name} ({source.stage or 'a log'})" for source in sources)
-        raise InputError(f"these have no metric in common: {what}; plot each alone, or name a metric with --metric")
+        raise InputError(
+            f"these have no metric in common: {what}; plot each separately, or select a metric with --metric"
+        )
     files = [path for name, figure in compared.figures for path in save(figure, directory, name, forms)]
     if compared.tables:
         directory.mkdir(parents=True, exist_ok=True)
         text = "\n\n".join(f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in compared.tables)
         write_atomically(directory / "results.md", f"{text}\n")
         files.append(directory / "results.md")
-    return files, compared.notes
+    return files, compared.warnings
 
 
 def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
-    """Figures and tables of `sources`; with `metrics`, the figures of these alone.
+    """Figures and tables of `sources`; `metrics` selects metrics and leaves out the tables.
 
-    `InputError` where nothing has been measured, for a metric that no run has, and for more curves than can be told
-    apart.
+    Raises `InputError` if nothing has been measured, for a metric that no run has, and for too many curves.
     """
     compared = Compared()
     measured = [source for source in sources if source.lines]
-    compared.notes += [f"{one.path} has no metrics yet and is left out" for one in sources if not one.lines]
+    compared.warnings += [f"{one.path} has no metrics yet and is left out" for one in sources if not one.lines]
     if not measured:
         raise InputError(f"{', '.join(str(one.path) for one in sources)}: nothing to plot yet; wait for the first step")
-    bundles, notes = bundles_of(measured)
-    compared.notes += notes
+    bundles, warnings = bundles_of(measured)
+    compared.warnings += warnings
     if len(bundles) > MOST_CURVES:
-        raise InputError(f"{len(bundles)} curves cannot be told apart in one figure; give at most {MOST_CURVES} runs")
+        raise InputError(
+            f"{len(bundles)} curves cannot be distinguished in one figure; give at most {MOST_CURVES} runs"
+        )
     present = {key for source in measured for key in keys_of(source.lines)}
-    at_the_end = {key for source in measured for line in source.lines if line["kind"] == "final" for key in line}
+    final_only = {key for source in measured for line in source.lines if line["kind"] == "final" for key in line}
     for key in metrics:
-        check_metric(key, present, at_the_end)
-    compared.notes += [f"{one.name} has done {one.unfinished}" for one in measured if one.unfinished]
-    chosen, notes = ([metric_of(key) for key in dict.fromkeys(metrics)], []) if metrics else shared_metrics(bundles)
-    compared.notes += notes
+        check_metric(key, present, final_only)
+    compared.warnings += [f"{one.name} has done {one.unfinished}" for one in measured if one.unfinished]
+    chosen, warnings = ([metric_of(key) for key in dict.fromkeys(metrics)], []) if metrics else shared_metrics(bundles)
+    compared.warnings += warnings
     if not metrics:
         compared.figures += _overviews(bundles)
         named = {source.name: source.lines for source in measured}
         tables = (result_table(bundles), scores_of_runs(named) if len(measured) > 1 else None)
         compared.tables += [table for table in tables if table is not None]
     for metric in chosen:
-        figure, notes = draw_metric(metric, bundles)
-        compared.notes += notes
+        figure, warnings = draw_metric(metric, bundles)
+        compared.warnings += warnings
         if figure is not None:
             compared.figures.append((metric.file, figure))
     return compared
@@ -293,49 +303,3 @@ def _overviews(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Figure]]:
     for name, figure in (("results", draw_results(bundles)), ("scores", draw_scores_of_runs(bundles))):
         if figure is not None:
             yield name, figure
-
-
-_LARGEST = 90
-"""Area of the marker of the position with the most rewards, in square points."""
-_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-Profile = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-Curves = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def draw_profile(path: Path, title: str, profile: Profile, curves: Curves, labels: tuple[str, str]) -> None:
-    """Write the plot to `path` (PNG).
-
-    `profile`: positions in (0, 1], means, standard deviations (NaN where unknown) and counts, [m] each; `curves`:
-    positions, fitted means and fitted deviations, [g] each; `labels`: of the two fits. Raises `RunError` when the disk
-    refuses.
-    """
-    positions, means, stds, counts = profile
-    grid, *fitted = curves
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 6.4), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(2, 1, sharex=True)
-        parts = (("Mean reward", means), ("Standard deviation of rewards", stds))
-        for axes, (name, values), line, label in zip(panels, parts, fitted, labels, strict=True):
-            known = ~np.isnan(values)
-            areas = np.maximum(_LARGEST * counts[known] / counts.max(), 3)
-            look = {"color": BLUE, "alpha": 0.55, "linewidths": 0}
-            axes.scatter(positions[known], values[known], s=areas, label="units, area: how many", **look)
-            axes.plot(grid, line, color=ORANGE, label=label)
-            axes.set_title(name)
-            axes.set_ylabel("reward")
-            axes.legend(loc="best")
-        panels[1].set_ylim(bottom=0)
-        panels[1].set_xscale("log")
-        panels[1].set_xlim(positions[0] / 1.15, 1.15)
-        panels[1].xaxis.set_major_locator(FixedLocator([t for t in _TICKS if t >= positions[0] / 1.15]))
-        panels[1].xaxis.set_minor_locator(NullLocator())
-        panels[1].xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        panels[1].set_xlabel("place of the unit in its answer (unit k of K stands at k / K)")
-        figure.suptitle(f"Unit rewards by place · {title}", x=0.012, ha="left", fontweight="bold", fontsize=12)
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
-    with storage_errors(path.parent):
-        path.parent.mkdir(exist_ok=True)
-    write_atomically(path, content.getvalue())

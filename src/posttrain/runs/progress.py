@@ -1,4 +1,4 @@
-"""The live display of a training loop; plain lines where there is no terminal."""
+"""The live display of a training loop, or plain lines without a terminal."""
 
 import time
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from rich.text import Text
 
 
 class Progress:
-    """A context manager around a training loop of `total_steps` steps, of which `start_step` are done already.
+    """Context manager around a training loop of `total_steps` steps, of which `start_step` are done already.
 
-    In a terminal a few lines follow the run: step and time left; the latest held-out measurement with its 95%
-    interval; success and return, or loss, accuracy and margin, of the latest step, its gradient norm and its tokens
-    per second. Elsewhere each update is one plain line. `unit`: what a step is called.
+    In a terminal it shows a few live lines: the step and the time left; the latest evaluation with its 95% interval;
+    and of the latest step success and return, or loss, accuracy and margin, the gradient norm and tokens per second.
+    Without a terminal, each update prints one line. `unit`: the name of a step in the output.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Progress:
             self._live = None
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show the values of a train line, or of an evaluation line (`success`, `return`, `validation/...`)."""
+        """Show the values of a training line, or of an evaluation line (`success`, `return`, `validation/...`)."""
         self.step = step
         is_evaluation = any(key in values for key in ("success", "return", "validation/loss"))
         if is_evaluation:
@@ -62,27 +62,27 @@ class Progress:
             self._training = dict(values)
         if self._live is None:
             if is_evaluation:
-                cells = ["evaluation", *_joined(_measured(values))]
+                cells = ["evaluation", *_joined(_evaluation_cells(values))]
             else:
-                cells = [*_joined(_trained(values)), f"left {self.time_left()}"]
+                cells = [*_joined(_training_cells(values)), f"left {self.time_left()}"]
             self._print("  ".join([f"{self.unit} {step}/{self.total_steps}", *cells]))
 
     def message(self, text: str) -> None:
-        """Print a line; the live display stays below it."""
+        """Print a line above the live display."""
         if self._live is None:
             self._print(text)
         else:
             self.console.print(Text(text))
 
     def time_left(self) -> str:
-        """Time left at the mean speed of this process, as `m:ss` or `h:mm:ss`; `?` before the first step."""
+        """Estimated time left at the mean speed of this process, as `m:ss` or `h:mm:ss`; `?` before the first step."""
         done = self.step - self._first_step
         if done < 1:
             return "?"
         return duration((time.monotonic() - self._started) / done * max(0, self.total_steps - self.step))
 
     def _print(self, text: str) -> None:
-        # Written straight out: rich would wrap long lines at 80 columns in a log file.
+        # Bypass rich, which would wrap long lines at 80 columns in a log file.
         printable = "".join(character if character.isprintable() else " " for character in text)
         self.console.file.write(printable.rstrip() + "\n")
         self.console.file.flush()
@@ -95,23 +95,23 @@ class Progress:
             Text(f"{self.unit} {self.step}/{self.total_steps}"),
             Text(f"left {self.time_left()}", style="cyan"),
         )
-        told: list[Table | Text] = [bar]
+        rows: list[Table | Text] = [bar]
         for name, cells, style in (
-            (f"held out, step {self._evaluated_step}", _measured(self._evaluation), "bold green"),
-            ("training", _trained(self._training), "magenta"),
+            (f"held out, step {self._evaluated_step}", _evaluation_cells(self._evaluation), "bold green"),
+            ("training", _training_cells(self._training), "magenta"),
         ):
             if cells:
                 numbers = [Text.assemble((f"{label} ", "dim"), (value, style)) for label, value in cells]
-                told.append(Text("  ").join([Text(name), *numbers]))
-        return Group(*told)
+                rows.append(Text("  ").join([Text(name), *numbers]))
+        return Group(*rows)
 
 
 Cell = tuple[str, str]
-"""A label and what is shown beside it."""
+"""(label, value)."""
 
 
-def _trained(values: Mapping[str, Any]) -> list[Cell]:
-    """What a training step showed."""
+def _training_cells(values: Mapping[str, Any]) -> list[Cell]:
+    """Cells of a training line."""
     return [
         *_cell("success", values.get("rollout/success"), "{:.1%}"),
         *_cell("return", values.get("rollout/return"), "{:.3f}"),
@@ -123,8 +123,8 @@ def _trained(values: Mapping[str, Any]) -> list[Cell]:
     ]
 
 
-def _measured(values: Mapping[str, Any]) -> list[Cell]:
-    """What an evaluation found, each with its 95% interval where it has one."""
+def _evaluation_cells(values: Mapping[str, Any]) -> list[Cell]:
+    """Cells of an evaluation line, with 95% intervals if known."""
     return [
         *([("success", rate(values, "success"))] if "success" in values else []),
         *_cell("n", values.get("n"), "{}"),
@@ -138,21 +138,21 @@ def _measured(values: Mapping[str, Any]) -> list[Cell]:
 
 
 def rate(values: Mapping[str, Any], key: str) -> str:
-    """`45.3% [37.0, 53.9]`, the interval from `key_low` and `key_high` where they are; `-` without a value."""
+    """`45.3% [37.0, 53.9]`, with the interval from `key_low` and `key_high` if present; `-` without a value."""
     text = _shown(values.get(key), "{:.1%}")
     low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
     return text if low is None or high is None else f"{text} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def duration(seconds: float) -> str:
-    """`m:ss` or `h:mm:ss`."""
+    """`seconds` as `m:ss` or `h:mm:ss`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _loss(values: Mapping[str, Any]) -> float | None:
-    """The first loss of a train line: `loss/policy` in RL, whatever the stage minimises elsewhere."""
+    """The first loss of a training line: `loss/policy` in RL, the loss of the stage otherwise."""
     return next((value for key, value in values.items() if key.startswith("loss/")), None)
 
 
@@ -165,7 +165,7 @@ def _cell(label: str, value: Any, form: str) -> list[Cell]:
 
 
 def _number(label: str, values: Mapping[str, Any], key: str, digits: int) -> list[Cell]:
-    """A number that is no rate, with its interval where it has one."""
+    """A number with its interval if known."""
     value, low, high = (values.get(name) for name in (key, f"{key}_low", f"{key}_high"))
     interval = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
     return [] if value is None else [(label, f"{value:.{digits}f}{interval}")]

@@ -1,4 +1,4 @@
-"""`report.md`: what a run did, what came of it, and how to use the result."""
+"""`report.md`: what a run did, its results, and how to use the model."""
 
 import itertools
 import json
@@ -12,8 +12,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.progress import duration
-from posttrain.runs.scores import score_table
-from posttrain.runs.tables import Table, markdown_table
+from posttrain.runs.tables import Table, markdown_table, score_table
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -29,14 +28,13 @@ def write_report(
 ) -> Path:
     """Write `report.md` of the run and return its path.
 
-    `tables` are the final ones; `model_directory` the exported model that transformers loads; `warnings`
-    what the caller has to say besides what the metrics tell. Plots are those in `run.plots`. Raises `RunError` when
-    the disk refuses.
+    `tables`: the final results. `model_directory`: the exported model. `warnings`: added to those of the metrics log.
+    The report links the plots in `run.plots`. Raises `RunError` if it cannot be written.
     """
     lines = read_metrics(run.metrics)
     parts = [
         f"# {title or run.path.resolve().name}",
-        markdown_table(("what", "value"), facts(run, lines)),
+        markdown_table(("what", "value"), run_facts(run, lines)),
         "## Result",
         *(f"{table.markdown()}\n\n{table.note}" for table in tables),
         _by_checkpoint(lines),
@@ -44,35 +42,35 @@ def write_report(
         _plots(run),
         _checkpoint(model_directory, run.load_recipe().stage),
         _episodes(run),
-        "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in trouble(lines, warnings)),
+        "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in run_warnings(lines, warnings)),
     ]
     write_atomically(run.report, "\n\n".join(part for part in parts if part) + "\n")
     return run.report
 
 
 def changed_keys(part: Part, default: Part | None = None, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of `part` whose value is not that of `default` (None: the schema's), in the order of the schema.
+    """Dotted key -> value where `part` differs from `default` (None: the schema's defaults), in schema order.
 
-    A part of another kind than the default's, such as another loss, shows its `type` and is compared with the
-    schema's defaults of its own kind.
+    A section of another type than the default, such as another loss, contributes its `type` and the keys that differ
+    from the defaults of its own type.
     """
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, field in type(part).model_fields.items():
         value, key = getattr(part, name), f"{prefix}{name}"
         usual = field.get_default() if default is None else getattr(default, name)
         if not isinstance(value, Part):
             if value != usual:
-                found[key] = value
+                changed[key] = value
         elif type(value) is type(usual):
-            found |= changed_keys(value, usual, f"{key}.")
+            changed |= changed_keys(value, usual, f"{key}.")
         else:
             kind = {f"{key}.type": value.type} if hasattr(value, "type") else {}
-            found |= kind | changed_keys(value, None, f"{key}.") or {key: "set, with its defaults"}
-    return found
+            changed |= kind | changed_keys(value, None, f"{key}.") or {key: "set, with its defaults"}
+    return changed
 
 
-def facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What was run, where and how far, as (what, value) in Markdown; `lines` are its metrics."""
+def run_facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Recipe, machine and progress of the run as (name, value) in Markdown; `lines` are its metrics."""
     recipe, machine = run.load_recipe(), run.load_environment()
     packages = ", ".join(f"{name} {machine['packages'][name]}" for name in ("posttrain", "torch", "transformers"))
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
@@ -83,7 +81,7 @@ def facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str
         *_data(recipe),
         ("run seed", str(recipe.seed)),
         ("steps", _of(done, getattr(recipe, "steps", None))),
-        ("wall time", f"{duration(seconds)} (pauses between sessions left out)"),
+        ("wall time", f"{duration(seconds)} (without pauses between sessions)"),
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
         ("software", f"Python {machine['python']}, {packages}" + _commit(machine["git"])),
         ("started", machine["started"]),
@@ -105,16 +103,16 @@ def _of(done: int, steps: int | None) -> str:
 def _data(recipe: "Recipe") -> list[tuple[str, str]]:
     if recipe.stage == "generate":
         return [("test rows", ", ".join(f"`{source.path}`" for source in recipe.data.test))]
-    found = []
+    rows = []
     data = getattr(recipe, "data", None)
     if data is not None:
         for name in ("train", "validation", "test"):
             paths = ", ".join(f"`{source.path}`" for source in getattr(data, name))
-            found += [(f"{name} rows", paths)] if paths else []
+            rows += [(f"{name} rows", paths)] if paths else []
         if data.held_out:
-            found.append(("validation rows", f"{data.held_out} held out of the training rows"))
+            rows.append(("validation rows", f"{data.held_out} held out of the training rows"))
     if recipe.stage == "reward" or recipe.stage == "dpo" or recipe.environment is None:
-        return found
+        return rows
     ranges = {"held-out seeds of the table": recipe.evaluation.final_seeds}
     if recipe.stage != "evaluate":
         ranges["held-out seeds of the curve"] = recipe.evaluation.seeds
@@ -123,19 +121,19 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
     if recipe.stage == "sft" and data is None:
         ranges["training seeds"] = recipe.experts.seeds
     seeds = [(name, f"{seeds.start} to {seeds.stop - 1}") for name, seeds in ranges.items()]
-    return [*found, ("environment", f"`{recipe.environment.type}`"), *_reward_model(recipe), *seeds]
+    return [*rows, ("environment", f"`{recipe.environment.type}`"), *_reward_model(recipe), *seeds]
 
 
 def _reward_model(recipe: "Recipe") -> list[tuple[str, str]]:
-    """Which reward model pays, and in which unit the returns of tables and curves are therefore."""
+    """The reward model, and the unit of the returns in tables and curves that follows from it."""
     source = getattr(recipe, "reward", None)
     if source is None:
         return []
     clipped = "" if source.clip is None else f", clipped to [-{source.clip:g}, {source.clip:g}]"
     units = {
-        "stored": f"normalized with the mean and standard deviation kept with it{clipped}",
-        "running": f"as it says, not normalized; credit alone takes them normalized with those of training so far{clipped}",
-        "none": f"as it says, not normalized{clipped}",
+        "stored": f"normalized with the mean and standard deviation stored with it{clipped}",
+        "running": f"raw; only credit normalizes them, with the running statistics of training{clipped}",
+        "none": f"raw{clipped}",
     }
     return [("reward model", f"`{source.path}`"), ("its rewards in returns", units[source.normalize])]
 
@@ -150,7 +148,7 @@ def _by_checkpoint(lines: list[dict[str, Any]]) -> str:
 
 
 def changed_rows(run: RunDirectory) -> list[tuple[str, str]]:
-    """(key, value) of the recipe where it is not the default, in Markdown."""
+    """(key, value) of the recipe keys that differ from their defaults, in Markdown."""
     changed = changed_keys(run.load_recipe())
     return [
         (f"`{key}`", f"`{_written(value)}`") for key, value in changed.items() if key not in ("name", "runs", "stage")
@@ -164,7 +162,7 @@ def _changed(rows: list[tuple[str, str]]) -> str:
 
 
 def _written(value: Any) -> Any:
-    """A value with the parts in it, such as the sources of a list, as their keys that differ from the defaults."""
+    """`value` with every nested section reduced to the keys that differ from the defaults."""
     if isinstance(value, Part):
         return {key: _written(member) for key, member in changed_keys(value).items()}
     return [_written(member) for member in value] if isinstance(value, list | tuple) else value
@@ -184,7 +182,7 @@ def _checkpoint(directory: Path | None, stage: str) -> str:
         return ""
     adapter = (directory / "adapter_config.json").is_file()
     note = (
-        "\n\nIt is a LoRA adapter: transformers loads it onto its base model if peft is installed." if adapter else ""
+        "\n\nThis is a LoRA adapter. transformers loads it with its base model if peft is installed." if adapter else ""
     )
     path = json.dumps(str(directory))
     loader = "AutoModelForSequenceClassification" if stage == "reward" else "AutoModelForCausalLM"
@@ -205,25 +203,25 @@ def _episodes(run: RunDirectory) -> str:
     if not files:
         return ""
     return (
-        f"## Episodes\n\n{len(files)} files in [episodes/](episodes/), every sampled token with its log-probability, "
-        f"reward and credit. Read them in the terminal with\n\n```\nposttrain episodes {os.fspath(run.path)}\n```"
+        f"## Episodes\n\n{len(files)} files in [episodes/](episodes/), with the log-probability, reward and credit "
+        f"of every sampled token. Read them in the terminal with\n\n```\nposttrain episodes {os.fspath(run.path)}\n```"
     )
 
 
-def trouble(lines: list[dict[str, Any]], warnings: Sequence[str] = ()) -> list[str]:
-    """What failed, counted; then `warnings` and those of the metrics, each once with how often it was said."""
+def run_warnings(lines: list[dict[str, Any]], warnings: Sequence[str] = ()) -> list[str]:
+    """Counts of failures, then `warnings` and those in `lines`, with repeated ones counted."""
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] in ("evaluation", "baseline", "final")]
     counts = {"skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train)}
-    for name, key, those in (
+    for name, key, rows in (
         ("failed training episodes", "rollout/failed", train),
         ("failed held-out episodes", "failed", held_out),
     ):
-        if any(key in line for line in those):
-            counts[name] = sum(line.get(key) or 0 for line in those)
+        if any(key in line for line in rows):
+            counts[name] = sum(line.get(key) or 0 for line in rows)
     counts["lines with a value that is NaN or infinite"] = sum("nonfinite" in line for line in lines)
-    told = [f"step {line['step']}: {line.get('message', line)}" for line in lines if line["kind"] == "warning"]
+    logged = [f"step {line['step']}: {line.get('message', line)}" for line in lines if line["kind"] == "warning"]
     items = [f"{name}: {count:g}" for name, count in counts.items()]
-    grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *told])]
+    grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *logged])]
     items += [text if count == 1 else f"{text} ({count} times)" for text, count in grouped]
     return items

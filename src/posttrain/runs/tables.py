@@ -1,118 +1,253 @@
-"""Tables that a person reads: in the terminal, in a report, and as plain values for programs."""
+"""Tables of results for terminals, reports and results.json."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.rollout import SCORES
+from posttrain.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 
+Interval = tuple[float, float, float]
+"""A value and the limits of its 95% interval, which are NaN if unknown."""
+
+
 @dataclass(frozen=True)
 class Table:
-    """Cells as text. Columns named in `words` are aligned left, the others, which hold numbers, right."""
+    """A table of text cells. Columns in `words` are left-aligned; the others hold numbers and are right-aligned."""
 
     title: str
     headings: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str
-    """What `n` counts and what the intervals are."""
-    words: tuple[str, ...] = ("player", "note")
+    """What `n` counts, and the kind of intervals."""
+    words: tuple[str, ...] = ("policy", "note")
     played: bool = False
-    """Whether it is about players of an environment."""
+    """Whether the rows are policies in an environment."""
 
     def rich(self) -> "RichTable":
-        """For a rich console."""
+        """The table for a rich console."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
         table = RichTable(title=self.title or None, title_justify="left")
         for heading in self.headings:
-            # Nothing is cut off: where the terminal is narrow, cells go on in the next line.
+            # Narrow terminals wrap cells instead of truncating them.
             table.add_column(heading, justify="left" if heading in self.words else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
 
     def markdown(self) -> str:
-        """For a report."""
-        right = [place for place, heading in enumerate(self.headings) if heading not in self.words]
+        """The table in Markdown."""
+        right = [column for column, heading in enumerate(self.headings) if heading not in self.words]
         return markdown_table(self.headings, self.rows, right)
 
     def values(self) -> dict[str, Any]:
-        """For programs."""
+        """The table as JSON values."""
         return asdict(self)
 
 
-PLAY_HEADINGS = ("player", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
+POLICY_HEADINGS = ("policy", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
 
 
 @dataclass(frozen=True)
-class PlayRow:
-    """One player of an environment. Rates are in [0, 1]; `n` is the number of seeds; None is unknown."""
+class PolicyRow:
+    """Result of one policy in an environment. Rates are in [0, 1]; `n` is the number of seeds; None means unknown."""
 
-    player: str
+    policy: str
     success: float | None
     interval: tuple[float, float] | None
-    """95% interval of the success; None where the success is exact for these seeds."""
+    """95% interval of the success rate; None if the rate is exact for these seeds."""
     mean_return: float | None
     n: int
     note: str = ""
     return_interval: tuple[float, float] | None = None
-    """95% interval of the mean return; None where it is exact or unknown."""
-    scores: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
-    """What else the environment reports: mean and its 95% interval, by name."""
+    """95% interval of the mean return; None if it is exact or unknown."""
+    scores: Mapping[str, Interval] = field(default_factory=dict)
+    """Further scores of the environment, by name."""
 
     @classmethod
-    def from_values(cls, player: str, values: Mapping[str, Any], note: str = "") -> "PlayRow":
-        """From the values of an evaluation or baseline line: `success`, `return`, their limits, and `n`."""
+    def from_values(cls, policy: str, values: Mapping[str, Any], note: str = "") -> "PolicyRow":
+        """A row from the values of an evaluation or baseline line: `success`, `return`, their limits, scores and `n`."""
 
         def limits(name: str) -> tuple[float, float] | None:
             low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
             return None if low is None or high is None else (low, high)
 
-        success, paid = values.get("success"), values.get("return")
+        success, mean_return = values.get("success"), values.get("return")
         names = [key for key in values if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
         scores = {key.removeprefix(SCORES): (values[key], *(limits(key) or (math.nan, math.nan))) for key in names}
-        return cls(player, success, limits("success"), paid, int(values["n"]), note, limits("return"), scores)
+        return cls(policy, success, limits("success"), mean_return, int(values["n"]), note, limits("return"), scores)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row as text, in the order of PLAY_HEADINGS; rates as percentages with one decimal."""
+        """The row as text, in the order of `POLICY_HEADINGS`; rates are percentages with one decimal."""
         success = "–" if self.success is None else f"{100 * self.success:.1f}%"
         interval = "exact" if self.interval is None else f"[{100 * self.interval[0]:.1f}, {100 * self.interval[1]:.1f}]"
-        paid = "–" if self.mean_return is None else f"{self.mean_return:.3f}"
+        mean_return = "–" if self.mean_return is None else f"{self.mean_return:.3f}"
         around = (
             "–" if self.return_interval is None else f"[{self.return_interval[0]:.3f}, {self.return_interval[1]:.3f}]"
         )
         rate = "–" if self.success is None else interval
-        return self.player, success, rate, paid, around, str(self.n), self.note
+        return self.policy, success, rate, mean_return, around, str(self.n), self.note
 
 
-def play_tables(rows: Sequence[PlayRow], title: str = "") -> list[Table]:
-    """The table of the players of an environment, and one of what it reports of them besides, if it does."""
+def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
+    """The table of success and return, and one of the further scores if the environment reports any."""
     note = (
-        "`n` is the number of environment seeds. Intervals are 95%: score intervals over seeds for success (Wilson), "
-        "Student's t over seeds for returns; `exact` values are computed for these seeds, not sampled."
+        "`n` is the number of environment seeds. Intervals are 95% over seeds: Wilson's for success, Student's t for "
+        "returns; `exact` values are computed for these seeds, not sampled."
     )
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
-    tables = [Table(title, PLAY_HEADINGS, [row.cells for row in rows], note, played=True)]
+    tables = [Table(title, POLICY_HEADINGS, [row.cells for row in rows], note, played=True)]
     if names:
-        cells = [(row.player, *(_score(row.scores.get(name)) for name in names)) for row in rows]
-        note = "Means over the seeds that have such a score, with 95% intervals."
-        tables.append(Table(f"{title}: scores" if title else "scores", ("player", *names), cells, note, played=True))
+        cells = [(row.policy, *(score_cell(row.scores.get(name)) for name in names)) for row in rows]
+        note = "Means over the seeds that have the score, with 95% intervals."
+        tables.append(Table(f"{title}: scores" if title else "scores", ("policy", *names), cells, note, played=True))
     return tables
 
 
-def _score(score: tuple[float, float, float] | None) -> str:
-    return "–" if score is None else f"{score[0]:.3f} [{score[1]:.3f}, {score[2]:.3f}]"
-
-
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A Markdown table; the columns `right` are aligned right."""
+    """A Markdown table; the columns in `right` are right-aligned."""
     rules = ["---:" if column in right else "---" for column in range(len(headings))]
     body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [list(headings), rules, *body])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One evaluation on the held-out seeds of the curve."""
+
+    step: int
+    overall: Interval
+    """Success rate, or the mean return if the environment does not report success."""
+    scores: Mapping[str, Interval]
+    """Scores that the environment reports, by name."""
+    training: float | None
+    """Mean return of the training episodes since the previous evaluation; None if there were none."""
+
+
+def checkpoint_scores(lines: Sequence[Mapping[str, Any]]) -> list[Checkpoint]:
+    """The evaluations in the lines of a metrics log, in order of step; empty if no episodes were evaluated."""
+    evaluations = [line for line in lines if line["kind"] == "evaluation" and line.get(_overall_key(lines)) is not None]
+    checkpoints: list[Checkpoint] = []
+    for line in sorted({line["step"]: line for line in evaluations}.values(), key=lambda line: line["step"]):
+        since = checkpoints[-1].step if checkpoints else -1
+        returns = [
+            other["rollout/return"]
+            for other in lines
+            if other["kind"] == "train"
+            and since < other["step"] <= line["step"]
+            and other.get("rollout/return") is not None
+        ]
+        names = [
+            key.removeprefix(SCORES)
+            for key in line
+            if key.startswith(SCORES) and not key.endswith(("_low", "_high")) and line[key] is not None
+        ]
+        scores = {name: interval_of(line, f"{SCORES}{name}") for name in names}
+        training = math.fsum(returns) / len(returns) if returns else None
+        checkpoints.append(Checkpoint(line["step"], interval_of(line, _overall_key(lines)), scores, training))
+    return checkpoints
+
+
+def score_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """The names of all scores of `checkpoints`, without repetition."""
+    return list(dict.fromkeys(name for checkpoint in checkpoints for name in checkpoint.scores))
+
+
+def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What `Checkpoint.overall` measures: `success` or `mean return`."""
+    return "success" if _overall_key(lines) == "success" else "mean return"
+
+
+def score_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
+    """A table with one row per evaluation; None for fewer than two evaluations."""
+    table = scores_of_runs({"": lines})
+    if table is None or len(table.rows) < 2:
+        return None
+    return replace(table, title="", words=(), headings=table.headings[1:], rows=[row[1:] for row in table.rows])
+
+
+def scores_of_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table | None:
+    """A table with one row per evaluation of each run (name -> lines); None if nothing was evaluated."""
+    evaluated = {name: checkpoint_scores(lines) for name, lines in runs.items()}
+    evaluated = {name: checkpoints for name, checkpoints in evaluated.items() if checkpoints}
+    if not evaluated:
+        return None
+    names = score_names([one for checkpoints in evaluated.values() for one in checkpoints])
+    overall = dict.fromkeys(overall_name(runs[name]) for name in evaluated)
+    rows = [
+        (
+            name,
+            str(one.step),
+            *(score_cell(one.scores.get(score)) for score in names),
+            *(score_cell(one.overall if measure == overall_name(runs[name]) else None) for measure in overall),
+            "–" if one.training is None else f"{one.training:.3f}",
+        )
+        for name, checkpoints in evaluated.items()
+        for one in checkpoints
+    ]
+    counts = {line["n"] for name in evaluated for line in runs[name] if line["kind"] == "evaluation" and line.get("n")}
+    n = f", n = {' or '.join(str(count) for count in sorted(counts))}" if counts else ""
+    note = (
+        f"Held-out seeds of the curve{n}, which also select the best checkpoint. Brackets: 95% intervals over seeds. "
+        "`training return`: mean over the training episodes since the previous row."
+    )
+    headings = ("run", "step", *names, *(f"overall {measure}" for measure in overall), "training return")
+    return Table("Scores by checkpoint", headings, rows, note, words=("run",))
+
+
+def _overall_key(lines: Sequence[Mapping[str, Any]]) -> str:
+    reports_success = any(line["kind"] == "evaluation" and line.get("success") is not None for line in lines)
+    return "success" if reports_success else "return"
+
+
+def interval_of(line: Mapping[str, Any], key: str) -> Interval:
+    """The value of `key` in a metrics line with its limits `key_low` and `key_high`."""
+    low, high = line.get(f"{key}_low"), line.get(f"{key}_high")
+    return line[key], math.nan if low is None else low, math.nan if high is None else high
+
+
+def score_cell(interval: Interval | None) -> str:
+    """`0.500 [0.400, 0.600]`, without the limits if they are NaN; a dash for None."""
+    if interval is None:
+        return "–"
+    value, low, high = interval
+    return f"{value:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
+
+
+def write_results(directory: Path, tables: Sequence[Table], rows: Sequence[PolicyRow]) -> None:
+    """Write `results.json` in the run directory: the final tables, and the rows of the policies as values."""
+    content = {"tables": [table.values() for table in tables], "policies": [asdict(row) for row in rows]}
+    write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
+
+
+def read_tables(directory: Path) -> list[Table]:
+    """The final tables in `results.json` of a run directory."""
+    return [
+        Table(**{**table, "headings": tuple(table["headings"]), "rows": [tuple(row) for row in table["rows"]]})
+        for table in _read_results(directory)["tables"]
+    ]
+
+
+def read_policies(directory: Path) -> list[PolicyRow]:
+    """The rows of the policies in `results.json` of a run directory; empty for a run without an environment."""
+    return [_policy_row(values) for values in _read_results(directory)["policies"]]
+
+
+def _read_results(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "results.json").read_text(encoding="utf-8"))
+
+
+def _policy_row(values: Mapping[str, Any]) -> PolicyRow:
+    limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
+    scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
+    return PolicyRow(**{**values, **limits, "scores": scores})

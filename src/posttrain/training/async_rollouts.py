@@ -351,15 +351,15 @@ class Ahead:
 
     def _drop_stale(self, collected: RolloutBatch, version: int) -> None:
         rollout = self.recipe.rollout
-        if rollout.stale_after is None:
+        if rollout.max_staleness is None:
             return
         smallest = 2 if self.recipe.compares_groups else 1
-        kept, stale, alone = without_stale(collected.episodes, version, rollout.stale_after, smallest)
+        kept, stale, alone = without_stale(collected.episodes, version, rollout.max_staleness, smallest)
         collected.episodes = kept
         collected.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
         if not kept:
             collected.messages.append(
-                f"every episode is older than rollout.stale_after = {rollout.stale_after} updates, so nothing is learned from"
+                f"every episode is older than rollout.max_staleness = {rollout.max_staleness} updates, so nothing is learned from"
             )
 
 

@@ -27,7 +27,7 @@ from posttrain.rollout.remote_worker import THOUGHTS, RemoteRolloutWorker, serve
 from posttrain.runs.answers import AnswerLog, Key, line_of
 
 _FAILURES_IN_A_ROW = 16
-"""Consecutive failed requests after which a server counts as down; twice `engine.workers` if that is more."""
+"""Consecutive failed requests after which a server counts as down; twice `engine.max_concurrent` if that is more."""
 _PROMPT_TAIL = 16
 """Number of tokens at the end of a prompt that are searched for an opened thinking block."""
 
@@ -46,7 +46,7 @@ class PromptRow:
     """The prompt."""
     reference: str | None
     kept: dict[str, Any]
-    """The columns of `keep`."""
+    """The columns of `keep_columns`."""
     origin: str
 
     def episode_request(self, recipe: GenerateRecipe, sample: int) -> EpisodeRequest:
@@ -82,7 +82,7 @@ def read_prompts(recipe: GenerateRecipe) -> tuple[list[PromptRow], Problems]:
     """Return the usable rows, and the problems of the others.
 
     Raises:
-        InputError: there is no usable row, a row lacks a column of `keep` or `data.id`, or two rows have the same id
+        InputError: there is no usable row, a row lacks a column of `keep_columns` or `data.id`, or two rows have the same id
             (1 and "1" are the same).
     """
     task = text_task(recipe)
@@ -119,16 +119,16 @@ def _id(recipe: GenerateRecipe, row: PromptExample, number: int) -> int | str:
 
 
 def _kept(recipe: GenerateRecipe, row: PromptExample) -> dict[str, Any]:
-    for name in recipe.keep:
+    for name in recipe.keep_columns:
         if name not in row.row:
             columns = ", ".join(f"`{column}`" for column in list(row.row)[:8])
-            raise InputError(f"{row.origin} has no column `{name}`, which `keep` names; it has {columns}")
-    kept = {name: row.row[name] for name in recipe.keep}
+            raise InputError(f"{row.origin} has no column `{name}`, which `keep_columns` names; it has {columns}")
+    kept = {name: row.row[name] for name in recipe.keep_columns}
     try:
         line_of(kept)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{row.origin}: a column of `keep` cannot be written as JSON ({error}); remove it from `keep`"
+            f"{row.origin}: a column of `keep_columns` cannot be written as JSON ({error}); remove it from `keep_columns`"
         ) from error
     return kept
 
@@ -234,7 +234,7 @@ class RemoteCompleter:
     def __init__(self, recipe: GenerateRecipe) -> None:
         assert recipe.remote is not None
         self.recipe, self.engine = recipe, recipe.remote
-        options = (self.engine.url, self.engine.seconds, self.engine.retries, self.engine.api_key_variable)
+        options = (self.engine.url, self.engine.timeout, self.engine.retries, self.engine.api_key_variable)
         self.client = chat_client("engine", *options)
         self.skipped: dict[int, str] = {}
         self.warnings: list[str] = []
@@ -250,7 +250,7 @@ class RemoteCompleter:
         return RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            faults=_ConsecutiveFailures(max(_FAILURES_IN_A_ROW, 2 * self.engine.workers)),
+            faults=_ConsecutiveFailures(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
             environment=text_task(self.recipe),
             rollout=_rollout(self.recipe, self.recipe.rollout.tokens_per_episode),
             sampling=self.recipe.sampling,

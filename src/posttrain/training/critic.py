@@ -21,9 +21,9 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample, on_stream
-from posttrain.training.learner import Learner, Totals
 from posttrain.training.objectives import ValueObjective, known
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Totals, Updater
 
 
 class CriticLearner:
@@ -37,9 +37,9 @@ class CriticLearner:
         """`updates`: its optimizer steps in the whole run. `InputError` where its tokens are not the policy's."""
         self.recipe = recipe.critic
         self.credit = credit
-        self.model = SharedCritic(policy) if recipe.critic.trunk == "shared" else _own_critic(recipe, policy)
+        self.model = SharedCritic(policy) if recipe.critic.backbone == "shared" else _own_critic(recipe, policy)
         self.optimizer = Optimizer(self.model.trainable(), self.recipe.optimizer, updates)
-        self.learner: Learner[torch.Tensor] = Learner(
+        self.learner: Updater[torch.Tensor] = Updater(
             self.model, self.optimizer, recipe.learner, self._forward, key="critic.optimizer"
         )
         self.objective = ValueObjective(self.recipe.clip)
@@ -50,7 +50,7 @@ class CriticLearner:
         """The head on the policy's trunk; None for a critic with a trunk of its own."""
         return self.model.head if isinstance(self.model, SharedCritic) else None
 
-    def train_with(self, learner: Learner[TokenScores]) -> None:
+    def train_with(self, learner: Updater[TokenScores]) -> None:
         """Let the policy's learner make the head's updates with its own, where they share a trunk."""
         if self.head is not None:
             learner.also_train("critic", "critic.optimizer", self.optimizer)
@@ -98,7 +98,7 @@ class CriticLearner:
         return found
 
     def take_messages(self) -> list[str]:
-        """As `Learner.take_messages`."""
+        """As `Updater.take_messages`."""
         return [
             f"critic: {message}; lower critic.optimizer.learning_rate if it happens again"
             for message in self.learner.take_messages()

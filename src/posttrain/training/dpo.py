@@ -24,23 +24,23 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Trainer
+from posttrain.training.updater import Updater
 
 
 class ReferenceLogprobs:
     """Sets `ref_logprobs` of samples, with the initial policy as the reference model and a cache on disk."""
 
-    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Learner[TokenScores]) -> None:
+    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores]) -> None:
         """Construct it before the policy's weights change or are restored from a checkpoint."""
         self.policy = policy
         self.learner = learner
         self._known: dict[bytes, np.ndarray] = {}
         self._directory: Path | None = None
-        if recipe.loss.needs_reference and recipe.reference_cache:
+        if recipe.loss.needs_reference and recipe.cache_ref_logprobs:
             home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
             self._directory = Path(recipe.data.cache).parent if recipe.data.cache else home
             self._model = _digest_of(policy)
@@ -164,18 +164,18 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) 
 
 
 def _objective(
-    recipe: DpoRecipe, learner: Learner[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample]
+    recipe: DpoRecipe, learner: Updater[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample]
 ) -> PairObjective | UnpairedObjective:
     """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them."""
     if recipe.loss.needs_reference:
         reference.assign(samples)
     if isinstance(recipe.loss, KtoLoss):
         return UnpairedObjective(recipe.loss, _kl_estimate(learner, reference, samples, recipe.data.max_tokens))
-    return PairObjective(recipe.loss, recipe.supervised)
+    return PairObjective(recipe.loss, recipe.nll_coefficient)
 
 
 def _kl_estimate(
-    learner: Learner[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample], max_tokens: int
+    learner: Updater[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample], max_tokens: int
 ) -> torch.Tensor:
     """Return KTO's KL estimate from each prompt with the next row's answer, over the whole step, so that it does not
     depend on the micro-batches.

@@ -22,10 +22,10 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     final = playing.final(0)
     with MetricsLog(directory, recipe.sinks) as log:
         for name, values in playing.baselines().items():
-            log.write(0, "baseline", {"player": name, **values})
-        log.write(0, "final", {"player": EVALUATED, **final})
+            log.write(0, "baseline", {"policy": name, **values})
+        log.write(0, "final", {"policy": EVALUATED, **final})
     tables = write_tables(directory, [playing])
-    remarks = [*playing.remarks, *events.take()]
+    remarks = [*playing.remarks, *events.drain()]
     write_report(directory, tables, warnings=remarks)
     for table in tables:
         console.print(table.rich())

@@ -23,11 +23,11 @@ from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, RewardRecipe, RlR
 from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.tables import PlayRow, Table, play_tables
+from posttrain.runs.tables import PolicyRow, Table, policy_tables
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
+from posttrain.training.updater import Updater
 
 START = "start of this run"
 TRAINED = "trained"
@@ -120,9 +120,9 @@ class EpisodeEvaluator(ABC):
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Random, start, trained, optimal; and what the environment reports of each besides."""
-        return play_tables(self.rows(lines), f"{self.recipe.name}: {self.environment.type}, held-out seeds")
+        return policy_tables(self.rows(lines), f"{self.recipe.name}: {self.environment.type}, held-out seeds")
 
-    def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PlayRow]:
+    def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PolicyRow]:
         """The rows of the table."""
         titles = {
             "random": "random policy",
@@ -137,7 +137,7 @@ class EpisodeEvaluator(ABC):
             if "n" in lines.get(player, {})
         ]
         found = [
-            PlayRow.from_values(titles.get(player, player), lines[player], _note(lines[player])) for player in known
+            PolicyRow.from_values(titles.get(player, player), lines[player], _note(lines[player])) for player in known
         ]
         return [
             replace(row, scores={**_attempts(lines[player]), **row.scores})
@@ -187,7 +187,7 @@ def _remarks(episodes: Sequence[Episode], most: int) -> list[str]:
 class LossEvaluator:
     """Nats per trained token, over all rows and over those of each domain."""
 
-    def __init__(self, learner: Learner[TokenScores], recipe: SftRecipe, data: DataSet) -> None:
+    def __init__(self, learner: Updater[TokenScores], recipe: SftRecipe, data: DataSet) -> None:
         self.learner = learner
         self.recipe = recipe
         self.data = data
@@ -216,14 +216,14 @@ class LossEvaluator:
                 note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
                 domain, count = suffix.removeprefix("/") or "all", values[key]
                 rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
-        headings = ("player", "rows of", "loss", "95% interval", "perplexity", "n", "note")
+        headings = ("policy", "rows of", "loss", "95% interval", "perplexity", "n", "note")
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
         table = Table(
             title=f"{self.recipe.name}: held-out rows",
             headings=headings,
             rows=rows,
             note="Loss in nats per trained token; `n` rows; intervals are 95%, by bootstrap over rows." + about,
-            words=("player", "rows of", "note"),
+            words=("policy", "rows of", "note"),
         )
         return [table]
 
@@ -270,7 +270,7 @@ class PreferenceEvaluator(Generic[Output]):
 
     def __init__(
         self,
-        learner: Learner[Output],
+        learner: Updater[Output],
         recipe: DpoRecipe | RewardRecipe,
         data: DataSet,
         objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
@@ -334,10 +334,10 @@ class PreferenceEvaluator(Generic[Output]):
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
         table = Table(
             title=f"{self.recipe.name}: held-out comparisons",
-            headings=("player", "rows of", "accuracy", "95% interval", "loss", "mean margin", "n", "note"),
+            headings=("policy", "rows of", "accuracy", "95% interval", "loss", "mean margin", "n", "note"),
             rows=rows,
             note=f"{kind}; 95% intervals over rows.{about}",
-            words=("player", "rows of", "note"),
+            words=("policy", "rows of", "note"),
         )
         return [table]
 

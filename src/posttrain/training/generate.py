@@ -56,7 +56,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
     replaced = recipe.predictions if overwrite else None
     with AnswerLog(directory.checkpoints / "answers.jsonl", identity, replaced) as log, Interrupts():
         if resume:
-            log.refuse_foreign(recipe.predictions)
+            log.check_overwritable(recipe.predictions)
         generation = _Generation(recipe, completer, log, console)
         try:
             generation.complete(requests)
@@ -98,7 +98,7 @@ class _Generation:
                 for window in self.completer.windows(requests, self.log):
                     episodes = [row.episode_request(self.recipe, sample) for row, sample in window]
                     play_each(self.completer.rollout_worker(), episodes, self._on_episode(window, progress))
-                    for message in events.take():
+                    for message in events.drain():
                         progress.message(message)
             finally:
                 self.seconds = time.monotonic() - self._start

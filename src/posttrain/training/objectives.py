@@ -19,7 +19,7 @@ from posttrain.recipe.loss import KtoLoss, PairLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample
-from posttrain.training.learner import Learner, Totals
+from posttrain.training.updater import Totals, Updater
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class RewardObjective(_PerRow):
         if self.loss.margin:
             sides = [samples[place].side for place in chosen]
             margin = torch.tensor([side.margin for side in sides if side is not None], device=output.device)
-        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.centring)
+        losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.center_rewards_coefficient)
         return Judgement(rows, losses, output[chosen].detach(), output[rejected].detach())
 
     def __call__(
@@ -197,12 +197,12 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
     return forward
 
 
-def logprobs(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
+def logprobs(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
     return [own for own, _ in scores(learner, samples)]
 
 
-def scores(learner: Learner[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def scores(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample and the values [n] float32 before them, None
     where no head reads any; without gradient."""
     found: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -243,8 +243,8 @@ class PolicyObjective:
     def __init__(self, recipe: RlRecipe, kl_coefficient: float) -> None:
         self.loss = recipe.loss
         self.kl = recipe.kl
-        self.kl_coefficient = kl_coefficient if recipe.kl.place == "loss" else 0.0
-        self.entropy_coefficient = recipe.entropy
+        self.kl_coefficient = kl_coefficient if recipe.kl.apply_to == "loss" else 0.0
+        self.entropy_coefficient = recipe.entropy_coefficient
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)

@@ -1,8 +1,6 @@
 """The beginning and the end of a training run: what it is compared with, and the tables that say what came of it."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +8,10 @@ from rich.console import Console
 
 from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.plots import draw_plots
 from posttrain.runs.report import write_report
-from posttrain.runs.tables import PlayRow, Table
+from posttrain.runs.tables import Table, write_results
 from posttrain.training.evaluators import START, TRAINED, EpisodeEvaluator, Evaluator
 
 if TYPE_CHECKING:
@@ -26,11 +23,11 @@ def measure_start(trainer: "Trainer") -> None:
     values: dict[str, Any] = {}
     for measure in trainer.evaluators:
         for player, reference in measure.baselines().items():
-            trainer.log.write(0, "baseline", {"player": player, **reference})
+            trainer.log.write(0, "baseline", {"policy": player, **reference})
         trainer.progress.message(f"{measure.cost()} with the model as it is")
         values |= measure.final(0)
     if values:
-        trainer.log.write(0, "baseline", {"player": START, **values})
+        trainer.log.write(0, "baseline", {"policy": START, **values})
 
 
 def finish(trainer: "Trainer", console: Console) -> None:
@@ -41,10 +38,10 @@ def finish(trainer: "Trainer", console: Console) -> None:
     for measure in trainer.evaluators:
         trainer.progress.message(f"{measure.cost()} with the {which} checkpoint, step {step}")
         values |= measure.final(trainer.step)
-    trainer.warn(events.take())
+    trainer.warn(events.drain())
     if values:
         chosen = "best on the curve's data" if trainer.choice is not None else "the last one"
-        line = {"player": TRAINED, "best_step": step, "chosen": chosen, **values}
+        line = {"policy": TRAINED, "best_step": step, "chosen": chosen, **values}
         trainer.log.write(trainer.step, "final", line)
     directory = trainer.run.path / "model"
     trainer.model.export(directory)
@@ -69,34 +66,8 @@ def write_tables(run: RunDirectory, measures: Sequence[Evaluator]) -> list[Table
     lines: dict[str, dict[str, Any]] = {}
     for line in read_metrics(run.metrics):
         if line["kind"] in ("baseline", "final"):
-            lines[line["player"]] = line
+            lines[line["policy"]] = line
     tables = [table for measure in measures for table in measure.tables(lines)]
-    players = [
-        asdict(row) for measure in measures if isinstance(measure, EpisodeEvaluator) for row in measure.rows(lines)
-    ]
-    content = {"tables": [table.values() for table in tables], "players": players}
-    write_atomically(run.path / "results.json", json.dumps(content, indent=1) + "\n")
+    rows = [row for measure in measures if isinstance(measure, EpisodeEvaluator) for row in measure.rows(lines)]
+    write_results(run.path, tables, rows)
     return tables
-
-
-def read_players(path: Path) -> list[PlayRow]:
-    """The players of the environment of the run at `path`, as `write_tables` wrote them; empty where it played none."""
-    return [_play_row(row) for row in _results(path)["players"]]
-
-
-def read_tables(path: Path) -> list[Table]:
-    """The final tables of the run at `path`."""
-    return [
-        Table(**{**table, "headings": tuple(table["headings"]), "rows": [tuple(row) for row in table["rows"]]})
-        for table in _results(path)["tables"]
-    ]
-
-
-def _results(path: Path) -> dict[str, Any]:
-    return json.loads((path / "results.json").read_text(encoding="utf-8"))
-
-
-def _play_row(values: Mapping[str, Any]) -> PlayRow:
-    limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
-    scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
-    return PlayRow(**{**values, **limits, "scores": scores})

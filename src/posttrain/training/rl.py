@@ -24,7 +24,6 @@ from posttrain.training.async_rollouts import open_rollouts
 from posttrain.training.batches import Sample
 from posttrain.training.critic import CriticLearner, open_critic
 from posttrain.training.guards import Guards
-from posttrain.training.learner import Learner, Objective, Totals, add_totals, means
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -40,6 +39,7 @@ from posttrain.training.rollouts import RolloutBatch, StepCounters, TaskOrder, c
 from posttrain.training.rows import DataSet, load_data, samples_of_row
 from posttrain.training.trainer import Trainer
 from posttrain.training.unit_credit import StepUnits, UnitCreditor, open_creditor
+from posttrain.training.updater import Objective, Totals, Updater, add_totals, means
 
 
 class PtxRows:
@@ -65,7 +65,7 @@ def updates_of(recipe: RlRecipe) -> int:
 
 
 def reference_and_old(
-    learner: Learner[TokenScores], policy: Policy, recipe: RlRecipe, samples: Sequence[Sample]
+    learner: Updater[TokenScores], policy: Policy, recipe: RlRecipe, samples: Sequence[Sample]
 ) -> None:
     """Log-probabilities that the losses compare with, where the recipe needs them; with them the values before the
     updates, where the policy's trunk carries them."""
@@ -199,12 +199,14 @@ def score(
         last = episode.turns[-1]
         streams[last.stream][last.stop - 1] += running.correction(last.info)
         if last.stop_reason in CUT_OFF:
-            streams[last.stream][last.stop - 1] -= recipe.rollout.missing_end_penalty
-    if recipe.rollout.overlong is not None:
+            streams[last.stream][last.stop - 1] -= recipe.rollout.missing_eos_penalty
+    if recipe.rollout.overlong_penalty is not None:
         for episode, streams in zip(episodes, rewards.values, strict=True):
             last = episode.turns[-1]
-            streams[last.stream][last.stop - 1] += overlong_penalty(episode.sampled_tokens, recipe.rollout.overlong)
-    if kl_coefficient > 0 and recipe.kl.place == "reward":
+            streams[last.stream][last.stop - 1] += overlong_penalty(
+                episode.sampled_tokens, recipe.rollout.overlong_penalty
+            )
+    if kl_coefficient > 0 and recipe.kl.apply_to == "reward":
         rewards = penalise(rewards, _kl_per_token(episodes, samples, recipe), kl_coefficient)
     return rewards
 

@@ -94,7 +94,7 @@ class RemoteRolloutManager(EpisodeEvaluator):
             raise InputError(no_primer(self.environment, primer))
         self.engine = recipe.remote
         self.evaluated = self.engine.model
-        how = (self.engine.url, self.engine.seconds, self.engine.retries, self.engine.api_key_variable)
+        how = (self.engine.url, self.engine.timeout, self.engine.retries, self.engine.api_key_variable)
         self.client = chat_client("engine", *how)
 
     @contextmanager

@@ -149,7 +149,7 @@ def _apply_failure_policy(episodes: list[Episode], recipe: RlRecipe, collected: 
             f"{collected.messages[-1]}; that is more than rollout.failures.max_share = {failures.max_share}, so the run "
             "stops here; mend the environment and go on with --resume"
         )
-    if failures.policy != "score":
+    if failures.action != "score":
         return [e for e in episodes if e.outcome is not Outcome.FAILED]
     for episode in failed:
         if episode.turns:

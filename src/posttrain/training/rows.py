@@ -166,7 +166,7 @@ class EpochRows:
 
 
 class StreamedRows:
-    """Rows read lazily and drawn at random from a buffer of `shuffle_rows`."""
+    """Rows read lazily and drawn at random from a buffer of `shuffle_buffer`."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class StreamedRows:
             for row in self._read(problems if epoch == 0 else Problems()):
                 count += 1
                 buffer.append(row)
-                if len(buffer) >= self.recipe.shuffle_rows:
+                if len(buffer) >= self.recipe.shuffle_buffer:
                     yield buffer.pop(int(draws.integers(len(buffer))))
             while buffer:
                 yield buffer.pop(int(draws.integers(len(buffer))))

@@ -9,10 +9,10 @@ from posttrain.data.tokens import TokenRow
 from posttrain.recipe.stages import RewardRecipe, SftRecipe
 from posttrain.training.batches import Sample
 from posttrain.training.experts import settings_warnings
-from posttrain.training.learner import Objective, means
 from posttrain.training.results import finish, measure_start
 from posttrain.training.rows import DataSet, check_margins
 from posttrain.training.trainer import Trainer
+from posttrain.training.updater import Objective, means
 
 Output = TypeVar("Output")
 

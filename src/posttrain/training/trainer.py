@@ -27,8 +27,8 @@ from posttrain.training.batches import Sample
 from posttrain.training.checkpoint import Checkpoints
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.interrupts import Interrupts
-from posttrain.training.learner import Learner
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater
 
 TrainingRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
 Output = TypeVar("Output")
@@ -80,7 +80,7 @@ class Trainer(Generic[Output]):
         self.total_steps = total_steps
         self.model = model
         self.optimizer = Optimizer(model.trainable(), recipe.optimizer, total_updates)
-        self.learner = Learner(model, self.optimizer, recipe.learner, forward)
+        self.learner = Updater(model, self.optimizer, recipe.learner, forward)
         self.evaluators: list[Evaluator] = []
         """What is measured on held-out data, for the learning curve and for the final table."""
         self.choice: Callable[[dict[str, Any]], float] | None = None
@@ -183,7 +183,7 @@ class Trainer(Generic[Output]):
         self.log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
-        self.warn(events.take())
+        self.warn(events.drain())
 
     def warn(self, messages: Sequence[str]) -> None:
         """Show and log what the user should know of the step that was just counted."""

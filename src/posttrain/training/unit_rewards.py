@@ -20,8 +20,8 @@ from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
 from posttrain.training.batches import Sample, pack
-from posttrain.training.learner import Totals
 from posttrain.training.objectives import Judgement, RewardObjective
+from posttrain.training.updater import Totals
 
 _POSITIONS_PER_CHUNK = 512
 """Positions whose logits exist at a time while entropies are measured."""
@@ -171,8 +171,8 @@ class UnitRewardObjective(RewardObjective):
             totals["units/per_answer"] = (float(len(output.rewards)), answers)
             totals["units/effective"] = (float(unit_entropies(*parts).exp().sum()), answers)
             totals["units/spread"] = (float(unit_spreads(*parts).sum()), answers)
-        if self.units.entropy:
+        if self.units.entropy_coefficient:
             uneven = unevenness(*parts, self.units.entropy_form).sum()
-            loss = loss + self.units.entropy * uneven
+            loss = loss + self.units.entropy_coefficient * uneven
             totals["loss/unevenness"] = (float(uneven.detach()), float(len(judged.rows)))
         return loss, totals

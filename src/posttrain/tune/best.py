@@ -39,7 +39,7 @@ def why_none(study: Study, trials: Sequence[FrozenTrial]) -> str:
         over = [metric for metric, distance in nearest.constraints.items() if distance > 0]
         said = ", ".join(
             f"{metric} {nearest.user_attrs['limited'][metric]:.4g} where "
-            + (f"at most {limit.most:g}" if (limit := limits[metric]).most is not None else f"at least {limit.least:g}")
+            + (f"at most {limit.max:g}" if (limit := limits[metric]).max is not None else f"at least {limit.min:g}")
             for metric in over
         )
         return (

@@ -75,7 +75,7 @@ def _limited(lines: Sequence[Line], metric: str, step: int) -> float:
 
 
 def _beyond(value: float, limit: Limit) -> float:
-    return value - limit.most if limit.most is not None else (limit.least or 0.0) - value
+    return value - limit.max if limit.max is not None else (limit.min or 0.0) - value
 
 
 def _nothing_measured(lines: Sequence[Line], metric: str) -> RunError:

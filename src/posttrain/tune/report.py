@@ -152,8 +152,8 @@ def _note(study: Study) -> str:
     objective: Any = study.recipe.objective
     better = "smaller" if objective.direction == "minimize" else "larger"
     limits = "; ".join(
-        f"{metric} {'at most' if limit.most is not None else 'at least'} "
-        f"{(limit.most if limit.most is not None else limit.least):g}"
+        f"{metric} {'at most' if limit.max is not None else 'at least'} "
+        f"{(limit.max if limit.max is not None else limit.min):g}"
         for metric, limit in objective.within.items()
     )
     return (

@@ -102,8 +102,8 @@ def show_study(study: Study, console: Console) -> None:
     objective = recipe.objective
     say(f"study {recipe.name}: {recipe.number_of_trials} trials of {study.trained} in {study.directory}")
     limits = [
-        f"{metric} {'at most' if limit.most is not None else 'at least'} "
-        f"{shown(limit.most if limit.most is not None else limit.least)}"
+        f"{metric} {'at most' if limit.max is not None else 'at least'} "
+        f"{shown(limit.max if limit.max is not None else limit.min)}"
         for metric, limit in objective.within.items()
     ]
     within = f", within {' and '.join(limits)}" if limits else ""

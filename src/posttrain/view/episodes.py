@@ -1,4 +1,4 @@
-"""An episode as the parts of a page: text, tokens with the colour of their credit, and units with theirs."""
+"""Episodes as data for the report page: text, and tokens and units colored by their credit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,25 +20,28 @@ _NAMES = {1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "wor
 
 @dataclass(frozen=True)
 class Sample:
-    """One episode, why it is shown, and its credit where that is known."""
+    """One episode with its credit, if known; `why` says why it was selected."""
 
     why: str
     episode: Episode
     advantages: list[np.ndarray] | None
-    """Per stream [T] float32."""
+    """Per stream, [T] float32."""
     units: CreditedUnits | None
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Episodes of one file of the store."""
+    """Selected episodes of one file of the episode store."""
 
     title: str
     samples: list[Sample]
 
 
 def samples_of(run: RunDirectory) -> tuple[list[Samples], list[str]]:
-    """What is shown of the run, and what could not be read."""
+    """The episodes to show, and messages on what could not be read.
+
+    Three held-out episodes of the last evaluation, and two of the last training step.
+    """
     try:
         steps = list(stored_steps(run.episodes))
     except PosttrainError as error:
@@ -47,22 +50,22 @@ def samples_of(run: RunDirectory) -> tuple[list[Samples], list[str]]:
     shown = [(held_out[-1], 3)] if held_out else []
     trained = [one for one in steps if one.split == "train"]
     shown += [(trained[-1], 2)] if trained else []
-    found, notes = [], []
+    selected, missing = [], []
     for step, count in shown:
         try:
-            found.append(_of_step(step, read_episodes(step.path), count))
+            selected.append(_of_step(step, read_episodes(step.path), count))
         except PosttrainError as error:
-            notes.append(str(error))
-    return [one for one in found if one.samples], notes
+            missing.append(str(error))
+    return [one for one in selected if one.samples], missing
 
 
 def by_return(episodes: Sequence[Episode], count: int) -> list[tuple[str, int]]:
-    """(why, place) of the best, the median with `count` 3, and the worst by return, among those that did not fail.
+    """(why, index) of the best, the median (if `count` is 3) and the worst episode by return.
 
-    Fewer where there are fewer; all failed episodes alike where there are no others.
+    Failed episodes are considered only if all failed. The result is shorter if there are fewer episodes.
     """
-    places = [i for i, one in enumerate(episodes) if one.outcome is not Outcome.FAILED] or list(range(len(episodes)))
-    order = sorted(places, key=lambda i: -episodes[i].total_reward)
+    indices = [i for i, one in enumerate(episodes) if one.outcome is not Outcome.FAILED] or list(range(len(episodes)))
+    order = sorted(indices, key=lambda i: -episodes[i].total_reward)
     if not order:
         return []
     chosen = [order[0], order[len(order) // 2], order[-1]] if count == 3 else [order[0], order[-1]]
@@ -76,27 +79,27 @@ def _of_step(step: StoredStep, stored: StoredEpisodes, count: int) -> Samples:
         Sample(why, stored.episodes[i], None if advantages is None else advantages.values[i], stored.units[i])
         for why, i in by_return(stored.episodes, count)
     ]
-    what = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
+    kinds = {"train": "training episodes", "evaluation": "held-out episodes", "final": "final held-out episodes"}
     mean = "" if step.mean_return is None else f", mean return {step.mean_return:.3f}"
     failed = f", {step.failed} failed" if step.failed else ""
-    return Samples(f"Step {step.step}: {step.episodes} {what[step.split]}{mean}{failed}", samples)
+    return Samples(f"Step {step.step}: {step.episodes} {kinds[step.split]}{mean}{failed}", samples)
 
 
 LONGEST = 12_000
-"""Characters of one message that are shown."""
+"""Characters shown of one message."""
 _STRONGEST = 0.5
-"""Opacity of the colour of the largest credit: text stays readable on it, in light and in dark."""
+"""Opacity of the color of the largest credit, low enough that text stays readable in light and dark mode."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of which every token has the same credit."""
+    """Consecutive tokens with equal credit."""
 
     text: str
     style: str
-    """CSS, made here of numbers alone."""
-    said: str
-    """The credit in figures."""
+    """CSS, built from numbers only."""
+    tooltip: str
+    """The credit as text."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,14 @@ class UnitRow:
     credit: str
     tokens: int
     text: str
-    """Where the credit of tokens is not known."""
+    """Shown if the credit of the tokens is unknown."""
     pieces: tuple[Piece, ...]
     style: str
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message of the conversation; `text` is empty where `pieces` or `units` are shown in its place."""
+    """One message of the conversation, as `text`, `pieces` or `units`."""
 
     role: str
     text: str = ""
@@ -123,12 +126,13 @@ class Message:
     about: str = ""
     """Reward, tokens and stop reason of a turn."""
     rejected: str = ""
-    judged: str = ""
+    verdict: str = ""
+    """Score and reason of a judge."""
 
 
 @dataclass(frozen=True)
 class EpisodePage:
-    """One episode."""
+    """One episode as shown on the page."""
 
     title: str
     ending: str
@@ -138,15 +142,15 @@ class EpisodePage:
 
 
 def largest_advantage(samples: Sequence[Sample]) -> float:
-    """The size of the largest advantage of any token of `samples`, which has the strongest colour in all of them."""
+    """The largest absolute advantage of any token in `samples`, which gets the strongest color."""
     streams = [stream for sample in samples for stream in sample.advantages or []]
     return max((float(np.abs(stream).max(initial=0.0)) for stream in streams), default=0.0)
 
 
 def episode_page(sample: Sample, scale: float, decode: Decode | None, credited: UnitCreditRecipe | None) -> EpisodePage:
-    """All that is shown of one episode; `scale` is the advantage with the strongest colour.
+    """The page of one episode; `scale` is the advantage with the strongest color.
 
-    Without `decode` token ids cannot be read, and tokens have no colours.
+    Without `decode`, tokens cannot be shown separately and have no colors.
     """
     episode = sample.episode
     messages: list[Message] = []
@@ -169,8 +173,8 @@ def episode_page(sample: Sample, scale: float, decode: Decode | None, credited: 
     )
 
 
-def colour(value: float, scale: float) -> str:
-    """CSS of a background: blue above 0, orange below, as strong as `value` is beside `scale`."""
+def color(value: float, scale: float) -> str:
+    """CSS background: blue for positive values, orange for negative ones, with opacity proportional to |value| / scale."""
     strength = _STRONGEST * min(1.0, abs(value) / scale) if scale > 0 else 0.0
     hue = "86,180,233" if value > 0 else "230,140,0"
     return f"background:rgba({hue},{strength:.3f})"
@@ -178,22 +182,23 @@ def colour(value: float, scale: float) -> str:
 
 def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, scale: float) -> Message:
     about = f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}"
-    own = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
-    if own is not None and len(own):
-        low, high = float(own.min()), float(own.max())
+    advantages = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
+    if advantages is not None and len(advantages):
+        low, high = float(advantages.min()), float(advantages.max())
         spread = "" if low == high else f" ({low:+.3f} to {high:+.3f})"
-        about += f" · advantage {float(own.mean()):+.3f}{spread}"
+        about += f" · advantage {float(advantages.mean()):+.3f}{spread}"
     judge = turn.info.get("judge")
     empty = Message(
         "assistant",
         about=about,
         rejected=str(turn.info.get("rejected") or ""),
-        judged=f"judge {judge['score']:.2f}: {judge['reason']}" if judge else "",
+        verdict=f"judge {judge['score']:.2f}: {judge['reason']}" if judge else "",
     )
     if sample.units is not None and decode is not None:
         return replace(empty, units=tuple(_unit_rows(sample, turn, sample.units, decode, scale)))
-    if own is not None and decode is not None and len(own):
-        return replace(empty, pieces=tuple(_pieces(_aligned(sample.episode, turn, decode), own, 0, len(own), scale)))
+    if advantages is not None and decode is not None and len(advantages):
+        aligned = _aligned(sample.episode, turn, decode)
+        return replace(empty, pieces=tuple(_pieces(aligned, advantages, 0, len(advantages), scale)))
     return replace(empty, text=_shown(turn.answer))
 
 
@@ -201,19 +206,18 @@ def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:
     return align(episode.streams[turn.stream].ids[turn.start : turn.stop].tolist(), decode)
 
 
-def _pieces(aligned: AlignedText, own: np.ndarray, first: int, stop: int, scale: float) -> Iterator[Piece]:
-    """The tokens of an answer from `first` to `stop`, neighbours of equal credit together; no more than `LONGEST`
-    characters.
+def _pieces(aligned: AlignedText, credit: np.ndarray, first: int, stop: int, scale: float) -> Iterator[Piece]:
+    """The tokens `first` to `stop` of an answer, grouped by equal credit and cut at `LONGEST` characters.
 
-    `own`: [n] float32, the credit of the tokens of the answer.
+    `credit`: [n] float32, of the tokens of the answer.
     """
     start = first
-    for value, same in groupby(own[first:stop].tolist()):
+    for value, same in groupby(credit[first:stop].tolist()):
         end = start + len(list(same))
         many = f", {end - start} tokens" if end - start > 1 else ""
         text = aligned.slice(start, end)
         left = LONGEST - int(aligned.offsets[start] - aligned.offsets[first])
-        yield Piece(text[:left], colour(value, scale), f"{value:+.4f}{many}")
+        yield Piece(text[:left], color(value, scale), f"{value:+.4f}{many}")
         if len(text) > left:
             yield Piece(_more(len(aligned.slice(first, stop)) - LONGEST), "", "")
             return
@@ -221,17 +225,21 @@ def _pieces(aligned: AlignedText, own: np.ndarray, first: int, stop: int, scale:
 
 
 def _unit_rows(sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode, scale: float) -> Iterator[UnitRow]:
-    """Units in order; one that began in an earlier answer has its credit there."""
+    """Units in order. A unit that began in an earlier answer shows its credit there."""
     text, aligned = unit_text(sample.episode, turn, decode), _aligned(sample.episode, turn, decode)
-    own = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
+    advantages = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
     largest = float(np.abs(units.credits).max(initial=0.0))
     numbers = np.cumsum(units.spans.found)
     for unit, start, stop, continued in units_of(sample.episode, turn, units):
         credit, found = float(units.credits[unit]), bool(units.spans.found[unit])
         number = "…" if continued else str(numbers[unit]) if found else "–"
-        said = "" if continued else f"{credit:+z.3f}"
-        pieces = () if own is None else tuple(_pieces(aligned, own, start - turn.start, stop - turn.start, scale))
-        yield UnitRow(number, said, stop - start, _shown(text(start, stop).plain), pieces, colour(credit, largest))
+        shown = "" if continued else f"{credit:+z.3f}"
+        pieces = (
+            ()
+            if advantages is None
+            else tuple(_pieces(aligned, advantages, start - turn.start, stop - turn.start, scale))
+        )
+        yield UnitRow(number, shown, stop - start, _shown(text(start, stop).plain), pieces, color(credit, largest))
 
 
 def _shown(text: str) -> str:

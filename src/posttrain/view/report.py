@@ -1,4 +1,4 @@
-"""`report.html`: one file that shows runs to people, without any request to anywhere and without scripts."""
+"""`report.html`: one self-contained file about runs, without scripts or external resources."""
 
 import base64
 import json
@@ -15,14 +15,13 @@ from posttrain.credit.units.offsets import Decode
 from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.model import ModelRecipe
 from posttrain.rollout.view import token_decoder, unit_credit, visible
+from posttrain.runs.comparison import Source, open_sources
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import encode
 from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.runs.plots import Compared, compare, figures
-from posttrain.runs.report import changed_rows, facts, trouble
-from posttrain.runs.scores import score_table
-from posttrain.runs.sources import Source, open_sources
-from posttrain.runs.tables import Table
+from posttrain.runs.report import changed_rows, run_facts, run_warnings
+from posttrain.runs.tables import Table, read_tables, score_table
 from posttrain.view.episodes import EpisodePage, episode_page, largest_advantage, samples_of
 
 Rows = list[tuple[str, ...]]
@@ -30,7 +29,7 @@ Rows = list[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Image:
-    """A figure inside the page."""
+    """A figure as a data URI."""
 
     title: str
     uri: str
@@ -38,7 +37,7 @@ class Image:
 
 @dataclass
 class Section:
-    """One run."""
+    """The part of the page about one run."""
 
     name: str
     path: str
@@ -47,55 +46,56 @@ class Section:
     scores: Table | None = None
     images: list[Image] = field(default_factory=list)
     samples: list[tuple[str, list[EpisodePage]]] = field(default_factory=list)
-    coloured: bool = False
-    """Whether any answer is coloured by its credit."""
+    colored: bool = False
+    """Whether any answer is colored by its credit."""
     changed: Rows = field(default_factory=list)
     recipe: str = ""
     environment: Rows = field(default_factory=list)
     packages: Rows = field(default_factory=list)
-    trouble: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Warnings and failures of the run."""
+    missing: list[str] = field(default_factory=list)
     """What is missing from the section, and why."""
 
 
 def section_of(source: Source) -> Section:
-    """All that is told of one run. What cannot be read is left out and noted."""
+    """The section about one run. What cannot be read is listed in `missing`."""
     run = source.run
     assert run is not None
     section = Section(source.name, str(source.path))
     if not source.lines:
-        section.notes.append("The run has no metrics yet.")
+        section.missing.append("The run has no metrics yet.")
     elif source.unfinished:
-        section.notes.append(f"The run has done {source.unfinished}: what follows is how far it has come.")
+        section.missing.append(f"The run has done {source.unfinished}; the results below are preliminary.")
     try:
-        section.facts = list(facts(run, source.lines))
+        section.facts = list(run_facts(run, source.lines))
         section.changed = list(changed_rows(run))
     except PosttrainError as error:
-        section.notes.append(str(error))
+        section.missing.append(str(error))
     section.tables = _tables(run, section)
     section.scores = score_table(source.lines)
     section.images = [image(name, figure) for name, figure in figures(source.name, source.lines)]
-    section.samples, notes = _samples(run)
+    section.samples, missing = _samples(run)
     pages = [page for _, pages in section.samples for page in pages]
-    section.coloured = any(message.pieces or message.units for page in pages for message in page.messages)
-    section.notes += notes
+    section.colored = any(message.pieces or message.units for page in pages for message in page.messages)
+    section.missing += missing
     try:
         section.recipe = run.recipe_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        section.notes.append(f"{run.recipe_file} cannot be read ({error})")
+        section.missing.append(f"{run.recipe_file} cannot be read ({error})")
     section.environment, section.packages = _environment(run, section)
-    section.trouble = trouble(source.lines)
+    section.warnings = run_warnings(source.lines)
     return section
 
 
 def image(title: str, figure: Figure) -> Image:
-    """The figure as SVG inside an address."""
+    """The figure as an SVG data URI."""
     content = base64.b64encode(encode(figure, "svg")).decode()
     return Image(title, f"data:image/svg+xml;base64,{content}")
 
 
 def runs_table(sources: Sequence[Source]) -> Table:
-    """A row for each run."""
+    """A table with one row per run."""
     rows = []
     for source in sources:
         recipe = source.recipe or {}
@@ -108,7 +108,7 @@ def runs_table(sources: Sequence[Source]) -> Table:
 
 
 def differing_keys(sources: Sequence[Source]) -> Table | None:
-    """Recipe keys in which runs differ, those of runs of another stage left out; None where there are none."""
+    """Recipe keys in which the runs differ, limited to common keys if their stages differ; None if there are none."""
     flat = [dict(_flat(source.recipe or {})) for source in sources]
     everywhere = set.intersection(*(set(keys) for keys in flat)) if flat else set()
     stages = {source.stage for source in sources}
@@ -122,49 +122,47 @@ def differing_keys(sources: Sequence[Source]) -> Table | None:
         return None
     rows = [(key, *(one.get(key, "–") for one in flat)) for key in keys]
     names = tuple(source.name for source in sources)
-    note = "" if len(stages) == 1 else "Only keys that the recipes of all these stages have."
+    note = "" if len(stages) == 1 else "Limited to keys that the recipes of all these stages have."
     return Table("Recipe keys that differ", ("key", *names), rows, note, words=("key", *names))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found = []
+    flat = []
     for key, value in values.items():
         if isinstance(value, dict):
-            found += _flat(value, f"{prefix}{key}.")
+            flat += _flat(value, f"{prefix}{key}.")
         else:
-            found.append((f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)))
-    return found
+            flat.append((f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)))
+    return flat
 
 
 def _tables(run: RunDirectory, section: Section) -> list[Table]:
-    from posttrain.training.results import read_tables
-
     file = run.path / "results.json"
     if not file.is_file():
         return []
     try:
         return read_tables(run.path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        section.notes.append(f"{file} cannot be read ({error}), so the final tables are missing")
+        section.missing.append(f"{file} cannot be read ({error}), so the final tables are missing")
         return []
 
 
 def _samples(run: RunDirectory) -> tuple[list[tuple[str, list[EpisodePage]]], list[str]]:
-    found, notes = samples_of(run)
-    credit_known = any(one.advantages is not None or one.units is not None for some in found for one in some.samples)
+    steps, missing = samples_of(run)
+    credit_known = any(one.advantages is not None or one.units is not None for step in steps for one in step.samples)
     decode = _decoder(run) if credit_known else None
     if credit_known and decode is None:
-        notes.append("The tokenizer of the run cannot be loaded, so the credit of single tokens is not shown.")
+        missing.append("The tokenizer of the run cannot be loaded, so the credit of tokens is not shown.")
     credited = unit_credit(run)
-    scales = [largest_advantage(some.samples) for some in found]
+    scales = [largest_advantage(step.samples) for step in steps]
     return [
-        (some.title, [episode_page(one, scale, decode, credited) for one in some.samples])
-        for some, scale in zip(found, scales, strict=True)
-    ], notes
+        (step.title, [episode_page(one, scale, decode, credited) for one in step.samples])
+        for step, scale in zip(steps, scales, strict=True)
+    ], missing
 
 
 def _decoder(run: RunDirectory) -> Decode | None:
-    """With the tokenizer that the run saved itself, as the model it began with may be gone; else with that one's."""
+    """Decode with the tokenizer saved in the run, because the initial model may be gone; else with that of the model."""
     from posttrain.models.load import load_tokenizer
 
     saved = [run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]]
@@ -172,7 +170,7 @@ def _decoder(run: RunDirectory) -> Decode | None:
         if (directory / "tokenizer.json").is_file():
             try:
                 tokenizer = load_tokenizer(ModelRecipe(path=str(directory)))
-            except Exception:  # of whatever kind: one that is damaged is as good as none
+            except Exception:  # a damaged tokenizer counts as missing, whatever its error
                 continue
             return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     return token_decoder(run)
@@ -182,7 +180,7 @@ def _environment(run: RunDirectory, section: Section) -> tuple[Rows, Rows]:
     try:
         values = run.load_environment()
     except PosttrainError as error:
-        section.notes.append(str(error))
+        section.missing.append(str(error))
         return [], []
     packages = [(name, version or "not installed") for name, version in values.pop("packages", {}).items()]
     rows = [(str(key), value if isinstance(value, str) else json.dumps(value)) for key, value in values.items()]
@@ -194,17 +192,15 @@ _CODE = re.compile(r"`([^`]*)`")
 
 
 def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:
-    """Write the report of the runs at `paths`; returns its path, and what was left out.
+    """Write the report of the runs at `paths`; returns its path, and warnings about what it leaves out.
 
-    Without `out` it is `report.html` in the directory of the one run, or in the working folder. `InputError` for what
-    is not a run, `RunError` for damaged metrics and a disk that refuses.
+    `out` defaults to `report.html` in the directory of a single run, or in the working directory for several. Raises
+    `InputError` for a path that is no run, `RunError` for damaged metrics or if the file cannot be written.
     """
     sources = open_sources(paths)
     logs = [str(source.path) for source in sources if source.run is None]
     if logs:
-        raise InputError(
-            f"{logs[0]} is a log of TensorBoard, of which there is nothing but curves; use `posttrain plot`"
-        )
+        raise InputError(f"{logs[0]} is a TensorBoard log, which has only curves; use `posttrain plot`")
     file = out or (sources[0].path / "report.html" if len(sources) == 1 else Path("report.html"))
     if file.is_dir():
         raise InputError(f"--out {file} is a directory; give the name of a file, for example {file / 'report.html'}")
@@ -221,19 +217,18 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     with storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.lstrip().encode("utf-8", "backslashreplace"))
-    return file, [*compared.notes, *(f"{one.name}: {note}" for one in sections for note in one.notes)]
+    return file, [*compared.warnings, *(f"{one.name}: {text}" for one in sections for text in one.missing)]
 
 
 def _compared(sources: Sequence[Source]) -> Compared:
-    """Several runs side by side; nothing for one, or for runs that have measured nothing."""
+    """The comparison of several runs; empty for a single run, or if no run has metrics."""
     if len(sources) < 2 or not any(source.lines for source in sources):
         return Compared()
     return compare(sources)
 
 
 def _template() -> Any:
-    """Whatever is put into the page is text: escaped, and its control characters written out. `_marked` alone makes
-    markup."""
+    """The template. All values are escaped and their control characters made visible; only `_marked` makes markup."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -253,7 +248,7 @@ def _visible(value: Any) -> Any:
 
 
 def _marked(text: str) -> Any:
-    """Text of the Markdown report as HTML: words in backticks are code, of links the words are left."""
+    """Markdown text as HTML: words in backticks become code, links become their text."""
     from markupsafe import Markup, escape
 
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(visible(_LINK.sub(r"\1", text))))))

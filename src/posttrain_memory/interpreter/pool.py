@@ -51,9 +51,9 @@ _SLOW = "TimeoutError: the code was stopped: its calls of tools took too much ti
 class InterpreterLimits(Part):
     """What one block of a model's code may take."""
 
-    seconds: float = Field(5.0, gt=0)
+    timeout: float = Field(5.0, gt=0)
     """Longest run, in seconds of its own time; waiting for a tool does not count."""
-    tool_seconds: float = Field(20.0, gt=0)
+    tool_timeout: float = Field(20.0, gt=0)
     """Longest time of all tools together, in seconds of the clock; what they did until then stays."""
     memory_bytes: int = Field(67_108_864, ge=1_048_576)
     """Most memory of its values, in bytes."""
@@ -205,7 +205,7 @@ class _Worker:
                 begun = time.monotonic()
                 answer = self._answer(message, functions, calls)
                 spent += time.monotonic() - begun
-                if spent > self._limits.tool_seconds:
+                if spent > self._limits.tool_timeout:
                     # An error in the code could be caught by it, and go on as before.
                     self.kill()
                     return Ran(error=_SLOW, calls=calls)
@@ -263,12 +263,12 @@ def _settings(limits: InterpreterLimits) -> dict[str, object]:
         "process_bytes": _PROCESS_BYTES + 4 * limits.memory_bytes,
         "turns_per_process": 10_000,
         "wall_seconds": _wall(limits),
-        "processor_seconds": limits.seconds + 1,
+        "processor_seconds": limits.timeout + 1,
         "output_chars": limits.output_chars,
         "now": limits.now,
         "seed": limits.seed,
         "limits": {
-            "max_feed_duration_secs": limits.seconds,
+            "max_feed_duration_secs": limits.timeout,
             "max_memory": limits.memory_bytes,
             "max_recursion_depth": limits.recursion,
             # Looking up the name of a tool counts too, and so does a call beyond those that are allowed.
@@ -279,7 +279,7 @@ def _settings(limits: InterpreterLimits) -> dict[str, object]:
 
 def _wall(limits: InterpreterLimits) -> float:
     """Seconds until a silent worker counts as hung; long, because others may hold up the machine."""
-    return 4 * limits.seconds + 20
+    return 4 * limits.timeout + 20
 
 
 def _ran(done: object, calls: int) -> Ran:

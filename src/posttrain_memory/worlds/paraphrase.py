@@ -49,7 +49,7 @@ class ParaphraseRecipe(Part):
     """Sampling temperature."""
     api_key_variable: str | None = None
     """Name of the environment variable that holds the server's key; null sends none that means anything."""
-    seconds: float = Field(60, gt=0)
+    timeout: float = Field(60, gt=0)
     """Time-out of one request, in seconds."""
     retries: int = Field(3, ge=0)
     """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx."""
@@ -58,7 +58,7 @@ class ParaphraseRecipe(Part):
 def writer(recipe: ParaphraseRecipe) -> Writer:
     """The model of a recipe as a writer; it raises RunError where the server does not answer, and this InputError where
     there is no client or key."""
-    client = chat_client("paraphrase", recipe.url, recipe.seconds, recipe.retries, recipe.api_key_variable)
+    client = chat_client("paraphrase", recipe.url, recipe.timeout, recipe.retries, recipe.api_key_variable)
 
     def write(text: str) -> str:
         asked = [{"role": "user", "content": _TASK.format(text=text)}]

@@ -51,8 +51,8 @@ def test_a_discount_per_turn_is_biased():
     [
         {"type": "mt_grpo"},
         {"type": "gigpo"},
-        {"type": "gigpo", "divide": False},
-        {"type": "gigpo", "divide": False, "discount": 1.0},
+        {"type": "gigpo", "divide_by_std": False},
+        {"type": "gigpo", "divide_by_std": False, "discount": 1.0},
     ],
     ids=str,
 )
@@ -62,7 +62,7 @@ def test_biased_ones_miss_the_direction(credit, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gigpo_without_its_second_level_and_divisor_is_dr_grpo(size):
-    credit = {"type": "gigpo", "divide": False, "step_weight": 0.0}
+    credit = {"type": "gigpo", "divide_by_std": False, "step_weight": 0.0}
     assert relative_error(expected_gradient(credit, REINFORCE, size), (size - 1) / size) < 1e-7
 
 

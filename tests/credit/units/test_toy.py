@@ -31,7 +31,7 @@ def final(study, name, channel, kind):
 def test_prefix_rewards_and_leave_one_out_advantages_reach_the_optimum_and_the_published_drca_does_not(study):
     assert final(study, "prefix", "reward", "additive") >= 0.99
     assert final(study, "loo", "advantage", "additive") >= 0.99
-    assert final(study, "seed_compat", "reward", "additive") < 0.98
+    assert final(study, "drca_published", "reward", "additive") < 0.98
 
 
 def test_where_units_meet_the_published_drca_falls_behind_the_exact_gradient(study):
@@ -39,7 +39,7 @@ def test_where_units_meet_the_published_drca_falls_behind_the_exact_gradient(stu
     exact = np.mean([study.study.exact_curve("pairs", seed, 40, 3.0)[-1] for seed in range(8)])
     assert final(study, "prefix", "reward", "pairs") >= exact - 0.02
     assert final(study, "loo", "advantage", "pairs") >= exact - 0.02
-    assert final(study, "seed_compat", "reward", "pairs") < exact - 0.05
+    assert final(study, "drca_published", "reward", "pairs") < exact - 0.05
 
 
 def test_a_causal_reward_used_as_an_advantage_is_blind_to_what_comes_later(study):

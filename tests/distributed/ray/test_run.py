@@ -134,8 +134,8 @@ def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
     hardware = {
         "ray": "auto",
         "rewards": {"count": 1},
-        "environments": {"workers": 1},
-        "hang_seconds": 12,
+        "environments": {"count": 1},
+        "hang_timeout": 12,
         "max_restarts": 20,
     }
     victims = []
@@ -180,7 +180,7 @@ def test_a_machine_dies_with_all_that_ran_on_it(cluster, tiny_model, paid, undis
         "cpus": 2,
         "engines": {"cpus": 0.4},
         "rewards": {"count": 1, "cpus": 0.3},
-        "environments": {"workers": 1, "cpus": 0.3},
+        "environments": {"count": 1, "cpus": 0.3},
         "max_restarts": 20,
     }
 
@@ -219,7 +219,7 @@ def tensors(run):
 def test_a_hang_stops_the_run_where_it_is_to_and_a_resume_goes_on_to_the_same_bits(
     cluster, tiny_model, paid, undisturbed, tmp_path
 ):
-    hardware = {"ray": "auto", "rewards": {"count": 1}, "hang_seconds": 12, "on_hang": "stop"}
+    hardware = {"ray": "auto", "rewards": {"count": 1}, "hang_timeout": 12, "on_hang": "stop"}
     made, stopped = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid), []
 
     def disturb(disturber):
@@ -258,7 +258,7 @@ def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_m
         "ray": "auto",
         "processes": 2,
         "engines": {"count": 2},
-        "environments": {"workers": 1},
+        "environments": {"count": 1},
         "max_restarts": 20,
     }
 

@@ -17,7 +17,7 @@ from posttrain_memory.vault.vault import Vault
 
 @pytest.fixture(scope="module")
 def interpreter():
-    with Interpreter(InterpreterLimits(seconds=10, calls=5, output_chars=500)) as found:
+    with Interpreter(InterpreterLimits(timeout=10, calls=5, output_chars=500)) as found:
         yield found
 
 
@@ -148,7 +148,7 @@ def test_a_fault_of_ours_is_raised_and_the_next_turn_works(interpreter, function
 
 def test_a_killed_worker_is_replaced(functions):
     before = set(children())
-    with Interpreter(InterpreterLimits(seconds=10)) as interpreter:
+    with Interpreter(InterpreterLimits(timeout=10)) as interpreter:
 
         def kill(path=""):
             (worker,) = set(children()) - before
@@ -166,7 +166,7 @@ def test_a_killed_worker_is_replaced(functions):
 
 
 def test_a_crash_of_the_interpreter_itself_costs_one_turn(functions):
-    with Interpreter(InterpreterLimits(seconds=10)) as interpreter:
+    with Interpreter(InterpreterLimits(timeout=10)) as interpreter:
         assert interpreter.run("1", functions).error is None
         worker = interpreter._free.queue[0]
 
@@ -183,7 +183,7 @@ def test_a_crash_of_the_interpreter_itself_costs_one_turn(functions):
 
 
 def test_many_values_are_the_codes_fault(functions):
-    limits = InterpreterLimits(seconds=10, memory_bytes=256 << 20)
+    limits = InterpreterLimits(timeout=10, memory_bytes=256 << 20)
     with Interpreter(limits) as interpreter:
         # Each of these is small in the interpreter and large in Python.
         ran = interpreter.run("x = [{i: [i]} for i in range(400_000)]", functions)
@@ -198,7 +198,7 @@ def children():
 
 
 def test_many_threads_share_the_workers():
-    with Interpreter(InterpreterLimits(seconds=10), workers=2) as interpreter:
+    with Interpreter(InterpreterLimits(timeout=10), workers=2) as interpreter:
         found = {}
 
         def play(number):
@@ -216,7 +216,7 @@ def test_many_threads_share_the_workers():
 
 def test_an_interpreter_that_does_not_start_is_our_fault(functions, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with Interpreter() as interpreter, pytest.raises(InterpreterFault, match="pip install pydantic-monty"):
+    with Interpreter() as interpreter, pytest.raises(InterpreterFault, match=r"posttrain\[memory\]"):
         interpreter.run("1", functions)
 
 

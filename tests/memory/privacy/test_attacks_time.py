@@ -20,7 +20,7 @@ def test_tools_that_take_too_long_end_the_block():
         time.sleep(0.1)
         return True
 
-    with Interpreter(InterpreterLimits(tool_seconds=0.25)) as one:
+    with Interpreter(InterpreterLimits(tool_timeout=0.25)) as one:
         code = "while True:\n    try:\n        slow('x')\n    except BaseException:\n        pass"
         ran = one.run(code, {"slow": slow})
         assert ran.error == (
@@ -60,7 +60,7 @@ SLOW = {
 def test_no_legal_vault_makes_the_tools_slow(name):
     files, call, times = SLOW[name]
     vault = Vault(MemoryStorage({"user.md": "# Me\n", **files}))
-    with Interpreter(InterpreterLimits(tool_seconds=600)) as one:
+    with Interpreter(InterpreterLimits(tool_timeout=600)) as one:
         one.run("1", {})
         begun = time.process_time()
         code = f"raised = 0\nfor i in range({times}):\n    try:\n        {call}\n    except Exception as error:\n        raised += 1\ndone = True"

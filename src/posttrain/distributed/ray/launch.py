@@ -58,10 +58,10 @@ def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> N
 
 
 def _check(recipe: PlacedRecipe) -> None:
-    apart = recipe.hardware.apart
+    apart = recipe.hardware.dedicated
     if apart.critic or apart.reference:
         raise InputError(
-            "hardware.apart is for `posttrain cluster plan`: in a run the learners' processes hold critic and reference "
+            "hardware.dedicated is for `posttrain cluster plan`: in a run the learners' processes hold critic and reference "
             "model; remove it, or set both numbers to 0"
         )
     if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts and recipe.rollout.on_new_weights != "finish":
@@ -89,7 +89,7 @@ class Launch:
         self.workers, self.share = place(recipe, self.nodes)
         self.document = recipe.model_dump_json()
         hardware = recipe.hardware
-        self.beat = min(1.0, hardware.hang_seconds / 10)
+        self.beat = min(1.0, hardware.hang_timeout / 10)
         # On this machine: the watch has to outlive all others.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # Workers look it up by name: an actor's handle among the arguments would have to outlive what they are made from.
@@ -361,7 +361,7 @@ class Launch:
             self._blind = True
             return
         self._blind = False
-        for hang in hangs(known, hardware.hang_seconds):
+        for hang in hangs(known, hardware.hang_timeout):
             if not hang.started:
                 if hang.name not in self._named:
                     self.console.print(hang.sentence, markup=False, soft_wrap=True)

@@ -60,7 +60,7 @@ class LearnerWorker(Worker):
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        self.reporter.on_news = events.tell
+        self.reporter.on_news = events.record
         self.reporter.on_stop = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class LearnerWorker(Worker):
         os.environ.update(job.variables)
         become_learner()
         for sentence in job.told:
-            events.tell(sentence)
+            events.record(sentence)
         recipe = recipe_from(job.document)
         try:
             with ExitStack() as placed:

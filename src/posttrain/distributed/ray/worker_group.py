@@ -87,7 +87,7 @@ class Member:
             since = time.monotonic()
             self.pid = self._returned(sentence)
             self.lives += 1
-            events.tell(f"{sentence}; it was started again after {time.monotonic() - since:.0f} s")
+            events.record(f"{sentence}; it was started again after {time.monotonic() - since:.0f} s")
 
     def _returned(self, sentence: str) -> int:
         """Wait for its process; WorkersLost, which begins with `sentence`, where none comes."""

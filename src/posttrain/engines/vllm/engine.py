@@ -31,7 +31,7 @@ from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.runs.events import tell
+from posttrain.runs import events
 
 Awaited = TypeVar("Awaited")
 
@@ -117,9 +117,9 @@ class VllmEngine:
         """Requests that were asked again because the engine that had them died."""
         self._home: ContextVar[list[_Life] | None] = ContextVar("home", default=None)
         self._lives = [
-            _Life(replica, asyncio.Lock(), Watch(replica.respond, recipe.hang_seconds)) for replica in replicas
+            _Life(replica, asyncio.Lock(), Watch(replica.respond, recipe.hang_timeout)) for replica in replicas
         ]
-        self._depot = WeightStore(recipe.restarts > 0 or bool(recipe.urls), self._size())
+        self._depot = WeightStore(recipe.max_restarts > 0 or bool(recipe.urls), self._size())
         self._adapter: Path | None = None
         self._sent = 0
         self._loop = asyncio.new_event_loop()
@@ -246,10 +246,10 @@ class VllmEngine:
                 return
             life.alive = False
             while not life.alive:
-                if life.lives > self.recipe.restarts:
+                if life.lives > self.recipe.max_restarts:
                     raise RunError(
-                        f"{life.replica.name} died {life.lives} times, the last time because {reason}, and engine.restarts is "
-                        f"{self.recipe.restarts}; the run goes on from its last checkpoint with --resume"
+                        f"{life.replica.name} died {life.lives} times, the last time because {reason}, and engine.max_restarts is "
+                        f"{self.recipe.max_restarts}; the run goes on from its last checkpoint with --resume"
                     )
                 life.lives += 1
                 self.restarts += 1
@@ -260,7 +260,7 @@ class VllmEngine:
                     life.alive = True
                 except Died as error:
                     reason = str(error)
-            tell(
+            events.record(
                 f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and "
                 "what it was asked is asked again"
             )
@@ -340,7 +340,7 @@ class VllmEngine:
 
     def _size(self) -> int:
         most = self.recipe.bucket_megabytes * MIB
-        if self.recipe.restarts == 0 and not self.recipe.urls:
+        if self.recipe.max_restarts == 0 and not self.recipe.urls:
             return 2 * most
         return sum(parameter.numel() * parameter.element_size() for parameter in self.policy.model.parameters())
 
@@ -415,11 +415,11 @@ def settings_of(
             f"model.path: {path} is an adapter, and vLLM starts from a whole model; train with model.lora.export=merged"
         )
     most = getattr(policy.model.config, "max_position_embeddings", None)
-    context = recipe.context or longest or most or 0
+    context = recipe.max_model_len or longest or most or 0
     if most is not None and context > most:
         raise InputError(
             f"{policy.recipe.path} knows {most} positions and contexts may have {context} tokens; lower "
-            f"{'engine.context' if recipe.context else 'rollout.tokens_per_episode'}"
+            f"{'engine.max_model_len' if recipe.max_model_len else 'rollout.tokens_per_episode'}"
         )
     own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype_in_use(next(policy.model.parameters()))]
     cold = sampling is None or sampling.temperature in (0, 1)
@@ -427,10 +427,10 @@ def settings_of(
         model=str(path) if path.exists() else policy.recipe.path,
         dtype=own if recipe.dtype == "auto" else recipe.dtype,
         context=context,
-        sequences=recipe.sequences,
+        sequences=recipe.max_num_seqs,
         tokens_per_forward=recipe.tokens_per_forward,
         tensor_parallel=recipe.tensor_parallel,
-        memory_share=recipe.memory_share,
+        gpu_memory_utilization=recipe.gpu_memory_utilization,
         cache_gigabytes=recipe.cache_gigabytes or 0.0,
         prefix_caching=recipe.prefix_caching,
         eager={None: "auto", True: "yes", False: "no"}[recipe.enforce_eager],
@@ -450,7 +450,7 @@ def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -
                 f"the vLLM server at {url}",
                 url.rstrip("/"),
                 token,
-                recipe.start_seconds,
+                recipe.start_timeout,
                 same_machine=False,
                 wanted=settings,
             )
@@ -461,7 +461,7 @@ def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -
     for number in range(recipe.servers):
         first = recipe.first_device + number * recipe.tensor_parallel
         devices = list(range(first, first + recipe.tensor_parallel))
-        found.append(OwnReplica(number, settings, recipe.python, devices, recipe.start_seconds, folder))
+        found.append(OwnReplica(number, settings, recipe.python, devices, recipe.start_timeout, folder))
     return found
 
 

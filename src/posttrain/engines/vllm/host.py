@@ -118,7 +118,7 @@ class Host:
                 break
         if reason is None:
             raise ValueError(
-                f"an answer ended after {len(ids)} tokens at the engine's longest context; raise engine.context"
+                f"an answer ended after {len(ids)} tokens at the engine's longest context; raise engine.max_model_len"
             )
         return {"ids": ids, "logprobs": logprobs, "versions": versions, "stop_reason": reason, "reused": reused}
 

@@ -245,14 +245,14 @@ class ServedReplica:
         name: str,
         url: str,
         token: str | None,
-        start_seconds: float,
+        start_timeout: float,
         same_machine: bool,
         wanted: Settings | None = None,
     ) -> None:
         """`wanted`: what a server that was started by someone else has to agree with."""
         self.name = name
         self.url = url
-        self.start_seconds = start_seconds
+        self.start_timeout = start_timeout
         self.same_machine = same_machine
         """Files are named instead of sent."""
         self.wanted = wanted
@@ -260,7 +260,7 @@ class ServedReplica:
 
     async def start(self) -> None:
         """Wait until the server answers."""
-        ends = time.monotonic() + self.start_seconds
+        ends = time.monotonic() + self.start_timeout
         while True:
             try:
                 async with asyncio.timeout(max(1.0, ends - time.monotonic())):
@@ -340,7 +340,7 @@ class OwnReplica(ServedReplica):
     """A server of this run's own: a process group that ends when the run does."""
 
     def __init__(
-        self, number: int, settings: Settings, python: str | None, devices: list[int], start_seconds: float, logs: Path
+        self, number: int, settings: Settings, python: str | None, devices: list[int], start_timeout: float, logs: Path
     ) -> None:
         """`devices`: numbers of the GPUs it may see, among those that this process sees. `logs`: a directory."""
         self.python = python or sys.executable
@@ -352,7 +352,7 @@ class OwnReplica(ServedReplica):
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
         self._token = secrets.token_hex(16)
-        super().__init__(f"vLLM server {number}", "", self._token, start_seconds, same_machine=True)
+        super().__init__(f"vLLM server {number}", "", self._token, start_timeout, same_machine=True)
 
     async def start(self) -> None:
         self._kill()
@@ -369,12 +369,12 @@ class OwnReplica(ServedReplica):
                 env=self._environment(),
                 start_new_session=True,
             )
-        ends = time.monotonic() + self.start_seconds
+        ends = time.monotonic() + self.start_timeout
         while not announced.exists():
             code = self._process.poll()
             if code is not None or time.monotonic() > ends:
                 self._kill()
-                how = f"it ended with status {code}" if code is not None else f"{self.start_seconds:g} s are over"
+                how = f"it ended with status {code}" if code is not None else f"{self.start_timeout:g} s are over"
                 raise RunError(f"{self.name} did not start: {how}; {self._last_words()}")
             await asyncio.sleep(_LOOK_EVERY)
         self.url = f"http://127.0.0.1:{announced.read_text()}"

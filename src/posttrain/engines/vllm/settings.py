@@ -24,10 +24,10 @@ class Settings:
     """Most tokens in one forward pass."""
     tensor_parallel: int = 1
     """Devices over which the weights are divided."""
-    memory_share: float = 0.5
+    gpu_memory_utilization: float = 0.5
     """On a GPU: share of its memory for weights and cache."""
     cache_gigabytes: float = 0.0
-    """Size of the key/value cache in GiB; 0 is what `memory_share` leaves, and 2 on a processor."""
+    """Size of the key/value cache in GiB; 0 is what `gpu_memory_utilization` leaves, and 2 on a processor."""
     prefix_caching: bool = True
     """Keep what was computed for prompts and earlier turns until the weights change."""
     eager: str = "auto"
@@ -61,7 +61,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
     if settings.context:
         arguments["max_model_len"] = settings.context
     if has_gpu:
-        arguments["gpu_memory_utilization"] = settings.memory_share
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
     else:
         # Prompts of a hundred tokens are shared only where pages are small.

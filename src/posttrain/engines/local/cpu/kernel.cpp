@@ -103,7 +103,7 @@ static inline void norm(const number* row, const number* weight, number* out, in
 }
 
 // x and out [rows, size].
-extern "C" void normalise(const number* x, const number* weight, number* out, int64_t rows, int64_t size, float epsilon,
+extern "C" void normalize(const number* x, const number* weight, number* out, int64_t rows, int64_t size, float epsilon,
                           int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > 16384)
     for (int64_t row = 0; row < rows; row++) norm(x + row * size, weight, out + row * size, size, epsilon);

@@ -9,9 +9,9 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
-from posttrain.training.learner import Learner
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater
 
 from .test_batches import sample
 
@@ -20,7 +20,7 @@ def learner(model, budget=4096, **optimizer):
     policy = Policy(ModelRecipe(path=str(model)))
     recipe = OptimizerRecipe(**({"learning_rate": 1e-2, "max_gradient_norm": 1e9} | optimizer))
     batches = LearnerRecipe(tokens_per_batch=budget)
-    return Learner(policy, Optimizer(policy.trainable(), recipe, 10), batches, token_forward(policy, batches))
+    return Updater(policy, Optimizer(policy.trainable(), recipe, 10), batches, token_forward(policy, batches))
 
 
 def samples(seed=0):
@@ -54,7 +54,7 @@ def gradients(model, budget, objective, monkeypatch):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, tiny_model, monkeypatch):
     loss = {"type": "ppo", "aggregation": aggregation} | ({"constant": 100.0} if aggregation == "constant" else {})
-    objective = PolicyObjective(RlRecipe(loss=loss, entropy=0.1), 0.0)
+    objective = PolicyObjective(RlRecipe(loss=loss, entropy_coefficient=0.1), 0.0)
     whole = gradients(tiny_model, 4096, objective, monkeypatch)
     assert len(pack(samples(), 4096)) == 1
     for budget in (45, 60, 150):
@@ -109,7 +109,7 @@ def test_no_signal_costs_nothing(tiny_model):
 def test_bfloat16_learns_in_float32_masters(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model), dtype="bfloat16"))
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-5), 10)
-    subject = Learner(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
+    subject = Updater(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
     start = [m.detach().clone() for m in optimizer.masters]
     for _ in range(3):
         subject.update(samples(), SupervisedObjective())
@@ -124,7 +124,7 @@ def test_the_reference_is_the_start_with_and_without_adapters(tiny_model):
     for lora in (None, LoraRecipe(rank=4)):
         policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
         optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-2), 10)
-        subject = Learner(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
+        subject = Updater(policy, optimizer, LearnerRecipe(), token_forward(policy, LearnerRecipe()))
         start = logprobs(subject, samples())
         subject.update(samples(), SupervisedObjective())
         subject.update(samples(), SupervisedObjective())

@@ -1,4 +1,4 @@
-"""The learner: samples become one optimizer step. It does not know the algorithm, nor what the model computes.
+"""One optimizer step from samples and an objective. It depends neither on the algorithm nor on what the model computes.
 
 The loss is divided once, by a normalizer that is global over the optimizer step, so gradients are the same to float
 rounding for any split into micro-batches. Several processes divide the micro-batches among them: each sees all samples of an
@@ -30,7 +30,7 @@ Read = TypeVar("Read", contravariant=True)
 
 
 class Learning(Protocol):
-    """A model as the learner sees it: a `TrainedModel`, or a head on one."""
+    """A model as the updater sees it: a `TrainedModel`, or a head on one."""
 
     version: int
 
@@ -62,7 +62,7 @@ class Objective(Protocol[Read]):
         ...
 
 
-class Learner(Generic[Output]):
+class Updater(Generic[Output]):
     """Owns the optimizer of a model. `forward` is what the model computes for the samples of one micro-batch."""
 
     def __init__(
