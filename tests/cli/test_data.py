@@ -140,9 +140,7 @@ def test_experts_keep_off_the_held_out_seeds(capsys):
     assert main(["data", "experts", "frozen_lake", "--start", "999990", "--count", "20"]) == 2
     assert "overlap evaluation.seeds" in capsys.readouterr().err
     assert main(["data", "experts", "frozen_lake", "--count", "3", "--out", "lake.csv"]) == 2
-    assert capsys.readouterr().err == (
-        "posttrain: lake.csv: unknown format; name a .jsonl or .parquet file\n"
-    )
+    assert capsys.readouterr().err == ("posttrain: lake.csv: unknown format; name a .jsonl or .parquet file\n")
 
 
 def test_experts_of_an_environment_without_tasks_are_told(capsys):

@@ -240,7 +240,9 @@ def test_no_row_left_says_why(tmp_path):
 def test_a_column_of_mixed_types_is_no_parquet_and_leaves_nothing_behind(tmp_path):
     pytest.importorskip("pyarrow")
     out = tmp_path / "out.parquet"
-    with pytest.raises(InputError, match=r"out\.parquet: column a cannot be written as parquet .*; write \.jsonl instead"):
+    with pytest.raises(
+        InputError, match=r"out\.parquet: column a cannot be written as parquet .*; write \.jsonl instead"
+    ):
         write_rows(out, [{"a": 1}, {"a": "x"}])
     assert list(tmp_path.iterdir()) == []
     write_rows(out, [{"a": 1}, {"b": "x"}])
