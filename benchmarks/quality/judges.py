@@ -109,7 +109,7 @@ class OutcomeJudge:
 
     def _loo(self, answers: Sequence[JudgedAnswer], how: Rendering) -> Credits:
         valuer = self._valuer()
-        members = [estimators.all_but_one(len(a.units)) for a in answers]
+        members = [estimators.leave_one_out_coalitions(len(a.units)) for a in answers]
         without = valuer.coalitions(answers, members, how)
         credits = [
             estimators.loo(a.outcome, np.array([own[m] for m in asked]))
@@ -120,7 +120,7 @@ class OutcomeJudge:
     def _shapley(self, answers: Sequence[JudgedAnswer], permutations: int, seed: int) -> Credits:
         valuer = self._valuer()
         chosen = [
-            estimators.orders(len(a.units), permutations, random_stream("credit quality orders", seed, number))
+            estimators.sample_orders(len(a.units), permutations, random_stream("credit quality orders", seed, number))
             for number, a in enumerate(answers)
         ]
         members = [[0, *estimators.coalitions(len(a.units), own)] for a, own in zip(answers, chosen, strict=True)]

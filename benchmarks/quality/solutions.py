@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.credit.units.offsets import align
-from posttrain.credit.units.segment import answers_in, segment
+from posttrain.credit.units.segment import segment, stream_answers
 from posttrain.credit.units.spans import Spans
 from posttrain.data.rendering import Renderer
 from posttrain.episode import Stream
@@ -94,7 +94,7 @@ class Reader:
 
     def units(self, stream: Stream) -> Spans:
         """The units of the answer."""
-        return segment(self.segmenter, answers_in(stream, self.model.end_tokens, self.decode), self.decode)
+        return segment(self.segmenter, stream_answers(stream, self.model.end_tokens, self.decode), self.decode)
 
     def case(self, solved: Solved) -> Case | None:
         """None where the change moves a boundary of units, there are fewer than 3, or it is in the last one."""

@@ -46,7 +46,7 @@ def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) 
     """The driver over the local engine, whose answers are cut to their given lengths."""
     from posttrain.data.rendering import Renderer
     from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-    from posttrain.rollout.driver import RolloutWorker, play_all
+    from posttrain.rollout.driver import RolloutWorker, collect_episodes
     from posttrain.seeds import derive_seed
 
     places = _places(job, round_number)
@@ -75,7 +75,7 @@ def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) 
     player = RolloutWorker(Cut(), renderer, _environment(job), rollout, SamplingRecipe(), version=0)
     before = replace(engine.counters)
     begun = time.perf_counter()
-    episodes = play_all(player, places)
+    episodes = collect_episodes(player, places)
     seconds = time.perf_counter() - begun
     counters = engine.counters
     sampled = counters.sampled - before.sampled
@@ -96,7 +96,7 @@ def play_theirs(model: Any, tokenizer: Any, job: dict[str, Any], round_number: i
 
     from posttrain.data.rendering import Renderer
     from posttrain.episode import StopReason
-    from posttrain.rollout.conversation import Conversation
+    from posttrain.rollout.transcript import TokenTranscript
 
     torch.manual_seed(round_number + 1)
     recipe = _environment(job)
@@ -105,7 +105,9 @@ def play_theirs(model: Any, tokenizer: Any, job: dict[str, Any], round_number: i
     sampled = computed = answers = 0
     begun = time.perf_counter()
     games = [LongGame(recipe) for _ in places]
-    talks = [Conversation(renderer, game.reset(place.seed).messages) for game, place in zip(games, places, strict=True)]
+    talks = [
+        TokenTranscript(renderer, game.reset(place.seed).messages) for game, place in zip(games, places, strict=True)
+    ]
     for turn in range(job["turns"]):
         lengths = [answer_length(job, place.seed, place.index, turn) for place in places]
         contexts = [list(talk.context) for talk in talks]

@@ -6,28 +6,28 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign
+from posttrain.credit.assign import compute_advantages
 from posttrain.credit.units.estimators import (
     attention,
     coalitions,
     even,
+    full_coalition,
     last,
     loo,
-    orders,
     prefix,
+    sample_orders,
     shapley,
     trunc,
-    whole,
 )
 from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
-from posttrain.credit.units.spans import spans
+from posttrain.credit.units.spans import Spans
 from posttrain.episode import Episode, Outcome, RewardStreams, Stream
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.seeds import random_stream
 from toy.tasks import UNITS, Task
 
 PERMUTATIONS = 8
-SPANS = spans(UNITS, np.arange(UNITS))
+SPANS = Spans.from_cuts(UNITS, np.arange(UNITS))
 """A token a unit."""
 _GAE = TypeAdapter(CreditRecipe).validate_python({"type": "gae", "gae_lambda": 1.0})
 _BEGINNINGS = np.tril(np.ones((UNITS + 1, UNITS), bool), -1)
@@ -70,8 +70,8 @@ def _loo(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np
 
 
 def _shapley(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
-    chosen = orders(UNITS, PERMUTATIONS, draws)
-    members = [0, *coalitions(UNITS, chosen), whole(UNITS)]
+    chosen = sample_orders(UNITS, PERMUTATIONS, draws)
+    members = [0, *coalitions(UNITS, chosen), full_coalition(UNITS)]
     kept = (np.array(members)[:, None] >> np.arange(UNITS)) & 1 == 1
     return [
         shapley(UNITS, chosen, dict(zip(members, own, strict=True))) for own in worths(task, answers, kept).tolist()
@@ -129,7 +129,7 @@ def advantages(
         rewards = with_unit_rewards(played, rewards, paid_units, way.beta, "end")
     found = np.stack([streams[0] for streams in rewards.values])
     values = np.cumsum(found[:, ::-1], axis=1)[:, ::-1].mean(axis=0)
-    credit = assign(played, _GAE, rewards, None, [[values]] * len(played))
+    credit = compute_advantages(played, _GAE, rewards, None, [[values]] * len(played))
     if way.channel == "advantage":
         judged = [UnitAdvantages(SPANS, d, r, 0.0) for d, r in zip(credits, outcomes.tolist(), strict=True)]
         credit = with_unit_advantages(played, credit, judged, way.beta, "batch", 5.0)

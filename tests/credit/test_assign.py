@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, Stream
 from posttrain.errors import RunError
 from posttrain.recipe.credit import CreditRecipe
@@ -39,7 +39,7 @@ def episode(*streams, group=0, index=0):
 
 def test_environment_tokens_do_not_decay_credit_and_get_none():
     short, long = episode(("..ss.s", {5: 8.0})), episode(("..ss" + "." * 50 + "s", {54: 8.0}))
-    credit = assign([short, long], recipe("reinforce", discount=0.5), reward_streams([short, long]))
+    credit = compute_advantages([short, long], recipe("reinforce", discount=0.5), reward_streams([short, long]))
     np.testing.assert_array_equal(credit.values[0][0], np.array([0, 0, 2, 4, 0, 8], dtype=np.float32))
     assert credit.values[0][0].dtype == np.float32
     np.testing.assert_array_equal(credit.values[1][0][long.streams[0].sampled], [2, 4, 8])
@@ -48,7 +48,7 @@ def test_environment_tokens_do_not_decay_credit_and_get_none():
 
 def test_returns_run_across_the_streams_of_an_episode():
     one = episode((".ss", {2: 1.0}), (".....s", {5: 4.0}))
-    credit = assign([one], recipe("reinforce", discount=0.5), reward_streams([one]))
+    credit = compute_advantages([one], recipe("reinforce", discount=0.5), reward_streams([one]))
     np.testing.assert_array_equal(credit.values[0][0], [0, 1.5, 3])
     np.testing.assert_array_equal(credit.values[0][1], [0, 0, 0, 0, 0, 4])
 
@@ -56,7 +56,7 @@ def test_returns_run_across_the_streams_of_an_episode():
 def test_an_outcome_is_the_sum_over_streams_and_turns():
     several = episode((".ss.s", {2: 1.0, 4: 2.0}), (".s", {1: 4.0}), group=4)
     single = episode((".s", {1: 3.0}), group=4, index=1)
-    credit = assign([several, single], recipe("dr_grpo"), reward_streams([several, single]))
+    credit = compute_advantages([several, single], recipe("dr_grpo"), reward_streams([several, single]))
     np.testing.assert_array_equal(credit.values[0][0], [0, 2, 2, 0, 2])
     np.testing.assert_array_equal(credit.values[0][1], [0, 2])
     np.testing.assert_array_equal(credit.values[1][0], [0, -2])
@@ -64,26 +64,26 @@ def test_an_outcome_is_the_sum_over_streams_and_turns():
 
 def test_groups_are_those_of_the_ids_in_any_order():
     made = [episode((".s", {1: float(r)}), group=g) for g, r in [(1, 0), (2, 10), (1, 4), (2, 10), (1, 2)]]
-    credit = assign(made, recipe("rloo"), reward_streams(made))
+    credit = compute_advantages(made, recipe("rloo"), reward_streams(made))
     np.testing.assert_array_equal([c[0][1] for c in credit.values], [-3, 0, 3, 0, 0])
 
 
 def test_remax_uses_the_greedy_returns():
     made = [episode((".s", {1: 3.0}), group=9)]
-    assert assign(made, recipe("remax"), reward_streams(made), {9: 1.0}).values[0][0][1] == 2.0
+    assert compute_advantages(made, recipe("remax"), reward_streams(made), {9: 1.0}).values[0][0][1] == 2.0
     with pytest.raises(RunError, match="group 9"):
-        assign(made, recipe("remax"), reward_streams(made))
+        compute_advantages(made, recipe("remax"), reward_streams(made))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "brpo"])
 def test_no_episodes_no_advantages(kind):
-    assert assign([], recipe(kind), RewardStreams([])) == Advantages([])
+    assert compute_advantages([], recipe(kind), RewardStreams([])) == Advantages([])
 
 
 def test_an_episode_that_sampled_nothing_is_carried_along():
     made = [episode(("...", {})), episode((".s", {1: 1.0}), index=1)]
     for kind in ("grpo", "opo", "reinforce", "reinforce_pp_baseline"):
-        assert not assign(made, recipe(kind), reward_streams(made)).values[0][0].any()
+        assert not compute_advantages(made, recipe(kind), reward_streams(made)).values[0][0].any()
 
 
 def test_reward_streams_are_copies():
@@ -96,4 +96,4 @@ def test_reward_streams_are_copies():
 def test_a_reward_that_cannot_be_credited_names_its_episode(paid, words):
     one = episode((".s", paid), group=3, index=2)
     with pytest.raises(RunError, match=f"group 3 episode 2 .*{words}"):
-        assign([one], recipe("grpo"), reward_streams([one]))
+        compute_advantages([one], recipe("grpo"), reward_streams([one]))

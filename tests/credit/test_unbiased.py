@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.kl import kl_loss
 from posttrain.losses.policy import policy_loss
@@ -71,7 +71,7 @@ def credited_groups(credit: tuple, size: int) -> list:
     found = []
     for chosen, probability in joint_samples(size, LOG_POLICY):
         played = [episode(t, LOG_POLICY, i) for i, t in enumerate(chosen)]
-        values = assign(played, recipe, reward_streams(played), GREEDY).values
+        values = compute_advantages(played, recipe, reward_streams(played), GREEDY).values
         flat = [
             v[s.sampled]
             for e, streams in zip(played, values, strict=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.credit.returns import explained_variance, gae, reinforce
 from posttrain.recipe.credit import CreditRecipe
 
@@ -40,7 +40,7 @@ def test_it_runs_over_sampled_tokens_alone_and_across_streams():
     short = streams_of(("..ss", {3: 2.0}), (".s", {1: 4.0}))
     long = streams_of(("..s....s", {7: 2.0}), ("......s", {6: 4.0}))
     marks = [[np.array([9, 9, 1, 2]), np.array([9, 3])], [np.array([9, 9, 1, 9, 9, 9, 9, 2]), np.array([9] * 6 + [3])]]
-    credit = assign(
+    credit = compute_advantages(
         [short, long], recipe(discount=0.5), reward_streams([short, long]), None, [[m * 1.0 for m in e] for e in marks]
     )
     expected = gae([np.array([0.0, 2.0, 4.0])], [np.array([1.0, 2.0, 3.0])], 0.5, 0.95)[0]
@@ -55,14 +55,14 @@ def test_whitening_is_over_the_tokens_of_the_step():
     values = [[np.array([0.0, 0.5, 0.25, 0.0])], [np.array([0.0, 1.0])]]
     raw = gae([np.array([0.0, 0.0, 1.0]), np.array([5.0])], [np.array([0.5, 0.25, 0.0]), np.array([1.0])], 1.0, 0.95)
     flat = np.concatenate(raw)
-    credit = assign([one, two], recipe(whiten=True), reward_streams([one, two]), None, values)
+    credit = compute_advantages([one, two], recipe(whiten=True), reward_streams([one, two]), None, values)
     found = np.concatenate([credit.values[0][0][1:], credit.values[1][0][1:]])
     np.testing.assert_allclose(found, (flat - flat.mean()) / (flat.std() + 1e-6), rtol=1e-5)
 
 
 def test_it_needs_values():
     with pytest.raises(ValueError, match="critic"):
-        assign([streams_of((".s", {1: 1.0}))], recipe(), reward_streams([streams_of((".s", {1: 1.0}))]))
+        compute_advantages([streams_of((".s", {1: 1.0}))], recipe(), reward_streams([streams_of((".s", {1: 1.0}))]))
 
 
 def test_explained_variance():
@@ -96,7 +96,7 @@ def expected_gradient(values: np.ndarray, gae_lambda: float) -> np.ndarray:
         sampled = played.streams[0].sampled
         judged = np.zeros(len(sampled))
         judged[sampled] = [values[state] for state, _ in t.choices]
-        credit = assign([played], recipe(gae_lambda=gae_lambda), reward_streams([played]), None, [[judged]])
+        credit = compute_advantages([played], recipe(gae_lambda=gae_lambda), reward_streams([played]), None, [[judged]])
         for (state, token), advantage in zip(t.choices, credit.values[0][0][sampled], strict=True):
             gradient = -np.exp(LOG_POLICY[state])
             gradient[token] += 1.0
@@ -129,7 +129,7 @@ def test_exact_values_lower_the_variance():
             sampled = played.streams[0].sampled
             judged = np.zeros(len(sampled))
             judged[sampled] = [values[state] for state, _ in t.choices]
-            credit = assign([played], recipe(gae_lambda=1.0), reward_streams([played]), None, [[judged]])
+            credit = compute_advantages([played], recipe(gae_lambda=1.0), reward_streams([played]), None, [[judged]])
             gradient = np.zeros_like(PARAMETERS)
             for (state, token), advantage in zip(t.choices, credit.values[0][0][sampled], strict=True):
                 gradient[state] -= float(advantage) * np.exp(LOG_POLICY[state])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from posttrain.data.rendering import Renderer
 from posttrain.episode import StopReason
 from posttrain.errors import InputError
-from posttrain.rollout.conversation import Conversation
+from posttrain.rollout.transcript import TokenTranscript
 
 from ..conftest import CHATML, make_tokenizer
 
@@ -33,7 +33,7 @@ FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 @given(answers=st.lists(WORDS, min_size=1, max_size=4), observations=st.lists(WORDS, min_size=4, max_size=4))
 def test_appended_turns_equal_the_template(answers, observations):
     """Turn-by-turn rendering of a conversation gives the tokens of rendering it whole."""
-    conversation = Conversation(CHATML_RENDERER, FIRST)
+    conversation = TokenTranscript(CHATML_RENDERER, FIRST)
     for answer, observation in zip(answers, observations, strict=False):
         ids = CHATML_RENDERER.answer(answer)
         conversation.answer(ids, [-1.0] * len(ids), StopReason.END_TOKEN)
@@ -52,7 +52,7 @@ def test_appended_turns_equal_the_template(answers, observations):
 
 
 def test_an_answer_that_did_not_end_gets_its_end_from_the_environment():
-    conversation = Conversation(CHATML_RENDERER, FIRST)
+    conversation = TokenTranscript(CHATML_RENDERER, FIRST)
     ids = CHATML_RENDERER.answer("Up")[:-1]
     conversation.answer(ids, [0.0] * len(ids), StopReason.TURN_BUDGET)
     conversation.observe([{"role": "user", "content": "next"}])
@@ -69,7 +69,7 @@ def test_a_template_that_drops_thinking_splits_the_episode():
     dropping = renderer(DROPS_THINKING)
     assert dropping.rewrites_thoughts
     assert not dropping.rewrites_answers
-    conversation = Conversation(dropping, FIRST)
+    conversation = TokenTranscript(dropping, FIRST)
     for text in ("<think>hm</think>Up", "Down", "Left"):
         ids = dropping.answer(text)
         conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
@@ -85,7 +85,7 @@ def test_a_template_that_drops_thinking_splits_the_episode():
 
 
 def test_a_primer_is_not_sampled():
-    conversation = Conversation(CHATML_RENDERER, FIRST, primer="<answer>")
+    conversation = TokenTranscript(CHATML_RENDERER, FIRST, primer="<answer>")
     ids = CHATML_RENDERER.answer("Up</answer>")
     assert conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN) == "<answer>Up</answer>"
     (stream,) = conversation.streams()
@@ -121,7 +121,7 @@ def test_where_a_template_has_no_system_role_it_stands_before_the_users_words(te
 
 def test_turns_of_a_folded_conversation_are_appended():
     subject = renderer(WITHOUT_SYSTEM)
-    conversation = Conversation(subject, FIRST)
+    conversation = TokenTranscript(subject, FIRST)
     ids = subject.answer("North.")
     conversation.answer(ids, [-1.0] * len(ids), StopReason.END_TOKEN)
     conversation.observe([{"role": "user", "content": "And now?"}])

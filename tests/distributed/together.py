@@ -50,11 +50,11 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
     os.dup2(log.fileno(), 2)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     from posttrain.engines.local.engine import decoder
-    from posttrain.rollout.driver import Sharing
+    from posttrain.rollout.driver import EpisodeSharding
     from posttrain.training import results as table
     from posttrain.training import rollout_manager as playing
 
-    of_engine, streamlined = playing.sharing_of, decoder.STREAMLINED
+    of_engine, streamlined = playing.sharding_of, decoder.STREAMLINED
 
     # Most of the time of runs this small.
     table.draw_plots = lambda run: None  # type: ignore[assignment]
@@ -63,16 +63,16 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         code = 0
-        playing.sharing_of = (lambda _: Sharing.FIRST) if job.get("apart") and size > 1 else of_engine
+        playing.sharding_of = (lambda _: EpisodeSharding.RANK0) if job.get("apart") and size > 1 else of_engine
         decoder.STREAMLINED = () if job.get("apart") else streamlined  # type: ignore[assignment]
         try:
             if job.get("die") and job["die"][0] == rank:
                 small._arm(*job["die"][1:])
             if "call" in job:
-                from posttrain.distributed.world import joined
+                from posttrain.distributed.world import join_world
                 from posttrain.recipe.hardware import HardwareRecipe
 
-                with joined(HardwareRecipe.model_validate(job.get("hardware", {})), "cpu"):
+                with join_world(HardwareRecipe.model_validate(job.get("hardware", {})), "cpu"):
                     job["call"](*job["arguments"])
             else:
                 run_stage(TypeAdapter(Recipe).validate_python(job["values"]), resume=job.get("resume", False))

@@ -4,7 +4,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..training.letters import Letters
 
@@ -21,7 +21,7 @@ def play(policy, slots, monkeypatch, episodes=24, per_seed=1):
         version=0,
     )
     places = [EpisodeRequest(i // per_seed, i // per_seed, i % per_seed, (0, "test", i)) for i in range(episodes)]
-    return play_all(player, places), engine.counters
+    return collect_episodes(player, places), engine.counters
 
 
 def test_earlier_turns_stay_in_the_cache_with_more_episodes_than_slots(tiny_policy, monkeypatch):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, open_vllm
-from posttrain.engines.vllm.replicas import Died, Refused, ask
+from posttrain.engines.vllm.replicas import EngineDied, EngineRefused, ask
 from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments
 from posttrain.engines.vllm.weights import WeightStore, buckets
@@ -51,9 +51,9 @@ class Made:
         await asyncio.sleep(self.pause)
         if self.deaths:
             self.deaths -= 1
-            raise Died("killed")
+            raise EngineDied("killed")
         if not self.held:
-            raise Refused("no weights")
+            raise EngineRefused("no weights")
         number = int(self.held["w1"][0])
         return {"ids": [number, job["seed"]], "logprobs": [0.0, 0.0], "versions": [self.version] * 2} | {
             "stop_reason": "turn_budget",
@@ -326,11 +326,11 @@ def test_token_ids_cross_as_they_are(served):
 
 def test_refusals_say_why(served):
     url = served[1]
-    with pytest.raises(Refused, match="token"):
+    with pytest.raises(EngineRefused, match="token"):
         asked(url, "GET", "/about", token="other")
-    with pytest.raises(Refused, match="no such seed"):
+    with pytest.raises(EngineRefused, match="no such seed"):
         asked(url, "POST", "/generate", b'{"seed": -1}')
-    with pytest.raises(Refused, match="there is no POST /weights/bucket"):
+    with pytest.raises(EngineRefused, match="there is no POST /weights/bucket"):
         asked(url, "POST", "/weights/bucket", b'{"path": "/etc/passwd"}')
     assert asked(url, "GET", "/about") == {"version": 7}
 
@@ -422,11 +422,11 @@ def test_the_lone_server_needs_nothing_but_vllm():
 
     folder = SOURCE / "engines"
     wanted = [
-        folder / "stopping.py",
+        folder / "stop_strings.py",
         *(folder / "vllm" / f"{name}.py" for name in ("server", "host", "worker", "settings")),
     ]
     found = {name for file in wanted for name in imports(file)}
-    assert found <= {"engines.stopping", "engines.vllm.host", "engines.vllm.settings"}
+    assert found <= {"engines.stop_strings", "engines.vllm.host", "engines.vllm.settings"}
 
 
 def test_settings_become_arguments_of_vllm():

@@ -19,7 +19,7 @@ from posttrain.environments.text_task import RuleFailure, TextTask, TextTaskReci
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..conftest import make_tokenizer
 
@@ -353,7 +353,9 @@ def test_a_failing_rule_fails_its_episode_and_no_other(tmp_path):
         sampling=SamplingRecipe(),
         version=0,
     )
-    right, wrong, failed = play_all(player, [EpisodeRequest(seed, seed, 0, (0, "test", seed)) for seed in range(3)])
+    right, wrong, failed = collect_episodes(
+        player, [EpisodeRequest(seed, seed, 0, (0, "test", seed)) for seed in range(3)]
+    )
     assert (right.outcome, right.total_reward, right.success) == (Outcome.TERMINATED, 1.0, True)
     assert (wrong.outcome, wrong.total_reward, wrong.success) == (Outcome.TERMINATED, 0.0, False)
     assert failed.outcome is Outcome.FAILED

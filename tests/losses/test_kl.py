@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.episode import RewardStreams
-from posttrain.losses.kl import KlController, estimate_kl, penalise
+from posttrain.losses.kl import KlController, apply_kl_penalty, estimate_kl
 from posttrain.recipe.loss import KlRecipe
 
 
@@ -30,7 +30,7 @@ def test_k3_is_finite_and_flat_beyond_its_bound():
 
 def test_penalty_is_subtracted_from_copies():
     rewards = RewardStreams([[np.array([0.0, 1.0], np.float32)]])
-    found = penalise(rewards, [[np.array([0.0, 0.5], np.float32)]], 0.1)
+    found = apply_kl_penalty(rewards, [[np.array([0.0, 0.5], np.float32)]], 0.1)
     np.testing.assert_allclose(found.values[0][0], [0.0, 0.95], rtol=1e-6)
     assert found.values[0][0].dtype == np.float32
     assert rewards.values[0][0][1] == 1.0

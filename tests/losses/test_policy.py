@@ -111,7 +111,7 @@ def test_a_correction_needs_the_learners_own_logprobs():
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "gspo_token", "cispo", "reinforce"])
 def test_extreme_logprobs_stay_finite_in_float32(kind):
     data = batch([-1.0, 1.0])
-    values = {name: getattr(data, name).float() for name in ("behaviour", "advantages", "weights")}
+    values = {name: getattr(data, name).float() for name in ("rollout_logprobs", "advantages", "weights")}
     data = TokenBatch(**values, stream=data.stream, lengths=data.lengths)
     logprobs = torch.tensor([0.0, -2e4], requires_grad=True)
     loss, metrics = policy_loss(TypeAdapter(LossRecipe).validate_python({"type": kind}), logprobs, data)

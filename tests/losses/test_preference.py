@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.losses.preference import PairSums, kto_kl, kto_losses, preference_losses
+from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
 from posttrain.recipe.loss import KtoLoss, PreferenceLossRecipe
 
 PAIRWISE = ["dpo", "cdpo", "ipo", "simpo", "orpo"]
@@ -26,14 +26,14 @@ def numbers(values, dtype=torch.float64):
 
 def pairs(chosen, rejected, lengths=LENGTHS, reference=None, dtype=torch.float64):
     """Sums with gradients; the reference is zero unless given."""
-    reference_chosen, reference_rejected = reference or ([0.0] * len(chosen),) * 2
-    return PairSums(
-        chosen=numbers(chosen, dtype).requires_grad_(),
-        rejected=numbers(rejected, dtype).requires_grad_(),
+    ref_chosen_logprobs, ref_rejected_logprobs = reference or ([0.0] * len(chosen),) * 2
+    return PairLogprobs(
+        chosen_logprobs=numbers(chosen, dtype).requires_grad_(),
+        rejected_logprobs=numbers(rejected, dtype).requires_grad_(),
         chosen_length=torch.tensor(lengths[0][: len(chosen)]),
         rejected_length=torch.tensor(lengths[1][: len(chosen)]),
-        reference_chosen=numbers(reference_chosen, dtype),
-        reference_rejected=numbers(reference_rejected, dtype),
+        ref_chosen_logprobs=numbers(ref_chosen_logprobs, dtype),
+        ref_rejected_logprobs=numbers(ref_rejected_logprobs, dtype),
     )
 
 
@@ -76,12 +76,12 @@ def test_gradients_by_hand():
     # dL/dc of dpo is -beta sigmoid(-z); of ipo it is 2 (difference - target) / |c|.
     sums = pairs([-6.0], [-5.0], reference=([-8.0], [-4.0]))
     preference_losses(recipe("dpo", beta=0.5), sums).losses.sum().backward()
-    assert sums.chosen.grad.item() == pytest.approx(-0.5 * sigmoid(-1.5))
-    assert sums.rejected.grad.item() == pytest.approx(0.5 * sigmoid(-1.5))
+    assert sums.chosen_logprobs.grad.item() == pytest.approx(-0.5 * sigmoid(-1.5))
+    assert sums.rejected_logprobs.grad.item() == pytest.approx(0.5 * sigmoid(-1.5))
     sums = pairs([-6.0], [-5.0], reference=([-8.0], [-4.0]))
     preference_losses(recipe("ipo", beta=0.1), sums).losses.sum().backward()
-    assert sums.chosen.grad.item() == pytest.approx(2 * (1 - 5) / 4)
-    assert sums.rejected.grad.item() == pytest.approx(-2 * (1 - 5) / 2)
+    assert sums.chosen_logprobs.grad.item() == pytest.approx(2 * (1 - 5) / 4)
+    assert sums.rejected_logprobs.grad.item() == pytest.approx(-2 * (1 - 5) / 2)
 
 
 log_probability = st.lists(st.floats(-60, -0.05), min_size=3, max_size=3)
@@ -89,17 +89,17 @@ log_probability = st.lists(st.floats(-60, -0.05), min_size=3, max_size=3)
 
 @settings(deadline=None, max_examples=25)
 @given(log_probability, log_probability, log_probability, log_probability)
-def test_gradients_are_those_of_finite_differences(chosen, rejected, reference_chosen, reference_rejected):
+def test_gradients_are_those_of_finite_differences(chosen, rejected, ref_chosen_logprobs, ref_rejected_logprobs):
     for kind in PAIRWISE:
         part = recipe(kind)
 
         def losses(c, r, part=part):
-            base = pairs(chosen, rejected, reference=(reference_chosen, reference_rejected))
-            keep = (base.chosen_length, base.rejected_length, base.reference_chosen, base.reference_rejected)
-            return preference_losses(part, PairSums(c, r, *keep)).losses
+            base = pairs(chosen, rejected, reference=(ref_chosen_logprobs, ref_rejected_logprobs))
+            keep = (base.chosen_length, base.rejected_length, base.ref_chosen_logprobs, base.ref_rejected_logprobs)
+            return preference_losses(part, PairLogprobs(c, r, *keep)).losses
 
         start = pairs(chosen, rejected)
-        assert torch.autograd.gradcheck(losses, (start.chosen, start.rejected))
+        assert torch.autograd.gradcheck(losses, (start.chosen_logprobs, start.rejected_logprobs))
 
 
 @settings(deadline=None, max_examples=25)
@@ -154,7 +154,7 @@ def test_smoothing_moves_the_minimum_to_its_log_odds():
     at = math.log(0.8 / 0.2) / 0.1
     sums = pairs([at], [0.0])
     preference_losses(recipe("dpo", label_smoothing=0.2), sums).losses.sum().backward()
-    assert sums.chosen.grad.item() == pytest.approx(0, abs=1e-12)
+    assert sums.chosen_logprobs.grad.item() == pytest.approx(0, abs=1e-12)
 
 
 def test_ipo_is_zero_at_its_target_and_not_below():
@@ -179,7 +179,7 @@ def test_gamma_is_subtracted_after_beta():
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
 def test_losses_without_a_reference_do_not_read_one(kind):
     sums, other = pairs([-6.0], [-5.0]), pairs([-6.0], [-5.0], reference=([-1.0], [-9.0]))
-    bare = PairSums(sums.chosen, sums.rejected, sums.chosen_length, sums.rejected_length)
+    bare = PairLogprobs(sums.chosen_logprobs, sums.rejected_logprobs, sums.chosen_length, sums.rejected_length)
     assert not recipe(kind).needs_reference
     assert (
         preference_losses(recipe(kind), bare).losses.tolist() == preference_losses(recipe(kind), other).losses.tolist()
@@ -191,7 +191,10 @@ def test_losses_with_a_reference_say_so(kind):
     sums = pairs([-6.0], [-5.0])
     assert recipe(kind).needs_reference
     with pytest.raises(ValueError, match="reference"):
-        preference_losses(recipe(kind), PairSums(sums.chosen, sums.rejected, sums.chosen_length, sums.rejected_length))
+        preference_losses(
+            recipe(kind),
+            PairLogprobs(sums.chosen_logprobs, sums.rejected_logprobs, sums.chosen_length, sums.rejected_length),
+        )
 
 
 @pytest.mark.parametrize("kind", PAIRWISE)
@@ -202,7 +205,7 @@ def test_extremes_stay_finite_in_float32(kind, chosen, rejected):
         sums = pairs([chosen], [rejected], ([1], [1]), reference, torch.float32)
         losses = preference_losses(recipe(kind), sums).losses
         losses.sum().backward()
-        for values in (losses, sums.chosen.grad, sums.rejected.grad):
+        for values in (losses, sums.chosen_logprobs.grad, sums.rejected_logprobs.grad):
             assert torch.isfinite(values).all()
             assert values.dtype == torch.float32
 
@@ -211,7 +214,7 @@ def test_a_lost_pair_keeps_its_gradient():
     for kind in ("dpo", "simpo"):
         sums = pairs([-1e4], [0.0], ([1], [1]), dtype=torch.float32)
         preference_losses(recipe(kind), sums).losses.sum().backward()
-        assert sums.chosen.grad.item() == pytest.approx(-recipe(kind).beta)
+        assert sums.chosen_logprobs.grad.item() == pytest.approx(-recipe(kind).beta)
 
 
 def test_kto_by_hand():

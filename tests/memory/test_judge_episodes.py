@@ -18,7 +18,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.summary import reported, summarise
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 from posttrain.rollout.view import view_episode
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.judging import LONGEST, changes, judge_episode
@@ -174,7 +174,9 @@ def test_a_judge_that_fails_fails_the_episode_which_is_not_scored(trouble):
         environment.reset(0)
         with pytest.raises(JudgeFailure, match=r"judge m at http://127\.0\.0\.1"):
             environment.step(_reply("I do not know."))
-        (episode,) = play_all(_player(recipe, "<reply>I do not know.</reply>"), [EpisodeRequest(0, 0, 0, ("test",))])
+        (episode,) = collect_episodes(
+            _player(recipe, "<reply>I do not know.</reply>"), [EpisodeRequest(0, 0, 0, ("test",))]
+        )
     assert episode.outcome is Outcome.FAILED
     assert "JudgeFailure" in episode.failure
     assert reported(episode) == {}
@@ -187,7 +189,9 @@ def test_a_failed_episode_is_played_again_and_its_failure_was_not_kept(tmp_path)
     troubles = [500]
     with judge(lambda asked: troubles.pop() if troubles else points(7)(asked)) as server:
         recipe = _recipe("retrieval", judge=server.keys(cache=str(tmp_path / "cache")))
-        (episode,) = play_all(_player(recipe, "<reply>x</reply>", "retry"), [EpisodeRequest(0, 0, 0, ("test",))])
+        (episode,) = collect_episodes(
+            _player(recipe, "<reply>x</reply>", "retry"), [EpisodeRequest(0, 0, 0, ("test",))]
+        )
         assert episode.outcome is Outcome.TERMINATED
         assert reported(episode) == {"retrieval": 0.0, "judge": 0.7}
         assert summarise([episode]).scores["judge"].value == 0.7

@@ -15,7 +15,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..conftest import make_tokenizer
 
@@ -83,7 +83,7 @@ def play(seeds, engine=None, **rollout):
         sampling=SamplingRecipe(),
         version=4,
     )
-    return play_all(player, [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)])
+    return collect_episodes(player, [EpisodeRequest(seed, i, 0, (0, "test", i)) for i, seed in enumerate(seeds)])
 
 
 def test_an_episode_has_its_turns_rewards_and_streams():

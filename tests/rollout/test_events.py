@@ -2,11 +2,11 @@
 
 import pytest
 
-from posttrain.rollout.journal import EventLog, NewWeights, Recorded
+from posttrain.rollout.journal import BatchEvents, EventLog, WeightUpdate
 
 
 def recorded(batch):
-    return Recorded(batch, [NewWeights(0, batch, 2 * batch)], 3, "0" * 16)
+    return BatchEvents(batch, [WeightUpdate(0, batch, 2 * batch)], 3, "0" * 16)
 
 
 @pytest.mark.parametrize("cut", [1, 20])

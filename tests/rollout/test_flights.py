@@ -19,19 +19,19 @@ async def for_ever():
 def test_a_stop_before_episodes_begin_is_not_missed():
     flown = InFlight()
     with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(asyncio.wait_for(flown.play(PLACE, for_ever), 0.01))
+        asyncio.run(asyncio.wait_for(flown.run(PLACE, for_ever), 0.01))
     flown.stop()  # between two event loops
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(flown.play(PLACE, for_ever))
+        asyncio.run(flown.run(PLACE, for_ever))
 
 
 def test_what_looking_for_new_weights_raises_ends_the_episodes(monkeypatch):
-    monkeypatch.setattr(flights, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(flights, "POLL_SECONDS", 0.01)
     flown = InFlight()
 
     def watch():
         raise RunError("the engine does not take the weights")
 
-    flown.watch = watch
+    flown.poll = watch
     with pytest.raises(RunError, match="does not take the weights"):
-        asyncio.run(asyncio.wait_for(flown.play(PLACE, for_ever), 20))
+        asyncio.run(asyncio.wait_for(flown.run(PLACE, for_ever), 20))

@@ -15,8 +15,8 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
-from posttrain.rollout.driver import EpisodeRequest, play_all
-from posttrain.rollout.remote_worker import THOUGHTS, Faults, RemoteRolloutWorker
+from posttrain.rollout.driver import EpisodeRequest, collect_episodes
+from posttrain.rollout.remote_worker import THOUGHTS, FailureLimit, RemoteRolloutWorker
 from posttrain.rollout.store import read_episodes, write_episodes
 from posttrain_memory.environment import Memory
 from posttrain_memory.recipe import MemoryRecipe
@@ -62,7 +62,7 @@ def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **e
     return RemoteRolloutWorker(
         client=chat_client("engine", recipe.url, recipe.timeout, recipe.retries, recipe.api_key_variable),
         engine=recipe,
-        faults=Faults(limits.failures, count),
+        failure_monitor=FailureLimit(limits.failures, count),
         environment=environment or WordRecipe(type="words", max_turns=2),
         rollout=limits,
         sampling=sampling,
@@ -71,7 +71,7 @@ def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **e
 
 def play(server, seeds=(1,), **keys):
     places = [EpisodeRequest(seed, group, 0, (0, "evaluation", group, 0)) for group, seed in enumerate(seeds)]
-    return play_all(player(server, count=len(places), **keys), places)
+    return collect_episodes(player(server, count=len(places), **keys), places)
 
 
 def always(*replies):
@@ -160,11 +160,11 @@ def test_passing_trouble_is_waited_out(trouble):
         (Reply(status=500, body='{"error": "down"}'), "status 500", 3),
         (Reply(status=401, body='{"error": "who"}'), "status 401", 1),
         (Reply(status=400, body='{"error": "no such field"}'), "it was sent temperature, max_tokens", 1),
-        (Reply(body="{"), "cannot be understood", 1),
+        (Reply(body="{"), "cannot be reached or understood", 1),
         (Reply(body="[]"), "sent no chat completion", 1),
         (Reply(body='{"choices": []}'), "sent no chat completion", 1),
         (Reply(body="<html>"), "m at http", 1),
-        (Reply(delay=1.0), r"did not answer within 0\.3 s", 3),
+        (Reply(delay=1.0), r"did not respond within 0\.3 s", 3),
     ],
 )
 def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said, requests):

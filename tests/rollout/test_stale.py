@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from posttrain.rollout.filters import age, ages, without_stale
+from posttrain.rollout.filters import age, ages, drop_stale
 from tests.rollout.episodes import played
 
 
@@ -33,15 +33,15 @@ def test_what_is_left_alone_by_a_drop_goes_too_where_groups_are_compared(smalles
         of_versions(1, 1, 6),
         of_versions(2, 0, 6),  # alone since its neighbour failed: staleness has no part in it
     ]
-    found, stale, left = without_stale(episodes, 6, 1, smallest)
+    found, stale, left = drop_stale(episodes, 6, 1, smallest)
     assert [(e.group, e.index) for e in found] == kept
     assert (stale, left) == (1, alone)
 
 
 def test_files_of_before_tokens_had_versions_give_them_that_of_the_episode():
-    from posttrain.rollout.store import episode_of, episode_values
+    from posttrain.rollout.store import episode_of, episode_record
 
-    record = episode_values(of_versions(0, 0, 7, 7))
+    record = episode_record(of_versions(0, 0, 7, 7))
     for stream in record["streams"]:
         del stream["versions"]
     (stream,) = episode_of(record).streams

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
-from posttrain.credit.units.spans import Spans, spans
+from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
@@ -60,7 +60,7 @@ EPISODES = st.builds(
 
 @st.composite
 def credited_units(draw: st.DrawFn, tokens: int) -> CreditedUnits:
-    cuts = spans(tokens, np.array(draw(st.lists(st.integers(0, 12))), dtype=np.int64)).cuts
+    cuts = Spans.from_cuts(tokens, np.array(draw(st.lists(st.integers(0, 12))), dtype=np.int64)).cuts
     number = st.floats(-1e300, 1e300)
     count = len(cuts) - 1
     kind = draw(st.sampled_from([UnitRewards, UnitAdvantages]))
@@ -100,9 +100,9 @@ def test_everything_comes_back(
     for own, unit in zip(units, stored.units, strict=True):
         assert type(unit) is type(own)
         if own is not None and unit is not None:
-            pairs = [(own.spans.cuts, unit.spans.cuts), (own.spans.found, unit.spans.found)]
+            pairs = [(own.spans.cuts, unit.spans.cuts), (own.spans.is_unit, unit.spans.is_unit)]
             assert all(same_arrays(a, b) for a, b in [*pairs, (own.credits, unit.credits)])
-            assert (unit.outcome, unit.empty) == (own.outcome, own.empty)
+            assert (unit.outcome, unit.empty_value) == (own.outcome, own.empty_value)
 
 
 def test_files_of_before_units_were_stored_are_read(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_files_of_before_units_were_stored_are_read(tmp_path: Path) -> None:
 
 
 def test_units_must_fit(tmp_path: Path) -> None:
-    units = UnitRewards(spans(2, np.array([1])), np.array([0.5, -0.5]), 0.0, 0.0)
+    units = UnitRewards(Spans.from_cuts(2, np.array([1])), np.array([0.5, -0.5]), 0.0, 0.0)
     with pytest.raises(ValueError, match="units over 2 tokens for an episode that sampled 3"):
         write_episodes(tmp_path, 1, "train", [played()], units=[units])
 

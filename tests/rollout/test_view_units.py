@@ -9,7 +9,7 @@ from rich.console import Console
 
 from posttrain.cli.runs import episodes
 from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
-from posttrain.credit.units.spans import Spans, spans
+from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, StopReason, Stream, Turn
 from posttrain.recipe.units import ShapleyCredit
 from posttrain.rollout.store import write_episodes
@@ -72,14 +72,14 @@ def test_each_unit_has_its_credit_its_tokens_and_its_text() -> None:
 
 
 def test_the_channel_and_the_mixing_weight_are_told() -> None:
-    units = UnitAdvantages(spans(4, np.array([2])), np.array([0.5, 0.5]), 1.0, 0.0)
+    units = UnitAdvantages(Spans.from_cuts(4, np.array([2])), np.array([0.5, 0.5]), 1.0, 0.0)
     text = "\n".join(shown(said("abc"), units, credited=ShapleyCredit(type="shapley", beta=0.75)))
     assert "shapley, an advantage · 0.75 × units + 0.25 × outcome" in text
     assert "found no unit" not in text
 
 
 def test_an_answer_without_units_says_whose_credit_it_has() -> None:
-    units = UnitRewards(spans(4, np.zeros(0), found=False), np.array([1.0]), 1.0, 0.0)
+    units = UnitRewards(Spans.from_cuts(4, np.zeros(0), is_unit=False), np.array([1.0]), 1.0, 0.0)
     assert "no unit was found here, so all credit is the outcome's" in "\n".join(shown(said("abc"), units))
 
 
@@ -87,14 +87,14 @@ def test_an_answer_without_units_says_whose_credit_it_has() -> None:
 def test_a_character_divided_between_units_is_shown_whole_with_the_last_of_them(ended: bool) -> None:
     answer = "aéz"
     tokens = len(answer.encode()) + ended
-    units = UnitRewards(spans(tokens, np.arange(tokens)), np.linspace(-1, 1, tokens), 0.0, 0.0)
+    units = UnitRewards(Spans.from_cuts(tokens, np.arange(tokens)), np.linspace(-1, 1, tokens), 0.0, 0.0)
     lines = shown(said(answer, ended=ended), units)
     texts = [line.split()[-1] for line in lines if "│" in line]
     assert texts == ["a", "…", "é", "z", "<end>"][:tokens]
 
 
 def test_white_space_and_control_characters_are_written_out() -> None:
-    units = UnitRewards(spans(4, np.arange(4)), np.zeros(4), 0.0, 0.0)
+    units = UnitRewards(Spans.from_cuts(4, np.arange(4)), np.zeros(4), 0.0, 0.0)
     text = "\n".join(shown(said("\n\x1bx"), units))
     assert "'\\n'" in text
     assert "\\x1b" in text
@@ -102,7 +102,7 @@ def test_white_space_and_control_characters_are_written_out() -> None:
 
 
 def test_a_unit_of_two_answers_has_its_credit_once() -> None:
-    units = UnitRewards(spans(8, np.array([2])), np.array([0.25, 0.5]), 0.75, 0.0)
+    units = UnitRewards(Spans.from_cuts(8, np.array([2])), np.array([0.25, 0.5]), 0.75, 0.0)
     lines = shown(said("abc", "def"), units)
     assert row(lines, "ab")[:2] == ["1", "+0.250"]
     assert row(lines, "c <end>")[:2] == ["2", "+0.500"]
@@ -110,7 +110,7 @@ def test_a_unit_of_two_answers_has_its_credit_once() -> None:
 
 
 def test_tokens_are_shown_unit_by_unit() -> None:
-    units = UnitRewards(spans(4, np.array([2])), np.array([0.5, -0.5]), 0.0, 0.0)
+    units = UnitRewards(Spans.from_cuts(4, np.array([2])), np.array([0.5, -0.5]), 0.0, 0.0)
     lines = shown(said("a\nb"), units, tokens=True)
     assert row(lines, "+0.500")[-1] == "a\\n"
     place = next(number for number, line in enumerate(lines) if "+0.500" in line)
@@ -130,7 +130,7 @@ def test_bars_have_the_side_of_the_sign_and_one_width(credit: float, more: float
 def test_the_command_shows_units_where_they_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.yaml").write_text("{}")
     (tmp_path / "environment.json").write_text('{"posttrain_run": 1}')
-    units = UnitRewards(spans(3, np.array([1])), np.array([0.5, -0.25]), 0.25, 0.0)
+    units = UnitRewards(Spans.from_cuts(3, np.array([1])), np.array([0.5, -0.25]), 0.25, 0.0)
     advantages = Advantages([[np.zeros(5, np.float32)], [np.zeros(5, np.float32)]])
     write_episodes(tmp_path / "episodes", 1, "train", [played(), played(index=1)], advantages, [units, None])
     episodes(tmp_path, step=1)

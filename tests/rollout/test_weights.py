@@ -8,7 +8,7 @@ import torch
 from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import RunError
 from posttrain.rollout.in_flight import InFlight
-from posttrain.rollout.weight_sync import Published, Stopped, Weights, WeightSync
+from posttrain.rollout.weight_sync import PublishedWeights, SamplingStopped, WeightSnapshot, WeightSync
 
 
 class Policy:
@@ -22,7 +22,7 @@ class Policy:
 class Engine:
     """Counts passes when told to, and remembers which weights it was given before which."""
 
-    before_pass = None
+    before_forward = None
 
     def __init__(self, policy):
         self.policy, self.counters, self.loaded = policy, EngineCounters(), []
@@ -32,12 +32,12 @@ class Engine:
         self.loaded.append((self.counters.forwards, version))
 
     def step(self):
-        self.before_pass()
+        self.before_forward()
         self.counters.forwards += 1
 
 
 def weights(step):
-    return Weights(step, 2 * step, {"w": torch.full((1,), float(step))})
+    return WeightSnapshot(step, 2 * step, {"w": torch.full((1,), float(step))})
 
 
 def conductor(rule, ahead, published):
@@ -47,11 +47,11 @@ def conductor(rule, ahead, published):
 
 
 def test_finish_takes_the_weights_of_one_certain_step_whatever_is_there():
-    published = Published(3)
+    published = PublishedWeights(3)
     for step in range(4):
         published.publish(weights(step))
     made, engine = conductor("finish", 2, published)
-    made.begin(4)
+    made.begin_batch(4)
     engine.step()
     published.publish(weights(4))
     engine.step()
@@ -59,28 +59,28 @@ def test_finish_takes_the_weights_of_one_certain_step_whatever_is_there():
 
 
 def test_continue_takes_the_newest_between_two_passes():
-    published = Published(1)
+    published = PublishedWeights(1)
     published.publish(weights(2))
     made, engine = conductor("continue", 2, published)
-    made.begin(4)
+    made.begin_batch(4)
     engine.step()
     engine.step()
     published.publish(weights(3))
     engine.step()
     engine.step()
     assert engine.loaded == [(0, 4), (2, 6)]
-    taken, passes = made.end()
-    assert [(each.before_pass, each.learned, each.version) for each in taken] == [(0, 2, 4), (2, 3, 6)]
+    taken, passes = made.end_batch()
+    assert [(each.before_forward, each.step, each.version) for each in taken] == [(0, 2, 4), (2, 3, 6)]
     assert passes == 4
 
 
 def test_a_batch_waits_for_the_oldest_weights_it_may_begin_with():
-    published, waited = Published(2), threading.Event()
+    published, waited = PublishedWeights(2), threading.Event()
     published.publish(weights(0))
     made, _ = conductor("continue", 1, published)
 
     def wait():
-        made.wait(4)
+        made.wait_for(4)
         waited.set()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -92,21 +92,21 @@ def test_a_batch_waits_for_the_oldest_weights_it_may_begin_with():
 
 
 def test_weights_that_are_too_old_are_an_error_and_not_hoped_away(monkeypatch):
-    published = Published(9)
+    published = PublishedWeights(9)
     published.publish(weights(1))
     made, _ = conductor("continue", 1, published)
     monkeypatch.setattr(published, "after", lambda step: weights(1))
     with pytest.raises(RunError, match=r"batch 4 was given the weights after step 1, .*rollout.async_rollouts = 1"):
-        made.begin(4)
+        made.begin_batch(4)
 
 
 def test_who_waits_is_told_to_stop():
-    published, found = Published(1), []
+    published, found = PublishedWeights(1), []
 
     def wait():
         try:
             published.after(5)
-        except Stopped:
+        except SamplingStopped:
             found.append("stopped")
 
     thread = threading.Thread(target=wait)

@@ -11,7 +11,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.stages import Recipe
 from posttrain.rollout.driver import RolloutWorker
-from posttrain.rollout.weight_sync import Weights
+from posttrain.rollout.weight_sync import WeightSnapshot
 from posttrain.stages import run_stage
 from posttrain.training.rollouts import collect
 
@@ -42,7 +42,7 @@ class OneThread:
         self.recipe, self.playing, self.tasks = recipe, playing, tasks
         self.replica = playing.policy.replica()
         self.engine = LocalEngine(self.replica, recipe.engine)
-        self.weights = {0: Weights.of(playing.policy, 0)}
+        self.weights = {0: WeightSnapshot.capture(playing.policy, 0)}
 
     def __enter__(self):
         return self
@@ -52,7 +52,7 @@ class OneThread:
 
     def take(self, step):
         weights = self.weights[max(0, step - 1 - self.recipe.rollout.async_rollouts)]
-        weights.put_into(self.replica)
+        weights.load_into(self.replica)
         self.engine.load_weights(weights.version)
         player = RolloutWorker(
             self.engine,
@@ -69,7 +69,7 @@ class OneThread:
         return collected
 
     def learned(self, step):
-        self.weights[step] = Weights.of(self.playing.policy, step)
+        self.weights[step] = WeightSnapshot.capture(self.playing.policy, step)
 
 
 def results(run):

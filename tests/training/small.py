@@ -137,6 +137,6 @@ def episodes(run: Path) -> dict[str, list]:
                 for s in e.streams
             ],
             stored.advantages and [[a.tobytes() for a in streams] for streams in stored.advantages.values],
-            [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty) for u in stored.units],
+            [u and (u.spans.cuts.tolist(), u.credits.tobytes(), u.outcome, u.empty_value) for u in stored.units],
         ]
     return found

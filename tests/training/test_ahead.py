@@ -72,7 +72,7 @@ def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
     rollout = {"async_rollouts": 2, "on_new_weights": rule, "environment_timeout": 30.0}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     events = EventLog(run.path).read()
-    taken = [(b, w.before_pass) for b, recorded in events.items() for w in recorded.weights]
+    taken = [(b, w.before_forward) for b, recorded in events.items() for w in recorded.weights]
     assert any(before > 0 for _, before in taken), f"no weights came while episodes were in flight: {taken}"
     if rule == "restart":
         assert sum(line["rollout/restarted"] for line in train_lines(run)) > 0
@@ -142,7 +142,7 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
 @pytest.mark.parametrize("credit", ["rloo", "gae"])
 def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credit, tiny_model, tmp_path, monkeypatch):
     # Weights come too late for every second batch.
-    monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.look", lambda self: None)
+    monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.poll", lambda self: None)
     rollout = {
         "async_rollouts": 1,
         "on_new_weights": "continue",

@@ -13,12 +13,12 @@ from . import ahead, small
 
 PLACES = {
     "engine": ("posttrain.engines.local.engine:LocalEngine._step", 100),
-    "journal": ("posttrain.rollout.journal:BatchJournal._write", 30),
-    "journal end": ("posttrain.rollout.journal:BatchJournal.finish", 5),
+    "journal": ("posttrain.rollout.journal:EpisodeBuffer._write", 30),
+    "journal end": ("posttrain.rollout.journal:EpisodeBuffer.finish", 5),
     "events": ("posttrain.rollout.journal:EventLog.append", 5),
     "environment": ("posttrain_user_letters:Letters.step", 60),
     "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),
-    "publish": ("posttrain.rollout.weight_sync:Published.publish", 5),
+    "publish": ("posttrain.rollout.weight_sync:PublishedWeights.publish", 5),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 10),
     "sync": ("os:fsync", 60),
     "tensors": ("torch:save", 5),

@@ -208,7 +208,7 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
         (["keep_columns=[prediction]"], "a prediction has already"),
         (["keep_columns=[nothing]"], "has no column `nothing`"),
         (["data.id=prompt"], "is also that of rows.jsonl row 1"),
-        (["data.id=nothing"], "no id"),
+        (["data.id=nothing"], "which is not an id"),
         (["out=rows.jsonl"], "which `data.test` reads"),
         (["out=p.csv"], "end in `.jsonl`"),
         (["out=there.jsonl"], "there.jsonl exists"),

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.credit.assign import assign
+from posttrain.credit.assign import compute_advantages
 from posttrain.data.rendering import Renderer, render_conversation
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.conversation import Conversation
+from posttrain.rollout.transcript import TokenTranscript
 from posttrain.training.reward_scorer import RAW, RewardScorer, RunningStatistics, open_scorer, scaled
 from posttrain.training.rl import samples_of, score
 from posttrain.training.rollouts import RolloutBatch, _apply_failure_policy
@@ -55,7 +55,7 @@ def episode(policy, answers=("Goal",), cut=False, group=0, ids=None, paid=0.0) -
     """Played by the driver's own bookkeeping. `ids`: the sampled tokens of the last answer, where they are not what
     the tokenizer would make of its text."""
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
-    conversation = Conversation(renderer, [{"role": "user", "content": f"Say {group}."}])
+    conversation = TokenTranscript(renderer, [{"role": "user", "content": f"Say {group}."}])
     for number, answer in enumerate(answers):
         last = number == len(answers) - 1
         sampled = renderer.encode(answer) if ids is None or not last else list(ids)
@@ -324,6 +324,6 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalize, penalty, t
         assert stream.sum() == pytest.approx(value, abs=1e-5)
     # What is shown and stored of the episode stays as it was paid.
     assert [e.streams[0].rewards.sum() for e in episodes] == pytest.approx([e.total_reward for e in episodes], abs=1e-6)
-    credit = assign(episodes, recipe.credit, rewards, {})
+    credit = compute_advantages(episodes, recipe.credit, rewards, {})
     for (stream,), played in zip(credit.values, episodes, strict=True):
         assert np.isfinite(stream[played.streams[0].sampled]).all()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.credit.units.rendering import rendered
-from posttrain.credit.units.spans import spans
+from posttrain.credit.units.rendering import render_coalition
+from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
@@ -69,7 +69,7 @@ def answers(model) -> list[JudgedAnswer]:
             ids[10] = model.end_token
             sampled[11:14] = False  # what the environment said
         stream = stream_of(ids, sampled)
-        units = spans(int(sampled.sum()), np.array([3, 6, 8]))
+        units = Spans.from_cuts(int(sampled.sum()), np.array([3, 6, 8]))
         found.append(JudgedAnswer(stream, units, outcome(model, stream), f"answer {number}"))
     return found
 
@@ -91,16 +91,18 @@ def test_the_whole_answer_rendered_is_the_answer(model):
     ids = UnitValuer(model, 30, scale).ids
     for answer in answers(model):
         every = (1 << len(answer.units)) - 1
-        np.testing.assert_array_equal(rendered(answer.stream, answer.units, every, "delete", ids), answer.stream.ids)
-        empty = rendered(answer.stream, answer.units, 0, "delete", ids)
+        np.testing.assert_array_equal(
+            render_coalition(answer.stream, answer.units, every, "delete", ids), answer.stream.ids
+        )
+        empty = render_coalition(answer.stream, answer.units, 0, "delete", ids)
         assert empty[-1] == model.end_token  # also of the answer that was cut off
         kept = answer.stream.ids[~answer.stream.sampled]
         assert [token for token in empty.tolist() if token != model.end_token] == [
             token for token in kept.tolist() if token != model.end_token
         ]
-        blank = rendered(answer.stream, answer.units, every & ~2, "blank", ids)
+        blank = render_coalition(answer.stream, answer.units, every & ~2, "blank", ids)
         assert len(blank) == len(answer.stream)
-        marked = rendered(answer.stream, answer.units, every & ~1, "placeholder", ids)
+        marked = render_coalition(answer.stream, answer.units, every & ~1, "placeholder", ids)
         place = int(np.argmax(answer.stream.sampled))
         assert marked[place : place + len(ids.placeholder)].tolist() == ids.placeholder
 
@@ -112,7 +114,7 @@ def test_coalitions_are_what_the_model_says_of_the_text(model):
     for answer, found in zip(made, valuer.coalitions(made, members, "delete"), strict=True):
         assert found[15] == answer.outcome
         for one in members[0]:
-            ids = rendered(answer.stream, answer.units, one, "delete", valuer.ids)
+            ids = render_coalition(answer.stream, answer.units, one, "delete", valuer.ids)
             with torch.no_grad():
                 alone = scale(float(model.rewards([ids], [np.arange(len(ids)) > 1])))
             assert found[one] == pytest.approx(alone, abs=1e-5)

@@ -13,7 +13,7 @@ from rich.console import Console
 from posttrain.data.rendering import TokenStream
 from posttrain.data.tokens import TokenRow
 from posttrain.errors import InputError
-from posttrain.losses.reward import unevenness
+from posttrain.losses.reward import unit_entropy_penalty
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import RewardLossRecipe
@@ -127,7 +127,7 @@ def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
     total, _ = objective(output, pair_samples(), [])
     assert torch.equal(total, objective.judge(output, pair_samples()).losses.sum())
     uneven = UnitRewardObjective(loss, recipe(TOKEN, entropy_coefficient=0.3))(output, pair_samples(), [])[0]
-    expected = total + 0.3 * unevenness(output.rewards, output.stream, output.streams, "length_fair").sum()
+    expected = total + 0.3 * unit_entropy_penalty(output.rewards, output.stream, output.streams, "length_fair").sum()
     assert torch.equal(uneven, expected)
     assert uneven != total
 

@@ -8,7 +8,7 @@ import torch
 
 from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.policy import nll
-from posttrain.losses.preference import PairSums, kto_kl, kto_losses, preference_losses
+from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
@@ -123,7 +123,7 @@ def pair_sums(policy, reference, batch):
     logprobs, lengths = sums(policy, *columns)
     with torch.no_grad():
         before, _ = sums(reference, *columns)
-    return PairSums(*halves(logprobs), *halves(lengths), *halves(before))
+    return PairLogprobs(*halves(logprobs), *halves(lengths), *halves(before))
 
 
 def pair_sums_without_reference(policy, batch):
@@ -132,7 +132,7 @@ def pair_sums_without_reference(policy, batch):
     for side in ("chosen", "rejected"):
         ids, attention, labels = (batch[f"{side}_{name}"] for name in ("input_ids", "attention_mask", "labels"))
         found.append(sums(policy, ids, attention, labels != -100))
-    return PairSums(found[0][0], found[1][0], found[0][1], found[1][1])
+    return PairLogprobs(found[0][0], found[1][0], found[0][1], found[1][1])
 
 
 def halves(values):
@@ -233,7 +233,7 @@ def test_the_odds_ratio_term_of_orpo(models, policy, tmp_path):
     term = whole - trainer._stored_metrics["train"]["nll_loss"][-1]
     found = pair_sums_without_reference(policy, batch)
     losses = preference_losses(OrpoLoss(beta=0.3), found).losses
-    ours = (losses + found.chosen / found.chosen_length).mean().item()
+    ours = (losses + found.chosen_logprobs / found.chosen_length).mean().item()
     assert abs(term) > 0.05
     assert ours == pytest.approx(term, abs=1e-5)
 

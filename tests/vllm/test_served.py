@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.engines.protocol import Request
-from posttrain.engines.vllm.engine import Watch, open_vllm
-from posttrain.engines.vllm.replicas import Refused, ServedReplica
+from posttrain.engines.vllm.engine import HangDetector, open_vllm
+from posttrain.engines.vllm.replicas import EngineRefused, ServerReplica
 from posttrain.episode import StopReason
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
@@ -176,15 +176,15 @@ def test_a_server_elsewhere_gets_weights_as_bytes(engine, policy, monkeypatch):
     asked = [request(number) for number in range(3)]
     assert [one.ids for one in answers(other, asked)] == [one.ids for one in local_answers(policy, asked)]
     other.close()
-    stranger = ServedReplica("a stranger", life.replica.url, "wrong", 5, same_machine=False)
-    with pytest.raises(Refused, match="token"):
+    stranger = ServerReplica("a stranger", life.replica.url, "wrong", 5, same_machine=False)
+    with pytest.raises(EngineRefused, match="token"):
         asyncio.run(stranger.about())
 
 
 @pytest.mark.parametrize("stopped", ["server", "scheduler"])
 def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypatch):
     (life,) = engine._lives
-    monkeypatch.setattr(life, "watch", Watch(life.replica.respond, 20))
+    monkeypatch.setattr(life, "watch", HangDetector(life.replica.respond, 20))
     asked = [request(number, WARM, tokens=100, seed=number) for number in range(3)]
     undisturbed, restarts, hung = answers(engine, asked), engine.restarts, life.replica.pid
     children = [int(child) for child in Path(f"/proc/{hung}/task/{hung}/children").read_text().split()]

@@ -7,19 +7,19 @@ import numpy as np
 
 from posttrain.credit.baselines import arpo, brpo, dr_grpo, grpo, opo, remax, rloo
 from posttrain.credit.returns import gae, reinforce, reinforce_pp, reinforce_pp_baseline, whitened
-from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_credit, turn_numbers
+from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_credit, turn_indices
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
 from posttrain.errors import RunError
 from posttrain.recipe.credit import BatchCredit, CreditRecipe, CriticCredit, GroupCredit, TokenCredit, ValueCredit
 
 
-def advantages_over_values(
+def critic_advantages(
     recipe: CriticCredit, episodes: Sequence[Episode], paid: Sequence[np.ndarray], values: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Advantages before whitening, per episode [n] float64 over its sampled tokens, as `paid` and `values` are."""
     if isinstance(recipe, ValueCredit):
         return gae(paid, values, recipe.discount, recipe.gae_lambda)
-    turns = [turn_numbers(episode) for episode in episodes]
+    turns = [turn_indices(episode) for episode in episodes]
     decays = (recipe.gae_lambda, recipe.turn_gae_lambda)
     return bilevel_gae(paid, values, turns, recipe.discount, recipe.turn_discount, *decays)
 
@@ -31,7 +31,7 @@ def discounted_returns(
     nothing = [np.zeros(len(own)) for own in paid]
     if isinstance(recipe, ValueCredit):
         return gae(paid, nothing, recipe.discount, 1.0)
-    turns = [turn_numbers(episode) for episode in episodes]
+    turns = [turn_indices(episode) for episode in episodes]
     return bilevel_gae(paid, nothing, turns, recipe.discount, recipe.turn_discount, 1.0, 1.0)
 
 
@@ -54,7 +54,7 @@ def reward_streams(episodes: Sequence[Episode]) -> RewardStreams:
     return RewardStreams([[stream.rewards.astype(np.float32) for stream in episode.streams] for episode in episodes])
 
 
-def assign(
+def compute_advantages(
     episodes: Sequence[Episode],
     recipe: CreditRecipe,
     rewards: RewardStreams,
@@ -69,11 +69,11 @@ def assign(
     was sampled, since no token could be credited with it.
     """
     sampled = [[stream.sampled for stream in episode.streams] for episode in episodes]
-    paid = rewards_of_sampled_tokens(episodes, rewards)
+    paid = sampled_rewards(episodes, rewards)
     if isinstance(recipe, CriticCredit):
         if values is None:
             raise ValueError(f"{recipe.type} needs the values of a critic")
-        credit = advantages_over_values(recipe, episodes, paid, of_sampled_tokens(episodes, values))
+        credit = critic_advantages(recipe, episodes, paid, sampled_values(episodes, values))
         credit = whitened(credit) if recipe.whiten else credit
     elif isinstance(recipe, TurnCredit):
         credit = turn_credit(recipe, episodes, paid)
@@ -82,12 +82,12 @@ def assign(
     return Advantages([_spread(own, masks) for own, masks in zip(credit, sampled, strict=True)])
 
 
-def rewards_of_sampled_tokens(episodes: Sequence[Episode], rewards: RewardStreams) -> list[np.ndarray]:
+def sampled_rewards(episodes: Sequence[Episode], rewards: RewardStreams) -> list[np.ndarray]:
     """Per episode [n] float64; RunError as `assign` says."""
     return [_paid(episode, streams) for episode, streams in zip(episodes, rewards.values, strict=True)]
 
 
-def of_sampled_tokens(episodes: Sequence[Episode], numbers: PerToken) -> list[np.ndarray]:
+def sampled_values(episodes: Sequence[Episode], numbers: PerToken) -> list[np.ndarray]:
     """Per episode [n] float64: the numbers of its sampled tokens, in order, across its streams."""
     return [
         np.concatenate([np.zeros(0), *(own[s.sampled] for own, s in zip(streams, episode.streams, strict=True))])

@@ -16,7 +16,7 @@ from posttrain.errors import RunError
 from posttrain.recipe.credit import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
 
 
-def turn_numbers(episode: Episode) -> np.ndarray:
+def turn_indices(episode: Episode) -> np.ndarray:
     """[n] int64: for each sampled token the index of its turn, never falling. RunError where it would fall."""
     empty = np.zeros(0, dtype=np.int64)
     numbers = np.concatenate([empty, *(stream.turn[stream.sampled] for stream in episode.streams)]).astype(np.int64)
@@ -38,7 +38,7 @@ def turn_rewards(rewards: np.ndarray, turns: np.ndarray) -> np.ndarray:
     return np.add.reduceat(rewards, starts(turns)) if len(turns) else np.zeros(0)
 
 
-def spread_over_tokens(of_turns: np.ndarray, turns: np.ndarray) -> np.ndarray:
+def to_tokens(of_turns: np.ndarray, turns: np.ndarray) -> np.ndarray:
     """[n] float64: each token gets the number of its turn; `of_turns` [K], `turns` [n]."""
     return np.repeat(of_turns, np.diff(starts(turns), append=len(turns)))
 
@@ -82,7 +82,7 @@ def turn_returns(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndar
     return reinforce(rewards, discount)
 
 
-def minus_others(returns: Sequence[np.ndarray], groups: np.ndarray) -> list[np.ndarray]:
+def leave_one_out(returns: Sequence[np.ndarray], groups: np.ndarray) -> list[np.ndarray]:
     """A_ik = G_ik - mean over the other episodes j of the group of G_jk, with G_jk = 0 where j had ended before k.
 
     Keeps `turn_returns` unbiased, also where the policy chooses when to stop: every other episode counts at every
@@ -261,16 +261,16 @@ TurnCredit = TurnReturnsCredit | MtGrpoCredit | GigpoCredit
 
 def turn_credit(recipe: TurnCredit, episodes: Sequence[Episode], paid: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Per episode [n] float64 over its sampled tokens; `paid` per episode [n] float64, their rewards."""
-    turns = [turn_numbers(episode) for episode in episodes]
+    turns = [turn_indices(episode) for episode in episodes]
     groups = np.array([episode.group for episode in episodes], dtype=np.int64)
     rewards = [turn_rewards(own, numbers) for own, numbers in zip(paid, turns, strict=True)]
     if isinstance(recipe, TurnReturnsCredit):
         found = turn_returns(rewards, recipe.discount)
         if recipe.baseline == "others":
-            found = minus_others(found, groups)
+            found = leave_one_out(found, groups)
     elif isinstance(recipe, MtGrpoCredit):
         found = mt_grpo(rewards, groups, recipe.turn_weight)
     else:
         states = [state_keys(episode) for episode in episodes]
         found = gigpo(rewards, states, groups, recipe.discount, recipe.step_weight, recipe.divide_by_std)
-    return [spread_over_tokens(own, numbers) for own, numbers in zip(found, turns, strict=True)]
+    return [to_tokens(own, numbers) for own, numbers in zip(found, turns, strict=True)]

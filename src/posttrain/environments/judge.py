@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Protocol
 
-from posttrain.engines.openai import RemoteFailure, chat_client, complete, shortened
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, shortened
 from posttrain.environments.protocol import Message
 from posttrain.environments.untrusted import Prompt, framed_prompt
 from posttrain.errors import InputError
@@ -267,10 +267,10 @@ def _request(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> str:
     client, limit = judge_client(server), server.max_tokens
     try:
         reply = complete("judge", client, server.model, prompt, temperature=_TEMPERATURE, max_tokens=limit, extra=extra)
-    except RemoteFailure as error:
+    except ChatRequestError as error:
         raise JudgeFailure(str(error)) from error
-    if not reply.ended or not reply.text:
-        problem = "sent an empty reply" if reply.ended else "sent a reply that is cut off"
+    if not reply.finished or not reply.text:
+        problem = "sent an empty reply" if reply.finished else "sent a reply that is cut off"
         raise JudgeFailure(f"{_name(server)} {problem}: {shortened(reply.text)}", unreadable=True)
     return reply.text
 

@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.episode import Episode, Outcome
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe
-from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, collect_episodes
 
 PASS = "pass@k/"
 """What the keys of pass@k begin with in a line of the metrics log."""
@@ -189,5 +189,5 @@ def evaluate(
         if seed not in left_out
         for index in range(recipe.episodes_per_seed)
     ]
-    episodes = play_all(player, places)
+    episodes = collect_episodes(player, places)
     return summarise(episodes), episodes

@@ -46,17 +46,17 @@ def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> 
     if batch.ref_logprobs is None:
         raise ValueError("KL needs the reference model's log-probabilities in `reference`")
     estimates = estimate_kl(estimator, logprobs - batch.ref_logprobs)
-    return (batch.weights * estimates).sum(), kl_to_reference(logprobs, batch)
+    return (batch.weights * estimates).sum(), kl_metrics(logprobs, batch)
 
 
-def kl_to_reference(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
+def kl_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
     """`policy/kl` by k3, whichever estimator the penalty uses; nothing without a reference model."""
     if batch.ref_logprobs is None:
         return {}
     return {"policy/kl": total(estimate_kl("k3", logprobs.detach() - batch.ref_logprobs))}
 
 
-def penalise(rewards: RewardStreams, kl: PerToken, coefficient: float) -> RewardStreams:
+def apply_kl_penalty(rewards: RewardStreams, kl: PerToken, coefficient: float) -> RewardStreams:
     """r_t - coefficient x KL_t, as new arrays; `kl` is zero where nothing was sampled.
 
     Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", arXiv 1909.08593.

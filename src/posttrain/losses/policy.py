@@ -3,8 +3,8 @@
 import torch
 
 from posttrain.losses.batch import Metrics, TokenBatch
-from posttrain.losses.kl import kl_to_reference
-from posttrain.losses.ratios import correction, distance, ratio, stream_ratio, total
+from posttrain.losses.kl import kl_metrics
+from posttrain.losses.ratios import correction, distance, ratio, sequence_ratio, total
 from posttrain.recipe.loss import CispoLoss, GspoLoss, LossRecipe, PpoLoss
 
 
@@ -26,7 +26,7 @@ def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -
         corrections, more = correction(recipe.correction, batch)
         weights = weights * corrections
         metrics |= more
-    return (weights * losses).sum(), metrics | distance(logprobs, batch) | kl_to_reference(logprobs, batch)
+    return (weights * losses).sum(), metrics | distance(logprobs, batch) | kl_metrics(logprobs, batch)
 
 
 def ppo(recipe: PpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
@@ -53,7 +53,7 @@ def gspo(recipe: GspoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[t
     s_t = sg(s) pi_t / sg(pi_t) has the same value, and each token's gradient is weighed by its own advantage.
     Source: Zheng et al. 2025, "Group sequence policy optimization", arXiv 2507.18071.
     """
-    ratios = stream_ratio(logprobs, batch)
+    ratios = sequence_ratio(logprobs, batch)
     if recipe.type == "gspo_token":
         ratios = ratios.detach() * (logprobs - logprobs.detach()).exp()
     return _clipped(ratios, batch.advantages, recipe.clip_low, recipe.clip_high)

@@ -16,27 +16,27 @@ CERTAIN = -1e-6
 
 
 @dataclass(frozen=True)
-class PairSums:
+class PairLogprobs:
     """What P pairs of answers add up to. Answers only: no token of a prompt counts."""
 
-    chosen: torch.Tensor
+    chosen_logprobs: torch.Tensor
     """[P] float, differentiable: log pi(c), summed over tokens, in nats."""
-    rejected: torch.Tensor
+    rejected_logprobs: torch.Tensor
     """[P] float, differentiable: log pi(r)."""
     chosen_length: torch.Tensor
     """[P] int64: tokens of the chosen answer; 0 counts as 1."""
     rejected_length: torch.Tensor
     """[P] int64: tokens of the rejected answer; 0 counts as 1."""
-    reference_chosen: torch.Tensor | None = None
+    ref_chosen_logprobs: torch.Tensor | None = None
     """[P] float: log pi_ref(c); None for losses without a reference."""
-    reference_rejected: torch.Tensor | None = None
+    ref_rejected_logprobs: torch.Tensor | None = None
     """[P] float: log pi_ref(r)."""
 
     def log_ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
         """h(c) and h(r), each [P]; ValueError without the reference's log-probabilities."""
-        if self.reference_chosen is None or self.reference_rejected is None:
+        if self.ref_chosen_logprobs is None or self.ref_rejected_logprobs is None:
             raise ValueError("this loss needs the reference model's log-probabilities of both answers")
-        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+        return self.chosen_logprobs - self.ref_chosen_logprobs, self.rejected_logprobs - self.ref_rejected_logprobs
 
     def per_token(self, chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums over the answers' tokens as means over them, each [P]."""
@@ -55,7 +55,7 @@ class PairLosses:
     """[P] float, detached: implicit reward of the rejected answer."""
 
 
-def preference_losses(recipe: PairLossRecipe, sums: PairSums) -> PairLosses:
+def preference_losses(recipe: PairLossRecipe, sums: PairLogprobs) -> PairLosses:
     """The loss of each pair; ValueError where the recipe needs a reference and `sums` has none."""
     if isinstance(recipe, DpoLoss | CdpoLoss):
         return dpo(recipe, sums)
@@ -66,7 +66,7 @@ def preference_losses(recipe: PairLossRecipe, sums: PairSums) -> PairLosses:
     return orpo(recipe, sums)
 
 
-def dpo(recipe: DpoLoss | CdpoLoss, sums: PairSums) -> PairLosses:
+def dpo(recipe: DpoLoss | CdpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = -(1 - s) log sigmoid(z) - s log sigmoid(-z), z = beta (h(c) - h(r)), s = label_smoothing; reward beta h(y).
 
     Sources: Rafailov et al. 2023, "Direct preference optimization", arXiv 2305.18290, equation 7 (s = 0); with s > 0,
@@ -80,7 +80,7 @@ def dpo(recipe: DpoLoss | CdpoLoss, sums: PairSums) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def ipo(recipe: IpoLoss, sums: PairSums) -> PairLosses:
+def ipo(recipe: IpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = (h(c) / |c| - h(r) / |r| - 1 / (2 beta))^2; reward beta h(y) / |y|.
 
     Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences", arXiv
@@ -92,25 +92,25 @@ def ipo(recipe: IpoLoss, sums: PairSums) -> PairLosses:
     return _with_rewards((chosen - rejected - 1 / (2 * recipe.beta)) ** 2, recipe.beta, chosen, rejected)
 
 
-def simpo(recipe: SimpoLoss, sums: PairSums) -> PairLosses:
+def simpo(recipe: SimpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = -log sigmoid(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma); reward beta log pi(y) / |y|.
 
     Source: Meng et al. 2024, "SimPO", arXiv 2405.14734, equations 4 and 6. Gamma is subtracted after beta; where the
     authors quote a ratio gamma / beta, multiply it by beta.
     """
-    chosen, rejected = sums.per_token(sums.chosen, sums.rejected)
+    chosen, rejected = sums.per_token(sums.chosen_logprobs, sums.rejected_logprobs)
     losses = -F.logsigmoid(recipe.beta * (chosen - rejected) - recipe.gamma)
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def orpo(recipe: OrpoLoss, sums: PairSums) -> PairLosses:
+def orpo(recipe: OrpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = -m(c) - beta log sigmoid(log odds(c) - log odds(r)), m(y) = log pi(y) / |y|, odds(y) = p / (1 - p), p = e^m(y).
 
     The first term is the negative log-likelihood of chosen, a mean over the answer's tokens. Reward beta m(y), which
     orders two answers as their odds do. Source: Hong et al. 2024, "ORPO", arXiv 2403.07691, equations 3, 4, 6 and 7,
     with beta for its lambda. Odds are those of m clamped to at most -1e-6.
     """
-    chosen, rejected = sums.per_token(sums.chosen, sums.rejected)
+    chosen, rejected = sums.per_token(sums.chosen_logprobs, sums.rejected_logprobs)
     losses = -chosen - recipe.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 

@@ -14,7 +14,7 @@ def ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     return bounded_exp(logprobs - before(batch))
 
 
-def stream_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def sequence_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """exp(mean over the stream's sampled tokens of log pi / pi_old), at each token [N], differentiable.
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", arXiv 2507.18071.
@@ -68,8 +68,8 @@ def distance(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
     log_ratio = (logprobs.detach() - batch.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {
         "policy/ratio": total(log_ratio.exp()),
-        "policy/kl_behaviour_k1": total(-log_ratio),
-        "policy/kl_behaviour_k3": total(log_ratio.expm1() - log_ratio),
+        "policy/kl_rollout_k1": total(-log_ratio),
+        "policy/kl_rollout_k3": total(log_ratio.expm1() - log_ratio),
     }
 
 

@@ -46,7 +46,7 @@ def unit_entropies(rewards: torch.Tensor, answer: torch.Tensor, answers: int) ->
     return total.log() - _sums(weights * shifted, answer, answers) / total
 
 
-def unevenness(
+def unit_entropy_penalty(
     rewards: torch.Tensor, answer: torch.Tensor, answers: int, form: Literal["length_fair", "published"]
 ) -> torch.Tensor:
     """[S]: what the credit-distribution entropy regulariser adds to the loss for each answer, before its coefficient.
@@ -66,7 +66,7 @@ def unevenness(
     return torch.where(several, 1 - entropies / torch.where(several, counts, 2.0).log(), torch.zeros_like(entropies))
 
 
-def unit_spreads(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Tensor:
+def unit_stds(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Tensor:
     """[S]: population standard deviation of the rewards of each answer's units; 0 for a single unit."""
     distances = rewards - unit_means(rewards, answer, answers)[answer]
     return (_sums(distances**2, answer, answers) / _counts(rewards, answer, answers)).sqrt()

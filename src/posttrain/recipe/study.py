@@ -293,7 +293,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
             f"policy/{name}"
             for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
         ),
-        *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_behaviour_k1", "kl_behaviour_k3")),
+        *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
         *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
         *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "stale", "stale_alone", "restarted")),
         *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused", "discarded")),

@@ -12,14 +12,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
-from posttrain.engines.openai import RemoteFailure
+from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
 from posttrain.environments.protocol import Environment, Message, open_environment
 from posttrain.episode import Episode, Outcome, Stream, Turn
 from posttrain.errors import InputError, WorkersLost
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.conversation import Conversation
+from posttrain.rollout.transcript import TokenTranscript
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
@@ -33,15 +33,15 @@ class EpisodeRequest:
     """Environment seed."""
     group: int
     index: int
-    stream: tuple[int | str, ...]
+    rng_key: tuple[int | str, ...]
     """Name of the sampling stream, for example (run seed, "train", step, group, index)."""
 
     def request_seed(self, attempt: int, turn: int) -> int:
         """The seed of the answer of a turn, both counted from 0."""
-        return derive_seed(*self.stream, attempt, turn)
+        return derive_seed(*self.rng_key, attempt, turn)
 
 
-class Sharing(Enum):
+class EpisodeSharding(Enum):
     """Who plays where several processes ask for the same episodes."""
 
     NONE = "none"
@@ -60,7 +60,7 @@ class Scorer(Protocol):
         ...
 
 
-class Dialogue(Protocol):
+class Transcript(Protocol):
     """What is kept of one episode while it is played."""
 
     turns: list[Turn]
@@ -82,7 +82,7 @@ class Dialogue(Protocol):
         ...
 
 
-D = TypeVar("D", bound=Dialogue)
+D = TypeVar("D", bound=Transcript)
 
 
 class EpisodeWorker(ABC, Generic[D]):
@@ -94,7 +94,7 @@ class EpisodeWorker(ABC, Generic[D]):
     version: int
     """Of the policy's weights."""
     scorer: Scorer | None
-    sharing: Sharing = Sharing.NONE
+    sharding: EpisodeSharding = EpisodeSharding.NONE
 
     @property
     @abstractmethod
@@ -103,16 +103,16 @@ class EpisodeWorker(ABC, Generic[D]):
 
     @abstractmethod
     def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> D:
-        """An episode's dialogue, which opens with `messages`; each answer begins with `primer`."""
+        """An episode's transcript, which opens with `messages`; each answer begins with `primer`."""
 
     @abstractmethod
-    async def answer(self, dialogue: D, place: EpisodeRequest, attempt: int) -> str | None:
-        """The policy's next answer as text, kept as a turn of `dialogue`; None where it has no room left.
+    async def answer(self, transcript: D, place: EpisodeRequest, attempt: int) -> str | None:
+        """The policy's next answer as text, kept as a turn of `transcript`; None where it has no room left.
 
-        Raises RemoteFailure where whoever answers could not be asked.
+        Raises ChatRequestError where whoever answers could not be asked.
         """
 
-    async def play(self, place: EpisodeRequest) -> Episode:
+    async def run_episode(self, place: EpisodeRequest) -> Episode:
         """One episode. A failing environment fails this episode alone, after the retries the recipe allows."""
         failures = self.rollout.failures
         attempts = failures.retries + 1 if failures.action == "retry" else 1
@@ -124,42 +124,42 @@ class EpisodeWorker(ABC, Generic[D]):
 
     async def _attempt(self, place: EpisodeRequest, attempt: int) -> Episode:
         environment = open_environment(self.environment)
-        dialogue: D | None = None
+        transcript: D | None = None
         failure: str | None = None
         outcome = Outcome.FAILED
         try:
             observation = await self._call(environment, partial(environment.reset, place.seed))
-            dialogue = self.begin(observation.messages, environment.primer, observation.state)
-            outcome = await self._turns(environment, dialogue, place, attempt)
-        except (EnvironmentFailure, RemoteFailure) as error:
+            transcript = self.begin(observation.messages, environment.primer, observation.state)
+            outcome = await self._turns(environment, transcript, place, attempt)
+        except (EnvironmentFailure, ChatRequestError) as error:
             failure = str(error)
         return Episode(
             seed=place.seed,
             group=place.group,
             index=place.index,
             version=self.version,
-            streams=dialogue.streams() if dialogue else [],
-            turns=dialogue.turns if dialogue else [],
+            streams=transcript.streams() if transcript else [],
+            turns=transcript.turns if transcript else [],
             outcome=outcome,
             failure=failure,
-            messages=dialogue.messages if dialogue else [],
+            messages=transcript.messages if transcript else [],
         )
 
-    async def _turns(self, environment: Environment, dialogue: D, place: EpisodeRequest, attempt: int) -> Outcome:
+    async def _turns(self, environment: Environment, transcript: D, place: EpisodeRequest, attempt: int) -> Outcome:
         """Turns until the end; returns how the episode ended."""
         while True:
-            answer = await self.answer(dialogue, place, attempt)
+            answer = await self.answer(transcript, place, attempt)
             if answer is None:
                 return Outcome.TRUNCATED
             step = await self._call(environment, partial(environment.step, answer))
             if not math.isfinite(step.reward):
                 raise EnvironmentFailure(f"{self.environment.type} gave the reward {step.reward} for seed {place.seed}")
-            dialogue.reward(step.reward, dict(step.info))
+            transcript.reward(step.reward, dict(step.info))
             if step.terminated:
                 return Outcome.TERMINATED
             if step.truncated:
                 return Outcome.TRUNCATED
-            dialogue.observe(step.messages, step.state, step.new_conversation)
+            transcript.observe(step.messages, step.state, step.new_conversation)
 
     async def _call(self, environment: Environment, function: Callable[[], T]) -> T:
         """Call the environment, in a thread where the recipe sets a time-out or it waits for others.
@@ -181,7 +181,7 @@ class EpisodeWorker(ABC, Generic[D]):
 
 
 @dataclass(frozen=True)
-class RolloutWorker(EpisodeWorker[Conversation]):
+class RolloutWorker(EpisodeWorker[TokenTranscript]):
     """The policy's own weights answer, through an engine in this process."""
 
     engine: Engine
@@ -191,53 +191,53 @@ class RolloutWorker(EpisodeWorker[Conversation]):
     sampling: SamplingRecipe
     version: int
     scorer: Scorer | None = None
-    sharing: Sharing = Sharing.NONE
+    sharding: EpisodeSharding = EpisodeSharding.NONE
 
     @property
     def capacity(self) -> int:
         """As many as the engine keeps in its cache."""
         return self.engine.capacity
 
-    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> Conversation:
-        return Conversation(self.renderer, messages, primer, state)
+    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TokenTranscript:
+        return TokenTranscript(self.renderer, messages, primer, state)
 
-    async def play(self, place: EpisodeRequest) -> Episode:
+    async def run_episode(self, place: EpisodeRequest) -> Episode:
         """One episode, open in the engine until it ends."""
         with self.engine.episode(place.group):
-            return await super().play(place)
+            return await super().run_episode(place)
 
-    async def answer(self, dialogue: Conversation, place: EpisodeRequest, attempt: int) -> str | None:
+    async def answer(self, transcript: TokenTranscript, place: EpisodeRequest, attempt: int) -> str | None:
         """The next answer, its tokens appended; None where the episode has no room for one."""
-        room = self.rollout.tokens_per_episode - len(dialogue.context)
-        if room <= 0 and not dialogue.turns:
+        room = self.rollout.tokens_per_episode - len(transcript.context)
+        if room <= 0 and not transcript.turns:
             raise InputError(
-                f"the prompt of environment seed {place.seed} has {len(dialogue.context)} tokens and leaves no room "
+                f"the prompt of environment seed {place.seed} has {len(transcript.context)} tokens and leaves no room "
                 f"for an answer; raise rollout.tokens_per_episode = {self.rollout.tokens_per_episode}"
             )
         if room <= 0:
             return None
         request = Request(
-            prompt_ids=tuple(dialogue.context),
+            prompt_ids=tuple(transcript.context),
             sampling=self.sampling,
-            seed=place.request_seed(attempt, len(dialogue.turns)),
+            seed=place.request_seed(attempt, len(transcript.turns)),
             max_tokens=min(self.rollout.tokens_per_turn, room),
             stop_strings=tuple(self.rollout.stop_strings),
         )
         completion = await self.engine.generate(request)
-        return dialogue.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
+        return transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
 
 
 class EnvironmentFailure(Exception):
     """An environment raised, timed out or paid a reward that is not a number."""
 
 
-def play_all(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
+def collect_episodes(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
     """Play all episodes, `player.capacity` at a time; returns them in the order of `places`. Several processes share the
-    playing as `player.sharing` says, and score together."""
+    playing as `player.sharding` says, and score together."""
     world = current()
-    if player.sharing is Sharing.NONE:
+    if player.sharding is EpisodeSharding.NONE:
         played = _play_here(player, places)
-    elif player.sharing is Sharing.FIRST:
+    elif player.sharding is EpisodeSharding.RANK0:
         played = world.on_rank0(lambda: _play_here(player, places))
     else:
         groups = {group: number for number, group in enumerate(dict.fromkeys(place.group for place in places))}
@@ -252,11 +252,11 @@ def play_all(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> li
 
 def _play_here(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
     episodes: dict[int, Episode] = {}
-    play_each(player, places, episodes.__setitem__)
+    run_episodes(player, places, episodes.__setitem__)
     return [episodes[number] for number in range(len(places))]
 
 
-def play_each(
+def run_episodes(
     player: EpisodeWorker[Any], places: Sequence[EpisodeRequest], ended: Callable[[int, Episode], None]
 ) -> None:
     """Play all episodes, `player.capacity` at a time; `ended` is called with the number of a place, from 0, and its
@@ -271,7 +271,7 @@ def play_each(
     async def play_on() -> None:
         while remaining:
             number, place = remaining.popleft()
-            ended(number, await player.play(place))
+            ended(number, await player.run_episode(place))
 
     async def run() -> None:
         await asyncio.gather(*(play_on() for _ in range(min(len(places), player.capacity))))

@@ -63,7 +63,7 @@ def ages(episodes: Sequence[Episode], version: int) -> np.ndarray:
     return np.concatenate(own) if own else np.empty(0, dtype=np.int32)
 
 
-def without_stale(
+def drop_stale(
     episodes: Sequence[Episode], version: int, most: int, smallest_group: int
 ) -> tuple[list[Episode], int, int]:
     """(those that are learned from, how many were too old, how many were left alone in their group).

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.episode import Episode
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 """How often it is looked for newer weights where the engine does not say when it could take them."""
 
 
@@ -18,7 +18,7 @@ class InFlight:
     """The episodes that are being played, in one event loop at a time."""
 
     def __init__(self) -> None:
-        self.watch: Callable[[], None] | None = None
+        self.poll: Callable[[], None] | None = None
         """Called again and again while episodes are in flight, for engines that compute elsewhere."""
         self.restarts = 0
         """Episodes begun again so far."""
@@ -30,13 +30,13 @@ class InFlight:
         """What `watch` raised: nobody else would hear of it."""
         self._stopped = False
 
-    async def play(self, place: EpisodeRequest, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
-        """The episode that `attempt` plays, begun anew as often as `begin_again` asks for it."""
+    async def run(self, place: EpisodeRequest, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
+        """The episode that `attempt` plays, begun anew as often as `restart_all` asks for it."""
         self._loop = asyncio.get_running_loop()
         if self._stopped:  # looked at after the loop is known, so that a `stop` meanwhile misses neither
             raise asyncio.CancelledError
-        if self.watch is not None and (self._watching is None or self._watching.done()):
-            self._watching = asyncio.create_task(self._look(self.watch))
+        if self.poll is not None and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(self._look(self.poll))
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = place
@@ -56,7 +56,7 @@ class InFlight:
         finally:
             del self._open[task]
 
-    def begin_again(self) -> list[EpisodeRequest]:
+    def restart_all(self) -> list[EpisodeRequest]:
         """Give up what is in flight and begin it anew; returns the places of those episodes.
 
         They draw the same random numbers again. With fresh ones, those that are long would be given up more often than
@@ -78,7 +78,7 @@ class InFlight:
 
     async def _look(self, watch: Callable[[], None]) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             if not self._open:
                 return
             try:
@@ -99,10 +99,10 @@ def _cancel_all() -> None:
 class AsyncRolloutWorker(RolloutWorker):
     """A player whose episodes can be begun again."""
 
-    flights: InFlight = field(default_factory=InFlight)
+    in_flight: InFlight = field(default_factory=InFlight)
 
-    async def play(self, place: EpisodeRequest) -> Episode:
-        episode = await self.flights.play(place, partial(super().play, place))
+    async def run_episode(self, place: EpisodeRequest) -> Episode:
+        episode = await self.in_flight.run(place, partial(super().run_episode, place))
         own = episode.versions
         episode.version = int(own[0]) if len(own) else self.version
         return episode

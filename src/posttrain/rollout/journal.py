@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from posttrain.episode import Episode
 from posttrain.errors import InputError, RunError
-from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, play_each
-from posttrain.rollout.store import dump_line, episode_of, episode_values
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, run_episodes
+from posttrain.rollout.store import episode_of, episode_record, json_line
 from posttrain.runs.files import storage_errors, sync_directory, write_atomically
 
 FORMAT = 1
@@ -26,12 +26,12 @@ _SYNC_SECONDS = 1.0
 """What a power failure may take: a killed process loses nothing."""
 
 
-class BatchJournal:
+class EpisodeBuffer:
     """The episodes of one step, those of an earlier process first. A context manager: it closes the file."""
 
     def __init__(self, directory: Path, step: int, keep_partial: bool) -> None:
         """`keep_partial`: go on with the episodes of a file without an end; else such a file is begun anew."""
-        self.path = batch_file(directory, step)
+        self.path = buffer_file(directory, step)
         self.step = step
         self.end: dict[str, Any] | None = None
         """What was said when all episodes were there; None until then."""
@@ -46,38 +46,38 @@ class BatchJournal:
     def complete(self) -> bool:
         return self.end is not None
 
-    def __enter__(self) -> "BatchJournal":
+    def __enter__(self) -> "EpisodeBuffer":
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 
-    def play(self, player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
-        """As `play_all`, but episodes that the file has are not played again, and those played are written to it."""
-        missing = [place for place in places if place.stream not in self._episodes]
+    def collect_episodes(self, player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
+        """As `collect_episodes`, but episodes that the file has are not played again, and those played are written to it."""
+        missing = [place for place in places if place.rng_key not in self._episodes]
         if missing and self.complete:
             raise RunError(
                 f"{self.path} says that all its episodes are there, and lacks that of group {missing[0].group}, index "
                 f"{missing[0].index}; delete the file to sample the step again"
             )
-        play_each(player, missing, lambda number, episode: self._write(missing[number], episode))
+        run_episodes(player, missing, lambda number, episode: self._write(missing[number], episode))
         # Taken out: scores are added to them, and a second asking would add those twice.
-        played = [self._episodes.pop(place.stream) for place in places]
+        played = [self._episodes.pop(place.rng_key) for place in places]
         if player.scorer is not None:
             player.scorer(played)
         return played
 
     def finish(self, said: dict[str, Any]) -> None:
         """All episodes are there; `said` is what else to keep of them, as plain JSON."""
-        self._append(dump_line({"end": said}), sync=True)
+        self._append(json_line({"end": said}), sync=True)
         self.end = said
 
     def _write(self, place: EpisodeRequest, episode: Episode) -> None:
-        record = dump_line({"place": place.stream, "episode": episode_values(episode)})
+        record = json_line({"place": place.rng_key, "episode": episode_record(episode)})
         self._append(record)
         # What is learned from is what can be read back, whether the run is killed or not.
-        self._episodes[place.stream] = episode_of(json.loads(record)["episode"])
+        self._episodes[place.rng_key] = episode_of(json.loads(record)["episode"])
 
     def _append(self, line: str, sync: bool = False) -> None:
         with storage_errors(self.path):
@@ -93,7 +93,7 @@ class BatchJournal:
         new = not self.path.exists()
         self._file = open(self.path, "ab")  # noqa: SIM115
         if new:
-            self._file.write(f"{dump_line({'format': FORMAT, 'step': self.step})}\n".encode())
+            self._file.write(f"{json_line({'format': FORMAT, 'step': self.step})}\n".encode())
             sync_directory(self.path.parent)
         return self._file
 
@@ -123,7 +123,7 @@ class BatchJournal:
                 self.path.unlink()
 
 
-def batch_file(directory: Path, step: int) -> Path:
+def buffer_file(directory: Path, step: int) -> Path:
     return directory / f"batch_{step:06d}.jsonl"
 
 
@@ -140,24 +140,24 @@ NAME = "events.jsonl"
 
 
 @dataclass(frozen=True)
-class NewWeights:
+class WeightUpdate:
     """The engine took the weights after step `learned`."""
 
-    before_pass: int
-    learned: int
+    before_forward: int
+    step: int
     version: int
-    begun_again: list[list[int]] = field(default_factory=list)
+    restarted: list[list[int]] = field(default_factory=list)
     """(group, index) of the episodes that were given up then."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class BatchEvents:
     """What happened while one batch was sampled."""
 
     batch: int
     """The step that learns from it."""
-    weights: list[NewWeights]
-    passes: int
+    weights: list[WeightUpdate]
+    forward_passes: int
     """Forward passes of the whole batch."""
     digest: str
     """Of the episodes: their places, token ids and versions."""
@@ -169,7 +169,7 @@ class EventLog:
     def __init__(self, run: Path) -> None:
         self.path = run / NAME
 
-    def append(self, recorded: Recorded) -> None:
+    def append(self, recorded: BatchEvents) -> None:
         with storage_errors(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(recorded)) + "\n")
 
@@ -183,7 +183,7 @@ class EventLog:
         if kept != self.path.read_text(encoding="utf-8"):
             write_atomically(self.path, kept)
 
-    def read(self) -> dict[int, Recorded]:
+    def read(self) -> dict[int, BatchEvents]:
         """Batch -> its events; a last line that is cut off is left out."""
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -203,7 +203,7 @@ class EventLog:
         return found
 
 
-def digest_of(episodes: Sequence[Episode]) -> str:
+def episodes_digest(episodes: Sequence[Episode]) -> str:
     """16 hex digits that differ where places, token ids or versions of the episodes do."""
     made = hashlib.blake2b(digest_size=8)
     for episode in episodes:
@@ -213,11 +213,11 @@ def digest_of(episodes: Sequence[Episode]) -> str:
     return made.hexdigest()
 
 
-def require_as_recorded(recorded: Recorded, made: Recorded, run: str) -> None:
+def check_replay(recorded: BatchEvents, made: BatchEvents, run: str) -> None:
     """RunError unless a replayed batch is the recorded one."""
     for what, one, other in (
         ("new weights", [asdict(w) for w in recorded.weights], [asdict(w) for w in made.weights]),
-        ("forward passes", recorded.passes, made.passes),
+        ("forward passes", recorded.forward_passes, made.forward_passes),
         ("tokens", recorded.digest, made.digest),
     ):
         if one != other:
@@ -227,5 +227,5 @@ def require_as_recorded(recorded: Recorded, made: Recorded, run: str) -> None:
             )
 
 
-def _recorded(values: dict[str, Any]) -> Recorded:
-    return Recorded(**{**values, "weights": [NewWeights(**each) for each in values["weights"]]})
+def _recorded(values: dict[str, Any]) -> BatchEvents:
+    return BatchEvents(**{**values, "weights": [WeightUpdate(**each) for each in values["weights"]]})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
 
-from posttrain.engines.openai import Written, complete
+from posttrain.engines.openai import ChatCompletion, complete
 from posttrain.environments.protocol import Message
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
@@ -27,7 +27,7 @@ def server_seed(place: EpisodeRequest, attempt: int, turn: int) -> int:
     return place.request_seed(attempt, turn) % _SEEDS
 
 
-class Chat:
+class TextTranscript:
     """One episode's messages. A turn starts at 0 and stops at the number of tokens that the server counts for it, which
     is 0 where it does not say."""
 
@@ -66,15 +66,15 @@ class Chat:
         return []
 
 
-class FaultCounter(Protocol):
+class FailureMonitor(Protocol):
     """Takes note of every episode, and says when there were too many failures to go on."""
 
-    def count(self, episode: Episode) -> None:
+    def record(self, episode: Episode) -> None:
         """Take note of a played episode; RunError where it is one failure too many."""
         ...
 
 
-class Faults:
+class FailureLimit:
     """The failed episodes of an evaluation. Too many of them end it: what is left would not speak for the model."""
 
     def __init__(self, failures: FailureRecipe, episodes: int) -> None:
@@ -84,7 +84,7 @@ class Faults:
         self._first: Episode | None = None
         self._share = failures.max_share
 
-    def count(self, episode: Episode) -> None:
+    def record(self, episode: Episode) -> None:
         """Take note of a played episode; RunError as soon as more failed than the recipe allows, or all."""
         if episode.outcome is not Outcome.FAILED:
             return
@@ -100,13 +100,13 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class RemoteRolloutWorker(EpisodeWorker[Chat]):
+class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     """The model of `engine` answers. What fails at its server fails the episode, and is no answer."""
 
     client: Any
     """That of `chat_client`."""
     engine: OpenAIEngineRecipe
-    faults: FaultCounter
+    failure_monitor: FailureMonitor
     environment: EnvironmentRecipe
     rollout: RolloutRecipe
     sampling: SamplingRecipe
@@ -117,32 +117,32 @@ class RemoteRolloutWorker(EpisodeWorker[Chat]):
     def capacity(self) -> int:
         return self.engine.max_concurrent
 
-    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> Chat:
+    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TextTranscript:
         """InputError for an environment that begins the answers itself: a chat server lets nobody do that."""
         if primer:
             raise InputError(no_primer(self.environment, primer))
-        return Chat(messages, state)
+        return TextTranscript(messages, state)
 
-    async def play(self, place: EpisodeRequest) -> Episode:
+    async def run_episode(self, place: EpisodeRequest) -> Episode:
         """One episode; RunError where it is the failure that is one too many."""
-        episode = await super().play(place)
-        self.faults.count(episode)
+        episode = await super().run_episode(place)
+        self.failure_monitor.record(episode)
         return episode
 
-    async def answer(self, dialogue: Chat, place: EpisodeRequest, attempt: int) -> str:
-        """The next answer. Raises RemoteFailure where the server gives none."""
-        seed = server_seed(place, attempt, len(dialogue.turns))
-        written = await self._asked(dialogue.seen, seed)
+    async def answer(self, transcript: TextTranscript, place: EpisodeRequest, attempt: int) -> str:
+        """The next answer. Raises ChatRequestError where the server gives none."""
+        seed = server_seed(place, attempt, len(transcript.turns))
+        written = await self._asked(transcript.seen, seed)
         thinking = has_thinking(self.environment)
-        text, at_string = self._ended_text(written, written.with_thoughts() if thinking else written.text)
-        reason = StopReason.END_TOKEN if written.ended else StopReason.TURN_BUDGET
+        text, at_string = self._ended_text(written, written.text_with_reasoning() if thinking else written.text)
+        reason = StopReason.END_TOKEN if written.finished else StopReason.TURN_BUDGET
         reason = StopReason.STOP_STRING if at_string else reason
-        dialogue.said(text, written.tokens or 0, reason, "" if thinking else written.thoughts)
+        transcript.said(text, written.tokens or 0, reason, "" if thinking else written.reasoning)
         return text
 
-    async def _asked(self, messages: Sequence[dict[str, Any]], seed: int) -> Written:
+    async def _asked(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
         """What `_ask` gives, in a thread that no interrupted program waits for."""
-        written: Future[Written] = Future()
+        written: Future[ChatCompletion] = Future()
 
         def ask() -> None:
             written.set_running_or_notify_cancel()
@@ -154,7 +154,7 @@ class RemoteRolloutWorker(EpisodeWorker[Chat]):
         Thread(target=ask, name="remote model", daemon=True).start()
         return await asyncio.wrap_future(written)
 
-    def _ask(self, messages: Sequence[dict[str, Any]], seed: int) -> Written:
+    def _ask(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
         engine, sampling, most = self.engine, self.sampling, self.rollout.tokens_per_turn
         extra = dict(engine.extra_body)
         if sampling.top_p < 1:
@@ -173,7 +173,7 @@ class RemoteRolloutWorker(EpisodeWorker[Chat]):
             extra=extra,
         )
 
-    def _ended_text(self, written: Written, text: str) -> tuple[str, bool]:
+    def _ended_text(self, written: ChatCompletion, text: str) -> tuple[str, bool]:
         """The text up to its first stop string, which is kept, and whether there is one.
 
         Servers leave the stop string out, and an answer without it means something else: where it cannot be known,
@@ -184,11 +184,11 @@ class RemoteRolloutWorker(EpisodeWorker[Chat]):
         ends = [place + len(stop) for stop in stops if (place := text.find(stop, after)) >= 0]
         if ends:
             return text[: min(ends)], True
-        if not stops or self.engine.stop_at == "here" or not written.ended:
+        if not stops or self.engine.stop_at == "here" or not written.finished:
             return text, False
-        if written.stopped_at is None:
+        if written.stop_string is None:
             raise InputError(
                 f"the server at {self.engine.url} does not say at which of rollout.stop_strings it stopped, and leaves it "
                 "out; set engine.stop_at=here"
             )
-        return text + written.stopped_at, bool(written.stopped_at)
+        return text + written.stop_string, bool(written.stop_string)

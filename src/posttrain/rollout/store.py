@@ -88,7 +88,7 @@ def write_episodes(
             )
     returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
     path = episodes_file(directory, step, split)
-    if not current().first:
+    if not current().is_rank0:
         return path  # which the first process writes
     header = {
         "format": FORMAT,
@@ -100,10 +100,10 @@ def write_episodes(
         "failed": len(episodes) - len(returns),
         "advantages": advantages is not None,
     }
-    lines = [dump_line(header)]
+    lines = [json_line(header)]
     for number, episode in enumerate(episodes):
         credit = None if advantages is None else [_pack(np.asarray(a)) for a in advantages.values[number]]
-        lines.append(dump_line({**episode_values(episode), "advantages": credit, "units": _unit_values(known[number])}))
+        lines.append(json_line({**episode_record(episode), "advantages": credit, "units": _unit_values(known[number])}))
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_atomically(path, zstandard.ZstdCompressor(level=3, write_checksum=True).compress("\n".join(lines).encode()))
@@ -181,7 +181,7 @@ def _damaged(path: Path, error: Exception) -> RunError:
     return RunError(f"the episode file {path} is damaged ({error}); delete it, nothing else of the run depends on it")
 
 
-def dump_line(value: dict[str, Any]) -> str:
+def json_line(value: dict[str, Any]) -> str:
     """As one line of JSON; what that has not, as the nearest thing it has."""
     return json.dumps(value, default=_nearest, separators=(",", ":"))
 
@@ -203,7 +203,7 @@ def _unpack(packed: list[str]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(packed[1], validate=True), dtype=packed[0]).copy()
 
 
-def episode_values(episode: Episode) -> dict[str, Any]:
+def episode_record(episode: Episode) -> dict[str, Any]:
     """What the store keeps of an episode."""
     return {
         "seed": int(episode.seed),
@@ -236,22 +236,22 @@ def _unit_values(units: CreditedUnits | None) -> dict[str, Any] | None:
     return {
         "channel": _CHANNEL_OF[type(units)],
         "cuts": _pack(units.spans.cuts),
-        "found": _pack(units.spans.found),
+        "is_unit": _pack(units.spans.is_unit),
         "credits": _pack(units.credits),
         "outcome": float(units.outcome),
-        "empty": float(units.empty),
+        "empty_value": float(units.empty_value),
     }
 
 
 def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
     if record is None:
         return None
-    spans = Spans(_unpack(record["cuts"]), _unpack(record["found"]))
-    return _CHANNELS[record["channel"]](spans, _unpack(record["credits"]), record["outcome"], record["empty"])
+    spans = Spans(_unpack(record["cuts"]), _unpack(record["is_unit"]))
+    return _CHANNELS[record["channel"]](spans, _unpack(record["credits"]), record["outcome"], record["empty_value"])
 
 
 def episode_of(record: dict[str, Any]) -> Episode:
-    """The episode of which `episode_values` made `record`."""
+    """The episode of which `episode_record` made `record`."""
     return Episode(
         seed=record["seed"],
         group=record["group"],

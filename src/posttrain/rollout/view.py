@@ -72,9 +72,9 @@ def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitTex
     table.add_column("tokens", justify="right", style="dim", no_wrap=True)
     table.add_column("", overflow="fold")
     scale = float(np.abs(units.credits).max(initial=0.0))
-    numbers = np.cumsum(units.spans.found)
+    numbers = np.cumsum(units.spans.is_unit)
     for unit, start, stop, continued in units_of(episode, turn, units):
-        credit, found = float(units.credits[unit]), bool(units.spans.found[unit])
+        credit, found = float(units.credits[unit]), bool(units.spans.is_unit[unit])
         said = text(start, stop)
         if not found:
             said.stylize_before("dim")
@@ -88,9 +88,9 @@ def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitTex
     return table
 
 
-def units_lines(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
+def unit_summary(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
     """What the credits of an episode sum to, and what is done with them; `recipe` is None if it is not known."""
-    parts = [(units.empty, "empty answer"), (float(units.credits.sum()), "units"), (units.residual, "residual")]
+    parts = [(units.empty_value, "empty answer"), (float(units.credits.sum()), "units"), (units.residual, "residual")]
     scale = max(abs(units.outcome), float(np.abs(units.credits).max(initial=0.0)))
     line = Text("outcome ", style="dim")
     line.append(f"{units.outcome:+z.3f}", style=f"not dim {colour(units.outcome, scale)}")
@@ -100,9 +100,9 @@ def units_lines(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
         line.append(f"credit of units is {channel}")
     else:
         line.append(f"{recipe.type}, {channel} · {recipe.beta:g} × units + {1 - recipe.beta:g} × outcome")
-    if not units.any:
+    if not units.has_units:
         line.append("\nno unit was found here, so all credit is the outcome's", style="not dim yellow")
-    elif not units.spans.found.all():
+    elif not units.spans.is_unit.all():
         line.append("\n– is text in which the segmenter found no unit")
     return line
 
@@ -210,7 +210,7 @@ def view_episode(
             _turn_line(number, turn, advantages, _changes(episode, turn)),
         ]
     if units is not None:
-        parts.append(_inset(units_lines(units, credited)))
+        parts.append(_inset(unit_summary(units, credited)))
     if episode.failure is not None:
         parts.append(Text(f"failed: {visible(episode.failure)}", style="bold red"))
     return Group(*parts, Text())

@@ -23,10 +23,17 @@ from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.filters import ages, without_stale
+from posttrain.rollout.filters import ages, drop_stale
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
-from posttrain.rollout.journal import BatchJournal, EventLog, Recorded, digest_of, remove_batches, require_as_recorded
-from posttrain.rollout.weight_sync import Published, Weights, WeightSync
+from posttrain.rollout.journal import (
+    BatchEvents,
+    EpisodeBuffer,
+    EventLog,
+    check_replay,
+    episodes_digest,
+    remove_batches,
+)
+from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors
 from posttrain.training.rollout_manager import RolloutManager
@@ -51,7 +58,7 @@ class Batch:
 class Sampler:
     """A thread that makes the batches of a run, in the order of steps. What it has sampled is on disk until it is removed."""
 
-    def __init__(self, recipe: RlRecipe, playing: RolloutManager, published: Published) -> None:
+    def __init__(self, recipe: RlRecipe, playing: RolloutManager, published: PublishedWeights) -> None:
         """`published`: the weights that it may sample with; `playing`: what evaluates beside it."""
         self._recipe, self._playing, self._published = recipe, playing, published
         self._own_engine = isinstance(playing.engine, LocalEngine)
@@ -128,12 +135,12 @@ class Sampler:
             sampling=rollout.sampling,
             version=0,
             scorer=self._playing.scorer,
-            flights=self._flights,
+            in_flight=self._flights,
         )
         left = True
         for step in range(first, recipe.steps + 1):
             # The local engine computes the same after the same requests, so it samples a whole batch again to the same bits.
-            with BatchJournal(directory, step, keep_partial=recipe.engine.type != "local") as journal:
+            with EpisodeBuffer(directory, step, keep_partial=recipe.engine.type != "local") as journal:
                 if left and not journal.complete:
                     left = False
                     remove_batches(directory, step + 1)
@@ -141,23 +148,23 @@ class Sampler:
                 self._hand_over(self._batch(journal, conductor, player, tasks))
 
     def _batch(
-        self, journal: BatchJournal, conductor: WeightSync, player: AsyncRolloutWorker, tasks: TaskOrder
+        self, journal: EpisodeBuffer, conductor: WeightSync, player: AsyncRolloutWorker, tasks: TaskOrder
     ) -> Batch:
         """The episodes of a step, from the journal or sampled."""
         if journal.end is not None:
-            collected = collect(player, self._recipe, tasks, journal.step, journal.play)
+            collected = collect(player, self._recipe, tasks, journal.step, journal.collect_episodes)
             collected.seconds, collected.metrics = journal.end["seconds"], dict(journal.end["metrics"])
             collected.counters = EngineCounters(**journal.end["counters"])
             return Batch(journal.step, collected, tasks.state_dict(), 0.0)
         engine, restarts, waits = player.engine, self._flights.restarts, time.perf_counter()
-        conductor.wait(journal.step)
+        conductor.wait_for(journal.step)
         waited = time.perf_counter() - waits
         with self._engine_in_use(engine):
             # Counted inside: an evaluation that uses the same engine is no part of the batch.
             begun, counters = time.perf_counter(), replace(engine.counters)
-            conductor.begin(journal.step)
+            conductor.begin_batch(journal.step)
             playing = replace(player, version=conductor.version)
-            collected = collect(playing, self._recipe, tasks, journal.step, journal.play)
+            collected = collect(playing, self._recipe, tasks, journal.step, journal.collect_episodes)
             collected.seconds = time.perf_counter() - begun
             collected.counters = engine.counters.since(counters)
             self._thrown_away(collected, journal.tokens_before, self._flights.restarts - restarts)
@@ -197,10 +204,10 @@ class Sampler:
 
     def _record(self, step: int, conductor: WeightSync, collected: RolloutBatch) -> None:
         """Write the events of the batch, before the journal says that it is complete."""
-        taken, passes = conductor.end()
-        recorded = Recorded(step, taken, passes, digest_of([*collected.sampled, *collected.greedy.values()]))
+        taken, passes = conductor.end_batch()
+        recorded = BatchEvents(step, taken, passes, episodes_digest([*collected.sampled, *collected.greedy.values()]))
         if self._replayed is not None:
-            require_as_recorded(self._replayed[step], recorded, str(self._recipe.rollout.replay))
+            check_replay(self._replayed[step], recorded, str(self._recipe.rollout.replay))
         self._events.append(recorded)
 
     def _hand_over(self, batch: Batch) -> None:
@@ -214,7 +221,7 @@ def journals_of(run: RunDirectory) -> Path:
     return run.path / "ahead"
 
 
-def replayed_events(recipe: RlRecipe) -> dict[int, Recorded]:
+def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents]:
     """The events of the run that is replayed; InputError unless that had the same recipe."""
     assert recipe.rollout.replay is not None
     run = RunDirectory.open(recipe.rollout.replay)
@@ -247,10 +254,10 @@ class Ahead:
         rollout = recipe.rollout
         self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
         """Whether a batch needs the weights of one certain step, and not the newest."""
-        self._published = Published(rollout.async_rollouts + 1 if self._exact else 1)
+        self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
         self._sampler = Sampler(recipe, playing, self._published)
         self._world = trainer.world
-        self._older: list[Weights] = []
+        self._older: list[WeightSnapshot] = []
         self._versions: dict[int, int] = {}
         """Step -> version of the weights after it, for the last steps."""
         trainer.checkpointables["ahead"] = self
@@ -263,7 +270,7 @@ class Ahead:
             with self.playing.policy.as_reference():
                 pass
         with single_process() as world:
-            replica = self.playing.policy.replica() if world.first else None
+            replica = self.playing.policy.replica() if world.is_rank0 else None
         if replica is not None:
             self._sampler.start(replica, self.tasks, self.trainer.step + 1)
         return self
@@ -302,8 +309,8 @@ class Ahead:
         self._versions[step] = self.trainer.model.version
         for old in [known for known in self._versions if known < step - self.recipe.rollout.async_rollouts]:
             del self._versions[old]
-        weights = Weights.of(self.playing.policy, step)
-        if self._world.first:
+        weights = WeightSnapshot.capture(self.playing.policy, step)
+        if self._world.is_rank0:
             self._published.publish(weights)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -322,22 +329,22 @@ class Ahead:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._versions = dict(map(tuple, state["versions"]))
-        if self._world.first:
+        if self._world.is_rank0:
             for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
-                self._published.publish(Weights(step, version, read.tensors))
+                self._published.publish(WeightSnapshot(step, version, read.tensors))
 
-    def _pending(self) -> list[Weights]:
+    def _pending(self) -> list[WeightSnapshot]:
         """The weights 1, 2, ... `ahead` steps ago in the first process, where they are needed; room for them where a
         checkpoint is to be read."""
-        if not (self._exact and self._world.first):
+        if not (self._exact and self._world.is_rank0):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
         steps = [max(0, self.trainer.step - back) for back in range(1, self.recipe.rollout.async_rollouts + 1)]
-        return [kept[step] if kept else Weights.unread(self.playing.policy) for step in steps]
+        return [kept[step] if kept else WeightSnapshot.empty(self.playing.policy) for step in steps]
 
     def _remove_covered(self) -> None:
         """Delete from the buffer what no resume will ask for."""
-        if self._world.first:
+        if self._world.is_rank0:
             remove_batches(journals_of(self.playing.run), 0, max(self.trainer.checkpoints.steps(), default=0))
 
     def _check_bound(self, step: int, collected: RolloutBatch) -> None:
@@ -354,7 +361,7 @@ class Ahead:
         if rollout.max_staleness is None:
             return
         smallest = 2 if self.recipe.compares_groups else 1
-        kept, stale, alone = without_stale(collected.episodes, version, rollout.max_staleness, smallest)
+        kept, stale, alone = drop_stale(collected.episodes, version, rollout.max_staleness, smallest)
         collected.episodes = kept
         collected.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
         if not kept:

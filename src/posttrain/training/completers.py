@@ -215,7 +215,7 @@ class LocalCompleter:
 
     def _open_engine(self) -> Engine:
         """Return a new local engine, or the one vLLM engine with its cache cleared."""
-        from posttrain.engines.make import open_engine
+        from posttrain.engines.factory import open_engine
 
         recipe = self.recipe
         assert not isinstance(recipe.engine, OpenAIEngineRecipe)
@@ -250,7 +250,7 @@ class RemoteCompleter:
         return RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            faults=_ConsecutiveFailures(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
+            failure_monitor=_ConsecutiveFailures(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
             environment=text_task(self.recipe),
             rollout=_rollout(self.recipe, self.recipe.rollout.tokens_per_episode),
             sampling=self.recipe.sampling,
@@ -264,7 +264,7 @@ class _ConsecutiveFailures:
         self.limit = limit
         self._failures = 0
 
-    def count(self, episode: Episode) -> None:
+    def record(self, episode: Episode) -> None:
         """Count an episode; ServerUnavailable where the limit is reached."""
         self._failures = self._failures + 1 if episode.outcome is Outcome.FAILED else 0
         if self._failures >= self.limit:

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from posttrain.credit.assign import (
-    advantages_over_values,
+    critic_advantages,
     discounted_returns,
-    of_sampled_tokens,
-    rewards_of_sampled_tokens,
+    sampled_rewards,
+    sampled_values,
 )
 from posttrain.credit.returns import explained_variance
 from posttrain.episode import Episode, PerToken, RewardStreams
@@ -71,8 +71,8 @@ class CriticLearner:
         left = iter(samples)
         for episode in episodes:
             values.append([on_stream(known(next(left).values), stream.sampled) for stream in episode.streams])
-        paid, judged = rewards_of_sampled_tokens(episodes, rewards), of_sampled_tokens(episodes, values)
-        advantages = advantages_over_values(self.credit, episodes, paid, judged)
+        paid, judged = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
+        advantages = critic_advantages(self.credit, episodes, paid, judged)
         targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, judged, strict=True))])
         ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
         for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
@@ -146,5 +146,5 @@ def _own_critic(recipe: RlRecipe, policy: Policy) -> Critic:
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
     # A critic that starts from the reward model then begins at what the rewards are.
-    critic.in_units_of_reward = recipe.reward is not None and recipe.reward.normalize == "stored"
+    critic.values_in_reward_units = recipe.reward is not None and recipe.reward.normalize == "stored"
     return critic

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from posttrain.data.rendering import Renderer
-from posttrain.distributed.sharding import whole
+from posttrain.distributed.sharding import full_tensor
 from posttrain.distributed.world import current
 from posttrain.episode import Stream
 from posttrain.losses.preference import kto_kl
@@ -61,7 +61,7 @@ class ReferenceLogprobs:
         unknown = {name: sample for name, sample in zip(names, samples, strict=True) if name not in self._known}
         computed = logprobs(self.learner, [_unpaired(sample) for sample in unknown.values()])
         self._known |= dict(zip(unknown, computed, strict=True))
-        if file is not None and current().first:
+        if file is not None and current().is_rank0:
             self._write(file, missing)
 
     def assign(self, samples: Sequence[Sample]) -> None:
@@ -135,7 +135,7 @@ def _digest_of(policy: Policy) -> str:
     # The path of the model does not matter.
     digest.update(json.dumps({k: v for k, v in settings.items() if k != "_name_or_path"}, default=str).encode())
     for name, sharded in sorted(policy.model.state_dict(keep_vars=True).items()):
-        tensor = whole(sharded)
+        tensor = full_tensor(sharded)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -17,7 +17,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.recipe.stages import SftRecipe
-from posttrain.rollout.conversation import Conversation
+from posttrain.rollout.transcript import TokenTranscript
 from posttrain.seeds import random_stream
 
 Expert = Literal["optimal", "random"]
@@ -45,7 +45,7 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode
     assert recipe.environment is not None
     environment: Environment = environment_class(recipe.environment.type)(recipe.environment)
     draws = random_stream(recipe.seed, "expert", seed)
-    conversation = Conversation(renderer, environment.reset(seed).messages, environment.primer)
+    transcript = TokenTranscript(renderer, environment.reset(seed).messages, environment.primer)
     while True:
         try:
             text = _answer(environment, recipe.experts.expert, draws.random)
@@ -56,22 +56,22 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode
                 f"the expert of {recipe.environment.type} does not start its answer with {environment.primer!r}"
             )
         ids = renderer.answer(text.removeprefix(environment.primer))
-        answer = conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
+        answer = transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
         step = environment.step(answer)
-        conversation.reward(step.reward, dict(step.info))
+        transcript.reward(step.reward, dict(step.info))
         if step.terminated or step.truncated:
             return Episode(
                 seed,
                 seed - recipe.experts.seeds.start,
                 0,
                 0,
-                conversation.streams(),
-                conversation.turns,
+                transcript.streams(),
+                transcript.turns,
                 Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED,
                 None,
-                conversation.messages,
+                transcript.messages,
             )
-        conversation.observe(step.messages, new_conversation=step.new_conversation)
+        transcript.observe(step.messages, new_conversation=step.new_conversation)
 
 
 def expert_rows(

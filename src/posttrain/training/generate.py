@@ -11,7 +11,7 @@ from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.generate import GenerateRecipe
-from posttrain.rollout.driver import play_each
+from posttrain.rollout.driver import run_episodes
 from posttrain.runs import events
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
@@ -97,7 +97,7 @@ class _Generation:
             try:
                 for window in self.completer.windows(requests, self.log):
                     episodes = [row.episode_request(self.recipe, sample) for row, sample in window]
-                    play_each(self.completer.rollout_worker(), episodes, self._on_episode(window, progress))
+                    run_episodes(self.completer.rollout_worker(), episodes, self._on_episode(window, progress))
                     for message in events.drain():
                         progress.message(message)
             finally:

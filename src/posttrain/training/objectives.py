@@ -9,7 +9,7 @@ import torch
 from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.kl import kl_loss
 from posttrain.losses.policy import nll, policy_loss
-from posttrain.losses.preference import PairSums, kto_losses, preference_losses
+from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
@@ -74,13 +74,13 @@ class PairObjective(_PerRow):
         references = _reference_sums(samples, logps.device) if self.loss.needs_reference else None
         found = preference_losses(
             self.loss,
-            PairSums(
-                chosen=logps[chosen],
-                rejected=logps[rejected],
+            PairLogprobs(
+                chosen_logprobs=logps[chosen],
+                rejected_logprobs=logps[rejected],
                 chosen_length=lengths[chosen],
                 rejected_length=lengths[rejected],
-                reference_chosen=None if references is None else references[chosen],
-                reference_rejected=None if references is None else references[rejected],
+                ref_chosen_logprobs=None if references is None else references[chosen],
+                ref_rejected_logprobs=None if references is None else references[rejected],
             ),
         )
         return Judgement(rows, found.losses, found.chosen_rewards, found.rejected_rewards)

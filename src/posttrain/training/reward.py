@@ -44,7 +44,7 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
     train_on(trainer, batches, lambda samples: objective, resume, console)
     if recipe.units is not None and data.validation and (run.path / "model").is_dir():
         with single_process() as world:
-            if world.first:
+            if world.is_rank0:
                 _fit_normalizer(run, console)
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.data.rendering import Renderer
 from posttrain.episode import CUT_OFF, Advantages, Episode, PerToken, RewardStreams
-from posttrain.losses.kl import KlController, estimate_kl, penalise
+from posttrain.losses.kl import KlController, apply_kl_penalty, estimate_kl
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.data import PtxRecipe
@@ -207,7 +207,7 @@ def score(
                 episode.sampled_tokens, recipe.rollout.overlong_penalty
             )
     if kl_coefficient > 0 and recipe.kl.apply_to == "reward":
-        rewards = penalise(rewards, _kl_per_token(episodes, samples, recipe), kl_coefficient)
+        rewards = apply_kl_penalty(rewards, _kl_per_token(episodes, samples, recipe), kl_coefficient)
     return rewards
 
 
@@ -264,7 +264,7 @@ def train(recipe: RlRecipe, run: RunDirectory, resume: bool, console: Console) -
                     rewards = score(collected.episodes, samples, recipe, kl.coefficient, running)
                     rewards = units.in_rewards(collected.episodes, rewards)
                     values = critic.judge(collected.episodes, samples, rewards) if critic is not None else None
-                    credit = assign(
+                    credit = compute_advantages(
                         collected.episodes, recipe.credit, rewards, greedy_returns(collected, running), values
                     )
                     credit = units.in_advantages(collected.episodes, credit)

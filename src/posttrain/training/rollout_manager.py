@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
+from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.engines.make import open_engine
 from posttrain.engines.openai import chat_client
 from posttrain.engines.protocol import Engine
 from posttrain.errors import InputError
@@ -16,17 +16,17 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe, SftRecipe
-from posttrain.rollout.driver import RolloutWorker, Scorer, Sharing
-from posttrain.rollout.remote_worker import Faults, RemoteRolloutWorker
+from posttrain.rollout.driver import EpisodeSharding, RolloutWorker, Scorer
+from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.evaluators import EpisodeEvaluator
 
 
-def sharing_of(engine: Engine) -> Sharing:
+def sharding_of(engine: Engine) -> EpisodeSharding:
     """An engine in the process plays its process's groups; one outside is the first process's."""
     if current().is_single_process:
-        return Sharing.NONE
-    return Sharing.GROUPS if isinstance(engine, LocalEngine) else Sharing.FIRST
+        return EpisodeSharding.NONE
+    return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
 
 
 class RolloutManager(EpisodeEvaluator):
@@ -77,7 +77,7 @@ class RolloutManager(EpisodeEvaluator):
                 sampling=sampling,
                 version=self.policy.version,
                 scorer=self.scorer,
-                sharing=sharing_of(self.engine),
+                sharding=sharding_of(self.engine),
             )
             self.engine.sleep()
 
@@ -104,7 +104,9 @@ class RemoteRolloutManager(EpisodeEvaluator):
         yield RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
-            faults=Faults(self.recipe.rollout.failures, evaluation.final_seeds.count * evaluation.episodes_per_seed),
+            failure_monitor=FailureLimit(
+                self.recipe.rollout.failures, evaluation.final_seeds.count * evaluation.episodes_per_seed
+            ),
             environment=self.environment,
             rollout=self.recipe.rollout,
             sampling=sampling,

@@ -17,7 +17,7 @@ from posttrain.evaluation.summary import knows_success, reported
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 from posttrain.rollout.filters import has_signal, uncertainty
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
@@ -80,7 +80,7 @@ Play = Callable[[RolloutWorker, Sequence[EpisodeRequest]], list[Episode]]
 
 
 def collect(
-    player: RolloutWorker, recipe: RlRecipe, tasks: TaskOrder, step: int, play: Play = play_all
+    player: RolloutWorker, recipe: RlRecipe, tasks: TaskOrder, step: int, play: Play = collect_episodes
 ) -> RolloutBatch:
     """Sample a step's groups; with the `dynamic` filter, again until enough of them have signal or rounds run out."""
     wanted = recipe.rollout.groups_per_step

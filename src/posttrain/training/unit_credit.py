@@ -16,8 +16,14 @@ from posttrain.credit.units.mixing import (
     with_unit_advantages,
     with_unit_rewards,
 )
-from posttrain.credit.units.rendering import Rendering, Tokens, beginnings, blanked_beginning, rendered
-from posttrain.credit.units.segment import answers_of, segment
+from posttrain.credit.units.rendering import (
+    Rendering,
+    RenderingTokens,
+    blanked_prefix,
+    prefix_lengths,
+    render_coalition,
+)
+from posttrain.credit.units.segment import episode_answers, segment
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, RewardStreams, Stream
 from posttrain.errors import InputError, RunError
@@ -82,11 +88,11 @@ class UnitValuer:
             found: list[int] = tokenizer.encode(text, add_special_tokens=False)
             return found
 
-        self.ids = Tokens(model.end_token, frozenset(model.end_tokens), ids("[omitted]"), ids(" ")[0])
+        self.ids = RenderingTokens(model.end_token, frozenset(model.end_tokens), ids("[omitted]"), ids(" ")[0])
 
     def prefixes(self, answers: Sequence[JudgedAnswer], one_pass: bool) -> list[np.ndarray]:
         """Per answer [K + 1] float64: the value of its prompt alone, after each unit, and of the whole, R."""
-        seen = [beginnings(answer.stream, answer.units) for answer in answers]
+        seen = [prefix_lengths(answer.stream, answer.units) for answer in answers]
         if one_pass:
             values = self._probed(answers, seen)
         else:
@@ -99,7 +105,7 @@ class UnitValuer:
     ) -> list[dict[int, float]]:
         """Per answer: the values of its coalitions of units, and of the whole one, R."""
         texts = (
-            (rendered(answer.stream, answer.units, one, how, self.ids) for one in own)
+            (render_coalition(answer.stream, answer.units, one, how, self.ids) for one in own)
             for answer, own in zip(answers, members, strict=True)
         )
         values = self._read(answers, texts)
@@ -110,14 +116,14 @@ class UnitValuer:
 
     def blanked(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
         """Per answer [K] float64: the values of the published counterfactuals of its units."""
-        texts = ((blanked_beginning(a.stream, *unit, self.ids) for unit in a.units) for a in answers)
+        texts = ((blanked_prefix(a.stream, *unit, self.ids) for unit in a.units) for a in answers)
         return self._read(answers, texts)
 
     def attention(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
         """Per answer [K] float64: the attention paid to each of its units where the reward is read."""
         found: list[np.ndarray] = []
         for group in self._groups(answers, [len(a.stream) for a in answers]):
-            for answer, paid in zip(group, self.model.attention_paid([a.stream.ids for a in group]), strict=True):
+            for answer, paid in zip(group, self.model.last_token_attention([a.stream.ids for a in group]), strict=True):
                 own = paid[answer.stream.sampled].astype(np.float64)
                 found.append(np.add.reduceat(own, answer.units.cuts[:-1]))
         return found
@@ -289,7 +295,9 @@ class UnitCreditor:
             "time/units": time.perf_counter() - begun,
         }
         missing = [f"no units were found in any of the {len(scored)} episodes; look at unit_credit.segmenter"]
-        return StepUnits(self.recipe, units, metrics, [] if any(u is not None and u.any for u in units) else missing)
+        return StepUnits(
+            self.recipe, units, metrics, [] if any(u is not None and u.has_units for u in units) else missing
+        )
 
     def _stored(self, raw: float) -> float:
         return scaled(raw, *self.scorer.statistics, self.scorer.source.clip)
@@ -311,7 +319,7 @@ class UnitCreditor:
                 found = self.policy.compute(entropies_under, own_model, samples, budget)
             entropies = [on_stream(own, s.stream.sampled) for own, s in zip(found, samples, strict=True)]
         return [
-            segment(segmenter, answers_of(e, self.decode, None if own is None else [own]), self.decode)
+            segment(segmenter, episode_answers(e, self.decode, None if own is None else [own]), self.decode)
             for e, own in zip(episodes, entropies, strict=True)
         ]
 
@@ -325,7 +333,7 @@ class UnitCreditor:
             estimate = estimators.prefix if isinstance(recipe, PrefixCredit) else estimators.trunc
             return [estimate(own) for own in values], [float(own[0]) for own in values]
         if isinstance(recipe, LeaveOneOutCredit):
-            members = [[*estimators.all_but_one(len(a.units)), 0] for a in answers]
+            members = [[*estimators.leave_one_out_coalitions(len(a.units)), 0] for a in answers]
             found = valuer.coalitions(answers, members, recipe.rendering)
             without = [np.array([own[m] for m in asked[:-1]]) for own, asked in zip(found, members, strict=True)]
             return [estimators.loo(a.outcome, own) for a, own in zip(answers, without, strict=True)], [
@@ -335,7 +343,8 @@ class UnitCreditor:
             names = [("shapley", step, e.group, e.index) for e in episodes]
             randoms = [random_stream(self.run.seed, *name) for name in names]
             chosen = [
-                estimators.orders(len(a.units), recipe.permutations, r) for a, r in zip(answers, randoms, strict=True)
+                estimators.sample_orders(len(a.units), recipe.permutations, r)
+                for a, r in zip(answers, randoms, strict=True)
             ]
             members = [[0, *estimators.coalitions(len(a.units), o)] for a, o in zip(answers, chosen, strict=True)]
             found = valuer.coalitions(answers, members, recipe.rendering)
@@ -346,7 +355,7 @@ class UnitCreditor:
             return credits, [own[0] for own in found]
         if isinstance(recipe, CompatibleCredit):
             blanked = valuer.blanked(answers)
-            credits = [np.where(a.units.found, a.outcome - own, 0.0) for a, own in zip(answers, blanked, strict=True)]
+            credits = [np.where(a.units.is_unit, a.outcome - own, 0.0) for a, own in zip(answers, blanked, strict=True)]
             return credits, [0.0] * len(answers)
         if isinstance(recipe, LearnedCredit):
             return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
@@ -372,7 +381,7 @@ class UnitCreditor:
 def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
     """What a step's credit looks like: means over answers that have units, but for the shares, which are of all."""
     known = [own for own in units if own is not None]
-    found = [own for own in known if own.any]
+    found = [own for own in known if own.has_units]
     metrics = {"units/without": 1 - len(found) / len(known)} if known else {}
     if not found:
         return metrics

@@ -10,12 +10,12 @@ from posttrain.credit.units.normalizer import (
     Fit,
     FitKey,
     Normalizer,
+    file_with_normalizer,
+    fit_key,
     fit_normalizer,
-    key_in,
-    key_of,
+    parse_key,
     read_normalizer,
     same,
-    with_normalizer,
 )
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
@@ -51,10 +51,10 @@ def open_normalizer(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Nor
         run = path if (path / "normalizer").is_dir() else path.parent  # a run, or the model that it exported
         path = run / "normalizer" / "params.json"
     try:
-        key, found = read_normalizer(path, key_in(recipe.fit) if recipe.fit is not None else None)
+        key, found = read_normalizer(path, parse_key(recipe.fit) if recipe.fit is not None else None)
     except InputError as error:
         raise InputError(f"unit_credit.normalizer, unit_credit.fit: {error}") from error
-    own = key_of(key.model, key.dataset, units.segmenter)
+    own = fit_key(key.model, key.dataset, units.segmenter)
     if not same(key, own):
         raise InputError(
             f"unit_credit.normalizer: {path} has the fit {key}, but {scorer.source.path} rewards units of {own.method}, "
@@ -135,12 +135,12 @@ def fit_run(run: RunDirectory, data: str | None) -> Fitted:
         fit = fit_normalizer(rewards)
     except ValueError as error:
         raise InputError(f"{dataset}: the unit rewards of its {len(rows)} pairs cannot be fitted: {error}") from error
-    key = key_of(recipe.name, Path(dataset).stem, units.segmenter)
+    key = fit_key(recipe.name, Path(dataset).stem, units.segmenter)
     folder = run.path / "normalizer"
     with storage_errors(folder):
         folder.mkdir(exist_ok=True)
     params, plot = folder / "params.json", run.plots / "normalizer.png"
-    write_atomically(params, with_normalizer(params, key, fit.normalizer))
+    write_atomically(params, file_with_normalizer(params, key, fit.normalizer))
     write_atomically(folder / f"{key.dataset}.json", _details(fit))
     profile, normalizer = fit.profile, fit.normalizer
     grid = np.geomspace(profile.positions[0], 1, 200)

@@ -11,7 +11,7 @@ import torch
 
 from posttrain.credit.units.segment import unit_ends
 from posttrain.errors import InputError
-from posttrain.losses.reward import unevenness, unit_entropies, unit_means, unit_spreads
+from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
 from posttrain.models.forward import hidden_states, token_scores
 from posttrain.models.load import load_model, resolve_path
 from posttrain.models.packing import pack_row
@@ -150,7 +150,7 @@ def unit_rewards(
 
 
 class UnitRewardObjective(RewardObjective):
-    """Bradley-Terry on the mean rewards of the units of two answers, + coefficient x unevenness of both."""
+    """Bradley-Terry on the mean rewards of the units of two answers, + coefficient x unit_entropy_penalty of both."""
 
     def __init__(self, loss: RewardLossRecipe, units: UnitRewardsRecipe) -> None:
         super().__init__(loss)
@@ -170,9 +170,9 @@ class UnitRewardObjective(RewardObjective):
             answers = float(output.streams)
             totals["units/per_answer"] = (float(len(output.rewards)), answers)
             totals["units/effective"] = (float(unit_entropies(*parts).exp().sum()), answers)
-            totals["units/spread"] = (float(unit_spreads(*parts).sum()), answers)
+            totals["units/spread"] = (float(unit_stds(*parts).sum()), answers)
         if self.units.entropy_coefficient:
-            uneven = unevenness(*parts, self.units.entropy_form).sum()
+            uneven = unit_entropy_penalty(*parts, self.units.entropy_form).sum()
             loss = loss + self.units.entropy_coefficient * uneven
             totals["loss/unevenness"] = (float(uneven.detach()), float(len(judged.rows)))
         return loss, totals

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from posttrain.engines.openai import RemoteFailure, chat_client, complete
+from posttrain.engines.openai import ChatRequestError, chat_client, complete
 from posttrain.environments.protocol import Message
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
@@ -59,7 +59,7 @@ class LocalSpeaker:
         from posttrain.data.rendering import Renderer
         from posttrain.engines.local.engine import LocalEngine
         from posttrain.models.policy import Policy
-        from posttrain.rollout.conversation import Conversation
+        from posttrain.rollout.transcript import TokenTranscript
 
         policy = Policy(model)
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
@@ -68,15 +68,15 @@ class LocalSpeaker:
         self.tokens_per_turn = tokens_per_turn
         readable = getattr(policy.model.config, "max_position_embeddings", None) or tokens_per_episode
         self.tokens_per_episode = min(tokens_per_episode, readable)
-        self.conversation: Conversation | None = None
+        self.conversation: TokenTranscript | None = None
         self._stops = tuple(stop_strings)
         self._seed = seed
         self._begun = 0
 
     def begin(self, messages: Sequence[Message], primer: str) -> None:
-        from posttrain.rollout.conversation import Conversation
+        from posttrain.rollout.transcript import TokenTranscript
 
-        self.conversation = Conversation(self.renderer, messages, primer)
+        self.conversation = TokenTranscript(self.renderer, messages, primer)
         self._begun += 1
 
     def answer(self) -> str:
@@ -159,11 +159,11 @@ class RemoteSpeaker:
                 max_tokens=self._most,
                 stop=STOPS,
             )
-        except RemoteFailure as failure:
+        except ChatRequestError as failure:
             raise RunError(f"{failure}; check that the server runs, the address and the name of the model") from None
         text = written.text
-        if self._thinking and written.thoughts and not text.lstrip().startswith("<think>"):
-            text = f"<think>{written.thoughts}</think>{text}"
+        if self._thinking and written.reasoning and not text.lstrip().startswith("<think>"):
+            text = f"<think>{written.reasoning}</think>{text}"
         self._messages.append({"role": "assistant", "content": text})
         return text
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, StopReason, Stream, Turn
 from posttrain.recipe.credit import CreditRecipe
 
@@ -29,7 +29,7 @@ def episode(*streams, group=0, index=0, states=None):
 
 def credit_of(episodes, chosen):
     values = [[np.ones(len(s)) for s in e.streams] for e in episodes]
-    return assign(episodes, chosen, reward_streams(episodes), values=values)
+    return compute_advantages(episodes, chosen, reward_streams(episodes), values=values)
 
 
 def test_every_token_of_a_turn_gets_the_credit_of_the_turn_across_streams():
@@ -96,7 +96,7 @@ def test_groups_of_different_sizes_and_episodes_of_different_turns_in_any_order(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_and_an_episode_that_sampled_nothing_are_carried_along(kind):
-    assert assign([], recipe(kind), RewardStreams([]), values=[]) == Advantages([])
+    assert compute_advantages([], recipe(kind), RewardStreams([]), values=[]) == Advantages([])
     made = [episode(("...", {})), episode((".0.1", {1: 1.0, 3: 1.0}), index=1)]
     assert not credit_of(made, recipe(kind)).values[0][0].any()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.credit.turns import bilevel_gae
 from posttrain.recipe.credit import CreditRecipe
 from tests.credit.decision_process import PARAMETERS, STATES, Trajectory, episode, score, trajectories
@@ -133,7 +133,7 @@ def test_assign_hands_it_the_values_of_sampled_tokens_and_their_turns():
         played, mask = episode(t, LOG_POLICY, 0), np.array(t.sampled)
         values = np.full(len(mask), np.nan)
         values[mask] = of_tokens(t, WRONG)[1]
-        credit = assign([played], recipe, reward_streams([played]), values=[[values]]).values[0][0]
+        credit = compute_advantages([played], recipe, reward_streams([played]), values=[[values]]).values[0][0]
         expected = bilevel(1.0, 0.95, 0.95, 0.95)(*of_tokens(t, WRONG))
         np.testing.assert_allclose(credit[mask], expected, rtol=1e-5, atol=1e-6)
         assert not credit[~mask].any()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from posttrain.credit.turns import spread_over_tokens, starts, state_keys, turn_numbers, turn_rewards
+from posttrain.credit.turns import starts, state_keys, to_tokens, turn_indices, turn_rewards
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import RunError
 
@@ -24,24 +24,24 @@ def test_a_turn_that_paid_nothing_is_a_turn():
     turns = np.array([0, 0, 1, 2, 2, 2])
     np.testing.assert_array_equal(starts(turns), [0, 2, 3])
     np.testing.assert_array_equal(turn_rewards(np.array([0.0, 1, 0, 0, 0.5, 2]), turns), [1, 0, 2.5])
-    np.testing.assert_array_equal(spread_over_tokens(np.array([3.0, 4, 5]), turns), [3, 3, 4, 5, 5, 5])
+    np.testing.assert_array_equal(to_tokens(np.array([3.0, 4, 5]), turns), [3, 3, 4, 5, 5, 5])
 
 
 def test_turns_run_across_streams_and_answers_that_touch_are_two():
     played = episode(stream(range(5), ".0011"), stream(range(3), "..2"))
-    np.testing.assert_array_equal(turn_numbers(played), [0, 0, 1, 1, 2])
+    np.testing.assert_array_equal(turn_indices(played), [0, 0, 1, 1, 2])
     assert len(state_keys(played)) == 3
 
 
 def test_an_episode_without_sampled_tokens_has_no_turns():
     played = episode(stream(range(3), "..."))
-    assert len(turn_numbers(played)) == len(turn_rewards(np.zeros(0), turn_numbers(played))) == 0
+    assert len(turn_indices(played)) == len(turn_rewards(np.zeros(0), turn_indices(played))) == 0
     assert state_keys(played) == []
 
 
 def test_turns_out_of_order_are_told():
     with pytest.raises(RunError, match=r"group 0 episode 0 .* turns out of order"):
-        turn_numbers(episode(stream(range(3), ".10")))
+        turn_indices(episode(stream(range(3), ".10")))
 
 
 def test_states_are_the_tokens_shown_since_the_last_answer():

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.credit.units.estimators import (
-    all_but_one,
     attention,
     coalitions,
     even,
+    full_coalition,
     last,
+    leave_one_out_coalitions,
     loo,
-    orders,
     prefix,
+    sample_orders,
     shapley,
     trunc,
-    whole,
 )
 from posttrain.seeds import random_stream
 
@@ -36,11 +36,11 @@ def drawn(units, seed):
 
 def beginnings(values, units):
     """[K + 1]: the values of the first 0, 1, ..., K units."""
-    return np.array([values[whole(k)] for k in range(units + 1)])
+    return np.array([values[full_coalition(k)] for k in range(units + 1)])
 
 
 def lacking(values, units):
-    return np.array([values[members] for members in all_but_one(units)])
+    return np.array([values[members] for members in leave_one_out_coalitions(units)])
 
 
 def exact(values, units):
@@ -127,7 +127,7 @@ def test_no_units_and_one_unit(outcome):
     assert coalitions(0, None) == coalitions(1, None) == []
     empty = 0.25
     alone = [prefix(np.array([empty, outcome])), trunc(np.array([empty, outcome])), loo(outcome, np.array([empty]))]
-    for found in [*alone, shapley(1, orders(1, 8, random_stream(0)), {0: empty, 1: outcome})]:
+    for found in [*alone, shapley(1, sample_orders(1, 8, random_stream(0)), {0: empty, 1: outcome})]:
         np.testing.assert_array_equal(found, [outcome - empty])
     for found in (even(outcome, 1), last(outcome, 1), attention(outcome, np.array([0.3]))):
         np.testing.assert_allclose(found, [outcome], rtol=1e-15)
@@ -137,8 +137,8 @@ def test_no_units_and_one_unit(outcome):
 
 
 def test_coalitions_are_sets_of_bits():
-    assert whole(3) == 0b111
-    assert all_but_one(3) == [0b110, 0b101, 0b011]
+    assert full_coalition(3) == 0b111
+    assert leave_one_out_coalitions(3) == [0b110, 0b101, 0b011]
     assert coalitions(3, None) == [1, 2, 3, 4, 5, 6]
     assert coalitions(3, [np.array([2, 0, 1]), np.array([1, 0, 2])]) == [0b010, 0b011, 0b100, 0b101]
 
@@ -156,8 +156,8 @@ def test_exact_values_are_the_mean_over_all_orders(units, seed):
 @settings(max_examples=30, deadline=None)
 def test_sampled_values_sum_to_the_outcome_above_that_of_an_empty_answer(units, seed, permutations):
     values = drawn(units, seed)
-    chosen = orders(units, permutations, random_stream(seed, "orders"))
-    needed = {members: values[members] for members in [0, *coalitions(units, chosen), whole(units)]}
+    chosen = sample_orders(units, permutations, random_stream(seed, "orders"))
+    needed = {members: values[members] for members in [0, *coalitions(units, chosen), full_coalition(units)]}
     assert shapley(units, chosen, needed).sum() == pytest.approx(values[-1] - values[0], abs=1e-12)
 
 
@@ -175,7 +175,7 @@ def test_units_that_add_the_same_get_the_same_and_those_that_add_nothing_get_not
     assert alike[a] == pytest.approx(alike[b], abs=1e-12)
     # `a` is made to add nothing.
     null = values[np.arange(1 << units) & ~(1 << a)]
-    chosen = orders(units, 4, draws)
+    chosen = sample_orders(units, 4, draws)
     for found in (exact(null, units), shapley(units, chosen, dict(enumerate(null)))):
         assert found[a] == pytest.approx(0, abs=1e-12)
     assert loo(null[-1], lacking(null, units))[a] == 0
@@ -184,7 +184,7 @@ def test_units_that_add_the_same_get_the_same_and_those_that_add_nothing_get_not
 @given(st.integers(2, 9), st.integers(2, 9), seeds)
 @settings(max_examples=60, deadline=None)
 def test_each_second_order_is_the_one_before_it_backwards(units, permutations, seed):
-    chosen = orders(units, permutations, random_stream(seed, "orders"))
+    chosen = sample_orders(units, permutations, random_stream(seed, "orders"))
     if chosen is None:
         assert 2**units - 2 <= permutations * (units - 1)
         return
@@ -213,7 +213,7 @@ def test_sampled_values_are_right_on_average_odd_numbers_of_orders_included():
     units, values, draws = 5, drawn(5, 0), random_stream(0, "many orders")
     for permutations in (2, 3):
         found = np.stack(
-            [shapley(units, orders(units, permutations, draws), dict(enumerate(values))) for _ in range(3000)]
+            [shapley(units, sample_orders(units, permutations, draws), dict(enumerate(values))) for _ in range(3000)]
         )
         error = (found.mean(0) - exact(values, units)) / (found.std(0) / np.sqrt(len(found)))
         assert found.std(0).min() > 0.05

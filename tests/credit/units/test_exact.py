@@ -12,8 +12,18 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign
-from posttrain.credit.units.estimators import all_but_one, attention, even, last, loo, prefix, shapley, trunc, whole
+from posttrain.credit.assign import compute_advantages
+from posttrain.credit.units.estimators import (
+    attention,
+    even,
+    full_coalition,
+    last,
+    leave_one_out_coalitions,
+    loo,
+    prefix,
+    shapley,
+    trunc,
+)
 from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, RewardStreams
@@ -65,12 +75,12 @@ def coalition_values(t: Trajectory, kind: str) -> dict[int, float]:
     for members in range(1 << len(ends(t, kind))):
         kept = [token for place, token in enumerate(t.ids) if place not in places or members >> places[place] & 1]
         found[members] = opinion(*kept)
-    return found | {0: EMPTY, whole(len(ends(t, kind))): t.total}
+    return found | {0: EMPTY, full_coalition(len(ends(t, kind))): t.total}
 
 
 def by_loo(t: Trajectory, kind: str) -> np.ndarray:
     known = coalition_values(t, kind)
-    return loo(t.total, np.array([known[members] for members in all_but_one(len(ends(t, kind)))]))
+    return loo(t.total, np.array([known[members] for members in leave_one_out_coalitions(len(ends(t, kind)))]))
 
 
 def by_shapley(t: Trajectory, kind: str) -> np.ndarray:
@@ -119,7 +129,7 @@ def assigned(credit: dict, chosen, played, rewards: RewardStreams) -> Advantages
         own = np.zeros(len(t.ids))
         own[np.array(t.sampled)] = [WRONG[state] for state, _ in t.choices]
         judged.append([own])
-    return assign(played, recipe, rewards, None, judged)
+    return compute_advantages(played, recipe, rewards, None, judged)
 
 
 def paid(credit, units_of, beta, size, placement="end") -> np.ndarray:
@@ -287,8 +297,8 @@ def of_independent_units(credit, additive=False) -> np.ndarray:
 
 
 def credits(known) -> dict[str, np.ndarray]:
-    along = np.array([known[whole(k)] for k in range(4)])
-    without = np.array([known[members] for members in all_but_one(3)])
+    along = np.array([known[full_coalition(k)] for k in range(4)])
+    without = np.array([known[members] for members in leave_one_out_coalitions(3)])
     return {
         "return": np.full(3, known[7]),
         "trunc": trunc(along),

@@ -39,6 +39,6 @@ def test_the_steps_of_any_procedure_are_its_lines(smollm):
             text = align(ids, smollm.decode)
             parts = [text.slice(*span).strip() for span in units]
             assert parts == [*lines, f"{rationale}{smollm.eos_token}"]
-            assert units.found.tolist() == [True] * len(lines) + [False]
+            assert units.is_unit.tolist() == [True] * len(lines) + [False]
             seen += 1
     assert seen == 120

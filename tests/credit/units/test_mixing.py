@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import assign, reward_streams
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.credit.units.estimators import prefix, trunc
 from posttrain.credit.units.mixing import (
     CreditedUnits,
@@ -16,7 +16,7 @@ from posttrain.credit.units.mixing import (
     with_unit_advantages,
     with_unit_rewards,
 )
-from posttrain.credit.units.spans import Spans, spans
+from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, RewardStreams
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.seeds import random_stream
@@ -44,7 +44,7 @@ def played(seed, units, group=0, index=0, found=True):
         paid[where][max(paid[where])] += values[-1]
     one = episode(*zip(parts, paid, strict=True), group=group, index=index)
     inner = draws.permutation(np.arange(1, tokens))[: max(units - 1, 0)] if tokens else np.zeros(0)
-    return one, spans(tokens, inner, found), values
+    return one, Spans.from_cuts(tokens, inner, found), values
 
 
 def rewarded(one, cuts, values):
@@ -78,27 +78,27 @@ def test_a_units_tokens_sum_to_its_credit(units, seed):
 
 
 def test_placement_by_hand():
-    cuts = spans(6, np.array([1, 3]))
+    cuts = Spans.from_cuts(6, np.array([1, 3]))
     np.testing.assert_array_equal(placed(cuts, np.array([1.0, 4.0, -3.0]), "end"), [1, 0, 4, 0, 0, -3])
     np.testing.assert_array_equal(placed(cuts, np.array([1.0, 4.0, -3.0]), "even"), [1, 2, 2, -1, -1, -1])
 
 
 def test_every_token_of_a_unit_sees_all_of_it_only_where_it_is_paid_at_the_end():
-    cuts, credits = spans(6, np.array([1, 3])), np.array([1.0, 4.0, -3.0])
+    cuts, credits = Spans.from_cuts(6, np.array([1, 3])), np.array([1.0, 4.0, -3.0])
     ahead = {p: np.cumsum(placed(cuts, credits, p)[::-1])[::-1] for p in ("end", "even")}
     np.testing.assert_array_equal(ahead["end"], [2, 1, 1, -3, -3, -3])
     np.testing.assert_array_equal(ahead["even"], [2, 1, -1, -3, -2, -1])
 
 
 def test_residual():
-    cuts = spans(3, np.array([1, 2]))
+    cuts = Spans.from_cuts(3, np.array([1, 2]))
     values = np.array([0.5, 2.0, 1.0, 4.0])
     assert UnitRewards(cuts, prefix(values), 4.0, 0.5).residual == 0
     assert UnitAdvantages(cuts, trunc(values), 4.0, 0.5).residual == 3.5 - 8.5
 
 
 def test_what_is_no_credit_of_these_units_is_refused():
-    cuts = spans(3, np.array([1]))
+    cuts = Spans.from_cuts(3, np.array([1]))
     with pytest.raises(ValueError, match="3 credits for 2 units"):
         UnitRewards(cuts, np.zeros(3), 0.0, 0.0)
     for credits, outcome, empty in [([0, np.nan], 0, 0), ([0, 0], np.inf, 0), ([0, 0], 0, np.nan)]:
@@ -145,7 +145,7 @@ def test_the_published_drca_by_hand():
     # Truncation paid as a reward: beta D_k / |U_k| on the unit's tokens and (1 - beta) R on the last, which sees both.
     one = episode((".ssss", {4: 2.8}))
     values = np.array([0.0, 1.0, 2.8])
-    units = [UnitRewards(spans(4, np.array([2])), trunc(values), 2.8, 0.0)]
+    units = [UnitRewards(Spans.from_cuts(4, np.array([2])), trunc(values), 2.8, 0.0)]
     found = with_unit_rewards([one], reward_streams([one]), units, 0.8, "even").values[0][0]
     np.testing.assert_allclose(found, [0, 0.4 * 2.8, 0.4 * 2.8, 0.4 * 1.8, 0.4 * 1.8 + 0.2 * 2.8], rtol=1e-6)
 
@@ -166,7 +166,7 @@ def in_groups():
     """Two groups of one stream each: credits 0, 2 | 4, 6 with scores by batch and by group known."""
     made = [episode((".ss.", {}), group=g, index=i) for g, i in ((0, 0), (0, 1), (1, 0), (1, 1))]
     credits = [[0.0, 2.0], [2.0, 0.0], [4.0, 6.0], [6.0, 4.0]]
-    units = [UnitAdvantages(spans(2, np.array([1])), np.array(own), 1.0, 0.0) for own in credits]
+    units = [UnitAdvantages(Spans.from_cuts(2, np.array([1])), np.array(own), 1.0, 0.0) for own in credits]
     return made, Advantages([[np.array([0, 2, 2, 0], np.float32)] for _ in made]), units
 
 
@@ -188,7 +188,7 @@ def test_standardised_over_each_group():
 
 def test_each_unit_counts_once_however_long_it_is():
     one = episode((".sssss", {}))
-    units = [UnitAdvantages(spans(5, np.array([4])), np.array([1.0, 3.0]), 1.0, 0.0)]
+    units = [UnitAdvantages(Spans.from_cuts(5, np.array([4])), np.array([1.0, 3.0]), 1.0, 0.0)]
     found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 1.0, "batch", 5.0).values[0][0]
     np.testing.assert_allclose(found, [0, -1, -1, -1, -1, 1], atol=2e-6)
 
@@ -199,7 +199,7 @@ def reward_streams_of_zero(episodes):
 
 def test_scores_are_clipped_before_they_are_weighed():
     one = episode(("s" * 20, {}))
-    units = [UnitAdvantages(spans(20, np.arange(20)), np.array([*[0.0] * 19, 100.0]), 1.0, 0.0)]
+    units = [UnitAdvantages(Spans.from_cuts(20, np.arange(20)), np.array([*[0.0] * 19, 100.0]), 1.0, 0.0)]
     raw = np.sqrt(19)
     for clip in (5.0, 2.0):
         found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 0.5, "batch", clip).values[0][0]
@@ -220,7 +220,7 @@ def test_the_order_of_episodes_changes_no_bit(statistics):
     cases = [played(seed, 1 + seed % 5, group=seed % 3, index=seed) for seed in range(12)]
     units = [judged(*case) for case in cases]
     made = [case[0] for case in cases]
-    outcome = assign(made, recipe("rloo"), reward_streams(made))
+    outcome = compute_advantages(made, recipe("rloo"), reward_streams(made))
     straight = with_unit_advantages(made, outcome, units, 0.7, statistics, 5.0).values
     order = random_stream(0, "order").permutation(len(made)).tolist()
     shuffled = Advantages([outcome.values[place] for place in order])
@@ -241,9 +241,9 @@ def recipe(kind):
 def test_beta_0_is_the_credit_of_outcomes_to_the_bit(kind):
     cases = [played(seed, 1 + seed % 4, group=seed // 2, index=seed % 2) for seed in range(6)]
     made = [case[0] for case in cases]
-    plain = assign(made, recipe(kind), reward_streams(made))
+    plain = compute_advantages(made, recipe(kind), reward_streams(made))
     rewards = with_unit_rewards(made, reward_streams(made), [rewarded(*case) for case in cases], 0.0, "end")
-    paid = assign(made, recipe(kind), rewards)
+    paid = compute_advantages(made, recipe(kind), rewards)
     scored = with_unit_advantages(made, plain, [judged(*case) for case in cases], 0.0, "batch", 5.0)
     for a, b, c in zip(plain.values, paid.values, scored.values, strict=True):
         assert same_bits(a, b)
@@ -259,14 +259,14 @@ def test_episodes_without_units_have_the_credit_of_outcomes_beside_others_that_h
     kept = [False, True, True, False, True]
     paid_units, judged_units = [rewarded(*c) for c in cases], [judged(*c) for c in cases]
     paid_units[-1] = judged_units[-1] = None
-    assert [own is None or not own.any for own in paid_units] == kept
+    assert [own is None or not own.has_units for own in paid_units] == kept
     before = reward_streams(made)
     rewards = with_unit_rewards(made, before, paid_units, beta, "end")
-    outcome = assign(made, recipe("reinforce"), before)
+    outcome = compute_advantages(made, recipe("reinforce"), before)
     advantages = with_unit_advantages(made, outcome, judged_units, beta, "batch", 5.0)
     for place, keeps in enumerate(kept):
         own = paid_units[place]
-        less = 0.0 if own is None or own.spans.tokens == 0 else beta * own.empty
+        less = 0.0 if own is None or own.spans.tokens == 0 else beta * own.empty_value
         changed = of_tokens(made[place], rewards.values[place]) - of_tokens(made[place], before.values[place])
         assert changed.sum() == pytest.approx(-less, abs=1e-5)  # every episode that was scored earns as much less
         if keeps:
@@ -289,7 +289,7 @@ def test_a_batch_where_no_units_are_found_is_as_it_was():
     one, cuts, values = played(1, 3, found=False)
     before = reward_streams([one])
     assert same_bits(with_unit_rewards([one], before, [None], 1.0, "end").values[0], before.values[0])
-    outcome = assign([one], recipe("reinforce"), before)
+    outcome = compute_advantages([one], recipe("reinforce"), before)
     found = with_unit_advantages([one], outcome, [judged(one, cuts, values)], 1.0, "group", 5.0)
     assert same_bits(found.values[0], outcome.values[0])
 
@@ -321,9 +321,9 @@ def test_results_are_of_their_channels_type():
 def test_the_return_from_a_unit_on_is_the_outcome_above_beta_times_the_value_before_it(beta):
     # So in the reward channel `prefix` is, for a unit, what `trunc` is as an advantage: a baseline of what stood before.
     one = episode((".ssss.s", {6: 3.0}))
-    cuts, values = spans(5, np.array([2, 3])), np.array([0.5, 1.0, -2.0, 3.0])
+    cuts, values = Spans.from_cuts(5, np.array([2, 3])), np.array([0.5, 1.0, -2.0, 3.0])
     paid = with_unit_rewards([one], reward_streams([one]), [rewarded(one, cuts, values)], beta, "end")
-    found = of_tokens(one, assign([one], recipe("reinforce"), paid).values[0])
+    found = of_tokens(one, compute_advantages([one], recipe("reinforce"), paid).values[0])
     expected = 3.0 - beta * values[:-1][cuts.unit_of_token]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     if beta == 1:

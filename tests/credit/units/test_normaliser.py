@@ -12,14 +12,14 @@ from posttrain.credit.units.normalizer import (
     EPSILON,
     FitKey,
     Normalizer,
+    file_with_normalizer,
+    fit_key,
     fit_normalizer,
     huber_line,
-    key_of,
-    profile_of,
     read_normalizer,
     read_normalizers,
     relative_positions,
-    with_normalizer,
+    reward_profile,
 )
 from posttrain.errors import InputError
 from posttrain.recipe.units import EntropyUnits, StepUnits, WholeUnits
@@ -111,12 +111,12 @@ def test_a_line_without_noise_is_found_exactly():
 
 
 def test_the_profile_by_hand():
-    profile = profile_of([np.array([1.0, 5.0]), np.array([3.0, 7.0]), np.array([2.0])])
+    profile = reward_profile([np.array([1.0, 5.0]), np.array([3.0, 7.0]), np.array([2.0])])
     assert profile.positions.tolist() == [0.5, 1.0]
     assert profile.means.tolist() == pytest.approx([2, 14 / 3])
     assert profile.counts.tolist() == [2, 3]
     assert profile.stds.tolist() == pytest.approx([np.std([1, 3], ddof=1), np.std([5, 7, 2], ddof=1)])
-    long = profile_of([np.zeros(3000)])
+    long = reward_profile([np.zeros(3000)])
     assert long.positions[0] == 1e-3
     assert long.counts.sum() == 3000
 
@@ -178,7 +178,7 @@ def test_a_published_file_is_read(tmp_path):
     file.write_text(json.dumps(PUBLISHED))
     assert len(read_normalizers(file)) == 3
     segmenter = EntropyUnits(type="entropy", threshold=1.75)
-    assert read_normalizer(file, key_of("phi3-instruct", "preference700K", segmenter))[1] == PHI
+    assert read_normalizer(file, fit_key("phi3-instruct", "preference700K", segmenter))[1] == PHI
     # Thresholds are compared as numbers.
     llama = FitKey("llama3-sft", "preference700K", "peak", "avg", "2")
     assert read_normalizer(file, llama)[1].numbers == [0.8967, 0.5680, 0.8572, 4.1667]
@@ -191,21 +191,21 @@ numbers = st.floats(-50, 50)
 @given(st.tuples(numbers, numbers, numbers, st.floats(1e-6, 50)))
 def test_a_file_round_trips_and_keeps_its_other_fits(tmp_path_factory, values):
     file = tmp_path_factory.mktemp("fits") / "params.json"
-    made, key = Normalizer(*values), key_of("run", "val", StepUnits(type="steps"))
-    file.write_text(with_normalizer(file, key, made))
+    made, key = Normalizer(*values), fit_key("run", "val", StepUnits(type="steps"))
+    file.write_text(file_with_normalizer(file, key, made))
     assert read_normalizer(file)[1] == made
     assert json.loads(file.read_text()) == {"run": {"val": {"steps": {"avg": {"0": list(values)}}}}}
-    entropy = key_of("run", "val", EntropyUnits(type="entropy", threshold=1.5, peak="local_max"))
+    entropy = fit_key("run", "val", EntropyUnits(type="entropy", threshold=1.5, peak="local_max"))
     assert entropy.path[2:] == ("local_max", "avg", "1.5")
-    file.write_text(with_normalizer(file, entropy, PHI))
-    file.write_text(with_normalizer(file, entropy, LLAMA_TOKENS))
+    file.write_text(file_with_normalizer(file, entropy, PHI))
+    file.write_text(file_with_normalizer(file, entropy, LLAMA_TOKENS))
     assert read_normalizers(file) == {key: made, entropy: LLAMA_TOKENS}
 
 
 def test_what_is_not_there_is_an_error_that_names_what_is(tmp_path):
     file = tmp_path / "params.json"
     file.write_text(json.dumps(PUBLISHED))
-    missing = key_of("phi3-instruct", "preference700K", WholeUnits(type="token"))
+    missing = fit_key("phi3-instruct", "preference700K", WholeUnits(type="token"))
     with pytest.raises(
         InputError, match=r"no fit phi3-instruct > preference700K > token.*there are: .*peak > avg > 1\.75"
     ):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from posttrain.credit.units.offsets import align
-from posttrain.credit.units.segment import Answer, answers_of, segment
-from posttrain.credit.units.spans import Spans, joined, spans
+from posttrain.credit.units.segment import Answer, episode_answers, segment
+from posttrain.credit.units.spans import Spans
 from posttrain.episode import StopReason
 from posttrain.recipe.units import UnitsRecipe
 from tests.credit.units.tokenizers import VOCABULARY, Counting, byte_level, encode
@@ -84,7 +84,7 @@ made_up = st.lists(st.integers(0, len(VOCABULARY) - 1), min_size=1, max_size=24)
 
 
 def capped(units: Spans, recipe) -> bool:
-    return recipe.max_units is None or units.found.sum() <= recipe.max_units
+    return recipe.max_units is None or units.is_unit.sum() <= recipe.max_units
 
 
 @settings(max_examples=400)
@@ -98,7 +98,7 @@ def test_hostile_tokens(recipe, answers):
 def test_units_that_need_no_reading(recipe, answers):
     units = segment(recipe, answers, byte_level)
     assert len(units) == {"turn": len(answers), "token": units.tokens, "outcome": 1}[recipe.type]
-    assert units.found.all()
+    assert units.is_unit.all()
     if recipe.type != "outcome":
         check_partition(units, answers, byte_level, divides=True)
 
@@ -125,7 +125,7 @@ def of_text(recipe, text, ended=False):
     ids = np.array(encode(text) + ([VOCABULARY.index(b"A")] if ended else []), dtype=np.int64)
     units = segment(recipe, [Answer(ids, ended)], byte_level)
     aligned = align(ids, byte_level)
-    return [(aligned.slice(*span), bool(found)) for span, found in zip(units, units.found, strict=True)]
+    return [(aligned.slice(*span), bool(found)) for span, found in zip(units, units.is_unit, strict=True)]
 
 
 def test_what_is_no_step_is_a_unit_that_is_not_found():
@@ -152,7 +152,7 @@ def test_an_answer_of_nothing_but_its_end():
     for kind in ("steps", "sentence", "paragraph"):
         assert of_text(recipe(kind), "", ended=True) == [("A", False)]
     units = segment(recipe("entropy"), [Answer(np.array([0]), True, entropies=np.array([9.0]))], byte_level)
-    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 1], [False])
+    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 1], [False])
 
 
 def test_an_answer_that_never_stopped_thinking():
@@ -169,15 +169,15 @@ def test_thinking_is_as_long_as_its_tokens(empty):
 def test_a_token_that_ends_the_thinking_is_thinking():
     ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think", b">A", b" a")])
     units = segment(recipe("steps"), [Answer(ids, False)], byte_level)
-    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 3, 4], [False, False])
+    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, False])
     units = segment(recipe("paragraph"), [Answer(ids, False)], byte_level)
-    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 3, 4], [False, True])
+    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, True])
 
 
 def test_a_token_without_text_after_the_thinking_is_no_step():
     ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think>", b"", b"\nB. x")])
     units = segment(recipe("steps", pattern="^B", ordinal=False), [Answer(ids, False)], byte_level)
-    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 3, 4], [False, True])
+    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, True])
 
 
 def test_white_space_before_the_first_step_belongs_to_it():
@@ -187,18 +187,18 @@ def test_white_space_before_the_first_step_belongs_to_it():
 def test_thinking_that_the_prompt_opened():
     episode = played(tokens=4)
     episode.streams[0].ids = np.array(encode("!<think> a</think>A!"), dtype=np.int64)
-    (answer,) = answers_of(episode, byte_level)
+    (answer,) = episode_answers(episode, byte_level)
     assert answer.opened
     assert answer.ended
     units = segment(recipe("sentence"), [answer], byte_level)
-    assert (units.cuts.tolist(), units.found.tolist()) == ([0, 2, 4], [False, True])
+    assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 2, 4], [False, True])
 
 
 def test_answers_of_an_episode_are_those_that_were_sampled():
     episode = played(rewards=(1.0, 2.0), tokens=3)
     episode.turns[1].stop_reason = StopReason.TURN_BUDGET
     scores = [np.arange(10, dtype=np.float32)]
-    first, second = answers_of(episode, byte_level, scores)
+    first, second = episode_answers(episode, byte_level, scores)
     assert (first.ids.tolist(), second.ids.tolist()) == ([2, 3, 4], [7, 8, 9])
     assert (first.entropies.tolist(), second.entropies.tolist()) == ([2, 3, 4], [7, 8, 9])
     assert (first.ended, second.ended, first.opened) == (True, False, False)
@@ -226,7 +226,7 @@ def test_spans_refuse_what_is_no_partition():
 def test_nothing_sampled_is_no_unit():
     nothing = segment(recipe("outcome"), [], byte_level)
     assert (len(nothing), nothing.tokens, list(nothing)) == (0, 0, [])
-    assert joined([nothing, spans(2, np.array([1])), nothing]).cuts.tolist() == [0, 1, 2]
+    assert Spans.concatenate([nothing, Spans.from_cuts(2, np.array([1])), nothing]).cuts.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.credit.units.estimators import shapley, whole
+from posttrain.credit.units.estimators import full_coalition, shapley
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
@@ -60,7 +60,7 @@ def test_tasks_are_what_they_say(study):
         assert task.score(task.every.max()) == 1
         nothing = task.worth(tasks.ANSWERS[:1], np.zeros((1, tasks.UNITS), bool))
         assert nothing == 0
-        values = {0: 0.0, whole(2): 0.0}
+        values = {0: 0.0, full_coalition(2): 0.0}
         kept = np.zeros((4, tasks.UNITS), bool)
         kept[:, :2] = [[0, 0], [1, 0], [0, 1], [1, 1]]
         values |= dict(enumerate(task.worth(np.repeat(tasks.ANSWERS[5:6], 4, 0), kept).tolist()))

@@ -11,7 +11,7 @@ from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, play_all
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 from posttrain_memory.agent.clients import STOPS, ContextFull, LocalSpeaker, RemoteSpeaker
 from posttrain_memory.agent.session import GaveUp, MemoryAgent, Refused, Said
 from posttrain_memory.environment import Memory, assignment
@@ -84,7 +84,7 @@ def test_a_chat_has_the_tokens_of_a_rollout(speaker, interpreter, keys, seed):
     rollout = RolloutRecipe(tokens_per_turn=5_000, tokens_per_episode=50_000, stop_strings=list(STOPS))
     playing = Parrot(one.renderer, script)
     player = RolloutWorker(playing, one.renderer, recipe, rollout, GREEDY, 0)
-    (episode,) = play_all(player, [EpisodeRequest(seed, 0, 0, (0,))])
+    (episode,) = collect_episodes(player, [EpisodeRequest(seed, 0, 0, (0,))])
     one.engine = Parrot(one.renderer, script)
     events = in_chat(one, recipe, seed, interpreter)
     assert isinstance(events[0], Refused)
@@ -111,7 +111,7 @@ def test_a_real_engine_says_in_a_chat_what_it_says_in_a_rollout(speaker, interpr
     one = speaker(tokens_per_turn=10)
     rollout = RolloutRecipe(tokens_per_turn=10, tokens_per_episode=one.tokens_per_episode, stop_strings=list(STOPS))
     player = RolloutWorker(one.engine, one.renderer, recipe, rollout, GREEDY, 0)
-    (episode,) = play_all(player, [EpisodeRequest(1, 0, 0, (0,))])
+    (episode,) = collect_episodes(player, [EpisodeRequest(1, 0, 0, (0,))])
     events = in_chat(one, recipe, 1, interpreter)
     assert isinstance(events[-1], GaveUp)
     assert len(episode.turns) == 3

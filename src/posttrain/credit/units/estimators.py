@@ -53,14 +53,14 @@ def attention(outcome: float, weights: np.ndarray) -> np.ndarray:
     return even(outcome, len(weights)) if total <= 0 else outcome * np.asarray(weights, dtype=np.float64) / total
 
 
-def whole(units: int) -> int:
+def full_coalition(units: int) -> int:
     """The coalition of all K units."""
     return (1 << units) - 1
 
 
-def all_but_one(units: int) -> list[int]:
+def leave_one_out_coalitions(units: int) -> list[int]:
     """[K]: the coalitions that lack unit 0, 1, ..., K - 1."""
-    return [whole(units) & ~(1 << k) for k in range(units)]
+    return [full_coalition(units) & ~(1 << k) for k in range(units)]
 
 
 def loo(outcome: float, without: np.ndarray) -> np.ndarray:
@@ -73,7 +73,7 @@ def loo(outcome: float, without: np.ndarray) -> np.ndarray:
     return outcome - np.asarray(without, dtype=np.float64)
 
 
-def orders(units: int, permutations: int, random: np.random.Generator) -> list[np.ndarray] | None:
+def sample_orders(units: int, permutations: int, random: np.random.Generator) -> list[np.ndarray] | None:
     """Orders [K] in which units join; each second one is the one before it backwards, which lowers the variance.
 
     None where all 2^K coalitions cost no more than those of the orders: then every coalition is to be valued.
@@ -91,7 +91,7 @@ def orders(units: int, permutations: int, random: np.random.Generator) -> list[n
 def coalitions(units: int, chosen: Sequence[np.ndarray] | None) -> list[int]:
     """The coalitions to be valued, rising, without the empty and the whole one: those on the way of the `orders`."""
     if chosen is None:
-        return list(range(1, whole(units)))
+        return list(range(1, full_coalition(units)))
     found: set[int] = set()
     for order in chosen:
         joined = 0

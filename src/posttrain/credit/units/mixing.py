@@ -22,24 +22,26 @@ class CreditedUnits:
     """[K] float64, in units of the normalized reward."""
     outcome: float
     """R: what the reward model paid for the episode, normalized; it sits on the last sampled token."""
-    empty: float
+    empty_value: float
     """Phi_0: its value of an empty answer; 0 for estimators that divide R itself."""
 
     def __post_init__(self) -> None:
         if len(self.credits) != len(self.spans):
             raise ValueError(f"{len(self.credits)} credits for {len(self.spans)} units")
-        if not (np.isfinite(self.credits).all() and math.isfinite(self.outcome) and math.isfinite(self.empty)):
-            raise ValueError(f"credits {self.credits} of outcome {self.outcome} over {self.empty} are not all finite")
+        if not (np.isfinite(self.credits).all() and math.isfinite(self.outcome) and math.isfinite(self.empty_value)):
+            raise ValueError(
+                f"credits {self.credits} of outcome {self.outcome} over {self.empty_value} are not all finite"
+            )
 
     @property
-    def any(self) -> bool:
+    def has_units(self) -> bool:
         """Whether the segmenter found units; where it did not, the outcome alone says what the episode gets."""
-        return bool(self.spans.found.any())
+        return bool(self.spans.is_unit.any())
 
     @property
     def residual(self) -> float:
         """R - Phi_0 - sum of credits: 0 for credit that is conserved."""
-        return self.outcome - self.empty - float(self.credits.sum())
+        return self.outcome - self.empty_value - float(self.credits.sum())
 
 
 class UnitRewards(CreditedUnits):
@@ -87,12 +89,12 @@ def with_unit_rewards(
         if own is None or own.spans.tokens == 0 or beta == 0:
             found.append(streams)
             continue
-        if own.any:
+        if own.has_units:
             paid = beta * placed(own.spans, own.credits, placement)
             paid[-1] -= beta * own.outcome
         else:
             paid = np.zeros(own.spans.tokens)
-            paid[-1] = -beta * own.empty
+            paid[-1] = -beta * own.empty_value
         found.append(_added(episode, streams, paid))
     return RewardStreams(found)
 
@@ -135,7 +137,7 @@ def _scores(
     """Per episode the standardised credits [K] of its units; None where there are none."""
     sharing: dict[int, list[int]] = {}
     for place, (episode, own) in enumerate(zip(episodes, units, strict=True)):
-        if own is not None and own.any:
+        if own is not None and own.has_units:
             sharing.setdefault(episode.group if statistics == "group" else 0, []).append(place)
     found: list[np.ndarray | None] = [None] * len(episodes)
     for places in sharing.values():

@@ -91,7 +91,7 @@ def relative_positions(units: int) -> np.ndarray:
     return np.arange(1, units + 1) / max(units, 1)
 
 
-def profile_of(answers: Sequence[np.ndarray]) -> Profile:
+def reward_profile(answers: Sequence[np.ndarray]) -> Profile:
     """The profile of the unit rewards [K_i] of several answers. `ValueError` for rewards that are not finite."""
     rewards = np.concatenate([np.asarray(answer, dtype=np.float64) for answer in answers])
     if not np.isfinite(rewards).all():
@@ -113,7 +113,7 @@ def fit_normalizer(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
     answers have one unit. `ValueError` where nothing can be fitted: fewer than two rewards at every position, or no
     spread.
     """
-    profile = profile_of(answers)
+    profile = reward_profile(answers)
     several = profile.counts > 1
     if not several.any():
         raise ValueError("no position has two rewards, so there is no spread to fit; score more answers")
@@ -188,12 +188,12 @@ class FitKey:
         return " > ".join(self.path)
 
 
-def key_in(text: str) -> FitKey:
+def parse_key(text: str) -> FitKey:
     """The key that `str` of it says: five names with `>` between them."""
     return FitKey(*(name.strip() for name in text.split(">")))
 
 
-def key_of(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
+def fit_key(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
     """The place of a fit for units of `segmenter`, aggregated by their mean."""
     if isinstance(segmenter, EntropyUnits):
         method = "peak" if segmenter.peak == "threshold" else segmenter.peak
@@ -228,7 +228,7 @@ def read_normalizer(path: Path, wanted: FitKey | None = None, floor: float = FLO
     return matching[0]
 
 
-def with_normalizer(path: Path, key: FitKey, made: Normalizer) -> str:
+def file_with_normalizer(path: Path, key: FitKey, made: Normalizer) -> str:
     """The text of the file at `path`, if there is one, with `made` at `key`; other fits stay."""
     fits = read_normalizers(path) if path.is_file() else {}
     fits = {old: other for old, other in fits.items() if not same(old, key)} | {key: made}

@@ -13,7 +13,7 @@ Rendering = Literal["delete", "placeholder", "blank"]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RenderingTokens:
     """The token ids that renderings need."""
 
     end: int
@@ -26,7 +26,7 @@ class Tokens:
     """A space."""
 
 
-def rendered(stream: Stream, units: Spans, members: int, how: Rendering, tokens: Tokens) -> np.ndarray:
+def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering, tokens: RenderingTokens) -> np.ndarray:
     """`stream` with the units alone whose bit is set in `members`: ids [T'] int64.
 
     What nobody sampled stays, and so do end tokens that close a turn. The last unit carries the ending: without it an
@@ -55,7 +55,7 @@ def rendered(stream: Stream, units: Spans, members: int, how: Rendering, tokens:
     return np.array(ids, dtype=np.int64)
 
 
-def beginnings(stream: Stream, units: Spans) -> np.ndarray:
+def prefix_lengths(stream: Stream, units: Spans) -> np.ndarray:
     """[K] int64: tokens of the stream before unit 0, 1, ..., K - 1, what stands between a unit and the next counted to
     the next; the first of them is the prompt."""
     sampled = np.flatnonzero(stream.sampled)
@@ -63,7 +63,7 @@ def beginnings(stream: Stream, units: Spans) -> np.ndarray:
     return np.concatenate([first, sampled[units.cuts[1:-1] - 1] + 1])
 
 
-def blanked_beginning(stream: Stream, start: int, stop: int, tokens: Tokens) -> np.ndarray:
+def blanked_prefix(stream: Stream, start: int, stop: int, tokens: RenderingTokens) -> np.ndarray:
     """The published counterfactual of a unit of sampled tokens [start, stop): what stood before it, as many blanks as it
     has tokens, and the end token. What came after it is gone as well."""
     place = int(np.flatnonzero(stream.sampled)[start])

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from posttrain.credit.units.offsets import AlignedText, Decode, align
-from posttrain.credit.units.spans import Spans, joined, spans
+from posttrain.credit.units.spans import Spans
 from posttrain.episode import Episode, StopReason, Stream
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits, UnitsRecipe, WholeUnits
 
@@ -232,7 +232,7 @@ class Answer:
     """[n] float, nats: as `entropy_cuts` takes them."""
 
 
-def answers_of(episode: Episode, decode: Decode, entropies: Sequence[np.ndarray] | None = None) -> list[Answer]:
+def episode_answers(episode: Episode, decode: Decode, entropies: Sequence[np.ndarray] | None = None) -> list[Answer]:
     """The answers of an episode in their order. `entropies`: per stream [T] float, aligned with `Stream.ids`."""
     answers = []
     for turn in episode.turns:
@@ -264,14 +264,14 @@ def segment(recipe: UnitsRecipe, answers: Sequence[Answer], decode: Decode) -> S
     if isinstance(recipe, WholeUnits):
         lengths = [len(answer.ids) for answer in answers]
         inner = {"outcome": np.zeros(0), "turn": np.cumsum(lengths), "token": np.arange(sum(lengths))}[recipe.type]
-        return spans(sum(lengths), inner)
-    return joined([_of_answer(recipe, answer, decode) for answer in answers])
+        return Spans.from_cuts(sum(lengths), inner)
+    return Spans.concatenate([_of_answer(recipe, answer, decode) for answer in answers])
 
 
 def _of_answer(recipe: StepUnits | EntropyUnits | TextUnits, answer: Answer, decode: Decode) -> Spans:
     body = len(answer.ids) - answer.ended
     if body <= 0:
-        return spans(len(answer.ids), np.zeros(0), found=False)
+        return Spans.from_cuts(len(answer.ids), np.zeros(0), is_unit=False)
     text = align(answer.ids[:body].tolist(), decode)
     thought = thinking_tokens(text, answer.opened) if recipe.thinking == "whole" else 0
     first, last, cuts = thought, body, np.zeros(0, dtype=np.int64)
@@ -314,7 +314,7 @@ def _places(text: AlignedText, places: list[tuple[int, int]], thought: int) -> n
     return np.maximum(text.cuts([(first + shift, last + shift) for first, last in places]), thought)
 
 
-def answers_in(
+def stream_answers(
     stream: Stream, end_tokens: Collection[int], decode: Decode, entropies: np.ndarray | None = None
 ) -> list[Answer]:
     """The answers of a stream, in order: each run of sampled tokens of one turn.
@@ -345,8 +345,8 @@ def unit_ends(
 ) -> np.ndarray:
     """[K] int64, rising: the place in the stream of the last token of each unit, all answers together.
 
-    The last one is the last sampled token, so a reward read there is that of the whole. Arguments as in `answers_in`;
+    The last one is the last sampled token, so a reward read there is that of the whole. Arguments as in `stream_answers`;
     `ValueError` where `entropy` units lack entropies.
     """
-    found = segment(recipe, answers_in(stream, end_tokens, decode, entropies), decode)
+    found = segment(recipe, stream_answers(stream, end_tokens, decode, entropies), decode)
     return np.flatnonzero(stream.sampled)[found.cuts[1:] - 1]

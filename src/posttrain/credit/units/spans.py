@@ -20,15 +20,15 @@ class Spans:
 
     cuts: np.ndarray
     """[K + 1] int64: 0, the inner cuts, n; [0] where there are no tokens."""
-    found: np.ndarray
+    is_unit: np.ndarray
     """[K] bool: the segmenter's own find; false for thinking blocks, what stands before the first label or after the
     steps, and answers in which no step was found. Where none is found, credit is that of the outcome."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) == 0 or self.cuts[0] != 0 or (np.diff(self.cuts) <= 0).any():
             raise ValueError(f"cuts must rise strictly from 0, not {self.cuts}")
-        if len(self.found) != len(self):
-            raise ValueError(f"{len(self.found)} flags for {len(self)} units")
+        if len(self.is_unit) != len(self):
+            raise ValueError(f"{len(self.is_unit)} flags for {len(self)} units")
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
@@ -52,19 +52,19 @@ class Spans:
         """[n] int64: the unit that each token belongs to."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
+    @classmethod
+    def from_cuts(cls, tokens: int, inner: np.ndarray, is_unit: bool = True) -> "Spans":
+        """The units of `tokens` tokens, cut before each token in `inner`; cuts outside 1 .. tokens - 1 are ignored."""
+        inside = np.unique(inner[(inner > 0) & (inner < tokens)])
+        cuts = np.concatenate([[0], inside, [tokens] if tokens else []]).astype(np.int64)
+        return cls(cuts, np.full(len(cuts) - 1, is_unit))
 
-def spans(tokens: int, inner: np.ndarray, found: bool = True) -> Spans:
-    """The units of `tokens` tokens cut before each token of `inner`; cuts that are not inside are left out."""
-    inside = np.unique(inner[(inner > 0) & (inner < tokens)])
-    cuts = np.concatenate([[0], inside, [tokens] if tokens else []]).astype(np.int64)
-    return Spans(cuts, np.full(len(cuts) - 1, found))
-
-
-def joined(parts: Sequence[Spans]) -> Spans:
-    """The units of several answers, one after the other: no unit crosses from one to the next."""
-    ends = np.cumsum([0, *(part.tokens for part in parts)])
-    cuts = [part.cuts[1:] + end for part, end in zip(parts, ends[:-1], strict=True)]
-    return Spans(
-        np.concatenate([np.zeros(1, dtype=np.int64), *cuts]),
-        np.concatenate([np.zeros(0, dtype=bool), *(part.found for part in parts)]),
-    )
+    @classmethod
+    def concatenate(cls, parts: Sequence["Spans"]) -> "Spans":
+        """The units of several answers, one after the other. No unit reaches from one answer into the next."""
+        ends = np.cumsum([0, *(part.tokens for part in parts)])
+        cuts = [part.cuts[1:] + end for part, end in zip(parts, ends[:-1], strict=True)]
+        return cls(
+            np.concatenate([np.zeros(1, dtype=np.int64), *cuts]),
+            np.concatenate([np.zeros(0, dtype=bool), *(part.is_unit for part in parts)]),
+        )

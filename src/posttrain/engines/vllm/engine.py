@@ -19,10 +19,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from posttrain.distributed.sharding import dtype_in_use
+from posttrain.distributed.sharding import compute_dtype
 from posttrain.distributed.world import current
 from posttrain.engines.protocol import Completion, EngineCounters, Request
-from posttrain.engines.vllm.replicas import Died, InsideReplica, OwnReplica, Refused, Replica, ServedReplica
+from posttrain.engines.vllm.replicas import (
+    EngineDied,
+    EngineRefused,
+    InProcessReplica,
+    LaunchedServerReplica,
+    Replica,
+    ServerReplica,
+)
 from posttrain.engines.vllm.settings import Settings
 from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.episode import StopReason
@@ -36,7 +43,7 @@ from posttrain.runs import events
 Awaited = TypeVar("Awaited")
 
 
-class Watch:
+class HangDetector:
     """Asks an engine for a sign of life as long as anything is asked of it.
 
     How long an answer takes says nothing, so no request has a time-out of its own.
@@ -50,7 +57,7 @@ class Watch:
         self._given_up: set[asyncio.Future[Any]] = set()
 
     async def over(self, work: Coroutine[Any, Any, Awaited]) -> Awaited:
-        """The result of `work`, which is asked of the engine; Died where the engine hangs."""
+        """The result of `work`, which is asked of the engine; EngineDied where the engine hangs."""
         task = asyncio.ensure_future(work)
         self._waiting.add(task)
         if len(self._waiting) == 1:
@@ -59,7 +66,7 @@ class Watch:
             return await task
         except asyncio.CancelledError:
             if task in self._given_up:
-                raise Died(f"it gave no sign of life for {self._seconds:g} s") from None
+                raise EngineDied(f"it gave no sign of life for {self._seconds:g} s") from None
             raise
         finally:
             self._waiting.discard(task)
@@ -79,7 +86,7 @@ class Watch:
                 self._given_up = asked & self._waiting
                 for task in self._given_up:
                     task.cancel()
-            except (Died, Refused):
+            except (EngineDied, EngineRefused):
                 # Those who ask find out themselves.
                 pass
 
@@ -94,7 +101,7 @@ class _Life:
 
     replica: Replica
     lock: asyncio.Lock
-    watch: Watch
+    watch: HangDetector
     lives: int = 1
     load: int = 0
     """Episodes that are at home there, and requests of no episode."""
@@ -117,7 +124,7 @@ class VllmEngine:
         """Requests that were asked again because the engine that had them died."""
         self._home: ContextVar[list[_Life] | None] = ContextVar("home", default=None)
         self._lives = [
-            _Life(replica, asyncio.Lock(), Watch(replica.respond, recipe.hang_timeout)) for replica in replicas
+            _Life(replica, asyncio.Lock(), HangDetector(replica.respond, recipe.hang_timeout)) for replica in replicas
         ]
         self._depot = WeightStore(recipe.max_restarts > 0 or bool(recipe.urls), self._size())
         self._adapter: Path | None = None
@@ -225,9 +232,9 @@ class VllmEngine:
             lives = life.lives
             try:
                 return await life.watch.over(life.replica.generate(job))
-            except Refused as error:
+            except EngineRefused as error:
                 raise RunError(f"{life.replica.name} refused a request: {error}") from error
-            except Died as error:
+            except EngineDied as error:
                 if attempt == self.recipe.retries:
                     raise RunError(
                         f"{life.replica.name} died {attempt + 1} times over one answer ({error}); see its log, or raise "
@@ -258,7 +265,7 @@ class VllmEngine:
                     if self.version >= 0:
                         await life.watch.over(self._send_again(life))
                     life.alive = True
-                except Died as error:
+                except EngineDied as error:
                     reason = str(error)
             events.record(
                 f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and "
@@ -280,7 +287,7 @@ class VllmEngine:
             return
         try:
             await life.watch.over(work)
-        except Died:
+        except EngineDied:
             life.alive = False
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -358,7 +365,7 @@ class VllmEngine:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except PosttrainError:
             raise
-        except Refused as error:
+        except EngineRefused as error:
             raise RunError(f"vLLM refused: {error}") from error
 
 
@@ -398,7 +405,7 @@ def open_vllm(
     the first one has the engines; the others only join in reading the weights, which may be divided among them.
     """
     settings = settings_of(policy, recipe, longest, sampling)
-    return VllmEngine(policy, recipe, _replicas(recipe, settings, logs) if current().first else [])
+    return VllmEngine(policy, recipe, _replicas(recipe, settings, logs) if current().is_rank0 else [])
 
 
 def settings_of(
@@ -421,7 +428,7 @@ def settings_of(
             f"{policy.recipe.path} knows {most} positions and contexts may have {context} tokens; lower "
             f"{'engine.max_model_len' if recipe.max_model_len else 'rollout.tokens_per_episode'}"
         )
-    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype_in_use(next(policy.model.parameters()))]
+    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[compute_dtype(next(policy.model.parameters()))]
     cold = sampling is None or sampling.temperature in (0, 1)
     return Settings(
         model=str(path) if path.exists() else policy.recipe.path,
@@ -442,11 +449,11 @@ def settings_of(
 
 def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[Replica]:
     if recipe.mode == "in_process":
-        return [InsideReplica(settings)]
+        return [InProcessReplica(settings)]
     if recipe.urls:
         token = _token(recipe)
         return [
-            ServedReplica(
+            ServerReplica(
                 f"the vLLM server at {url}",
                 url.rstrip("/"),
                 token,
@@ -461,7 +468,7 @@ def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -
     for number in range(recipe.servers):
         first = recipe.first_device + number * recipe.tensor_parallel
         devices = list(range(first, first + recipe.tensor_parallel))
-        found.append(OwnReplica(number, settings, recipe.python, devices, recipe.start_timeout, folder))
+        found.append(LaunchedServerReplica(number, settings, recipe.python, devices, recipe.start_timeout, folder))
     return found
 
 

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.engines.local.sampler import StopStrings
+from posttrain.engines.stop_strings import StopStrings
 from posttrain.engines.vllm.settings import Settings, engine_arguments, preloaded_libraries, process_environment
 
 
@@ -106,7 +106,7 @@ class Host:
                 versions.append(begun if adapter is not None else self.version)
                 if token in ends:
                     reason = "end_token"
-                elif stops.found(ids):
+                elif stops.matched(ids):
                     reason = "stop_string"
                 elif len(ids) >= job["max_tokens"]:
                     reason = "turn_budget"

@@ -22,11 +22,11 @@ from posttrain.engines.vllm.settings import Settings, preloaded_libraries, proce
 from posttrain.errors import InputError, RunError
 
 
-class Died(Exception):
+class EngineDied(Exception):
     """The engine is gone, and what was asked of it with it."""
 
 
-class Refused(Exception):
+class EngineRefused(Exception):
     """The engine lives and will not do what was asked."""
 
 
@@ -49,7 +49,7 @@ class Replica(Protocol):
         ...
 
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        """As `Host.generate`; Died where the engine did."""
+        """As `Host.generate`; EngineDied where the engine did."""
         ...
 
     async def begin_weights(self, version: int) -> None:
@@ -81,7 +81,7 @@ class Replica(Protocol):
         ...
 
 
-class InsideReplica:
+class InProcessReplica:
     """A `Host` in the event loop of the engine."""
 
     name = "the vLLM engine"
@@ -142,13 +142,13 @@ class InsideReplica:
         # The one that is asked now: another request may start a new one meanwhile.
         host = self._host
         if host is None:
-            raise Died("it is being started again")
+            raise EngineDied("it is being started again")
         try:
             return await getattr(host, method)(*arguments)
         except Exception as error:
             if host.dead:
-                raise Died(_last_line(error)) from error
-            raise Refused(_last_line(error)) from error
+                raise EngineDied(_last_line(error)) from error
+            raise EngineRefused(_last_line(error)) from error
 
 
 def _last_line(error: BaseException) -> str:
@@ -163,7 +163,7 @@ _PIECE = 2**20
 async def ask(url: str, method: str, path: str, headers: dict[str, str], content: bytes | Path = b"") -> dict[str, Any]:
     """The JSON that the server at `url` answers; `content` is the body, or the file that holds it.
 
-    Raises Refused for a status that is not 200, and Died where the connection fails or ends early.
+    Raises EngineRefused for a status that is not 200, and EngineDied where the connection fails or ends early.
     """
     address = urlsplit(url)
     secure = address.scheme == "https"
@@ -172,7 +172,7 @@ async def ask(url: str, method: str, path: str, headers: dict[str, str], content
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(address.hostname, port, ssl=secure)
     except (OSError, TimeoutError) as error:
-        raise Died(_words(error)) from error
+        raise EngineDied(_words(error)) from error
     try:
         _notice_loss(writer.get_extra_info("socket"))
         length = content.stat().st_size if isinstance(content, Path) else len(content)
@@ -184,15 +184,15 @@ async def ask(url: str, method: str, path: str, headers: dict[str, str], content
             await writer.drain()
         status, body = await _response(reader)
     except (OSError, asyncio.IncompleteReadError) as error:
-        raise Died(_words(error)) from error
+        raise EngineDied(_words(error)) from error
     finally:
         writer.close()
     try:
         found = json.loads(body)
     except ValueError as error:
-        raise Refused(f"{url} is no vLLM server of posttrain's") from error
+        raise EngineRefused(f"{url} is no vLLM server of posttrain's") from error
     if status != 200:
-        raise Refused(found.get("error", f"status {status}") if isinstance(found, dict) else f"status {status}")
+        raise EngineRefused(found.get("error", f"status {status}") if isinstance(found, dict) else f"status {status}")
     return found
 
 
@@ -237,7 +237,7 @@ _SHOWN = 6
 """Lines of a log that an error shows."""
 
 
-class ServedReplica:
+class ServerReplica:
     """Asks a server. `url` is empty until one is there."""
 
     def __init__(
@@ -266,13 +266,13 @@ class ServedReplica:
                 async with asyncio.timeout(max(1.0, ends - time.monotonic())):
                     self._agree(await self.about())
                 return
-            except (Died, TimeoutError) as error:
+            except (EngineDied, TimeoutError) as error:
                 if time.monotonic() > ends:
                     raise RunError(
                         f"{self.name} does not answer ({str(error) or 'it takes connections and says nothing'}); start it with "
                         "`python -m posttrain.engines.vllm.server`, or correct engine.urls"
                     ) from error
-            except Refused as error:
+            except EngineRefused as error:
                 raise RunError(f"{self.name} refuses: {error}; look at engine.token_variable") from error
             await asyncio.sleep(1)
 
@@ -336,7 +336,7 @@ class ServedReplica:
         return await ask(self.url, method, path, self._headers | (headers or {}), body)
 
 
-class OwnReplica(ServedReplica):
+class LaunchedServerReplica(ServerReplica):
     """A server of this run's own: a process group that ends when the run does."""
 
     def __init__(

@@ -8,7 +8,7 @@ from posttrain.data.rendering import Message, Renderer
 from posttrain.episode import StopReason, Stream, Turn
 
 
-class Conversation:
+class TokenTranscript:
     """Grows the streams of an episode turn by turn. Tokens are only ever appended.
 
     Where the chat template would rewrite the history that an answer becomes, the next turn starts a new stream whose
