@@ -19,6 +19,7 @@ from typing import Any
 
 from posttrain.data.problems import BROKEN_FILE
 from posttrain.errors import InputError, RunError
+from posttrain.plugins import require_module
 from posttrain.recipe.data import SourceRecipe
 
 Row = tuple[str, dict[str, Any] | str]
@@ -225,7 +226,8 @@ def _read_csv(file: Path, name: str) -> Iterator[Row]:
 
 def _read_parquet(file: Path, name: str) -> Iterator[Row]:
     """Read row group by row group. A row group that cannot be decoded does not affect the others."""
-    parquet = _package("pyarrow.parquet", f"{file.name}: parquet files need")
+    from pyarrow import parquet
+
     # The decoder raises many types of errors for broken files, so every exception counts as a broken file.
     try:
         opened = parquet.ParquetFile(file)
@@ -262,7 +264,7 @@ def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
 
 def _read_hub(source: SourceRecipe) -> Iterator[Row]:
     """Stream the rows of a hub data set."""
-    datasets = _package("datasets", f"{source.path}: no such file or directory, and hub data sets need")
+    datasets = require_module("datasets", f"{source.path}: no such file or directory, and a hub data set")
     hub = importlib.import_module("huggingface_hub")
     try:
         # The loader retries for half a minute before it fails, so check first that the data set exists.
@@ -285,14 +287,6 @@ def _hub_rows(rows: Any, name: str) -> Iterator[Row]:
             yield f"{name} row {number}", _object(plain(row))
     except Exception as error:
         raise RunError(f"{name}: reading stopped after row {number} ({_first_line(error)}); try again") from error
-
-
-def _package(name: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        raise InputError(f"{purpose} the package {package}; `pip install {package}`") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -350,7 +344,9 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_parquet(file: Any, rows: Sequence[dict[str, Any]], out: Path) -> None:
-    arrow, parquet = (_package(name, f"{out}: parquet files need") for name in ("pyarrow", "pyarrow.parquet"))
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {}
     for name in names:

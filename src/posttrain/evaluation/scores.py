@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.errors import InputError
 from posttrain.evaluation.statistics import Estimate, Z, clustered_rate, mean
+from posttrain.plugins import require_module
 from posttrain.seeds import random_stream
 
 Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
@@ -119,8 +119,5 @@ def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.n
 @lru_cache(maxsize=2)
 def sacrebleu_metric(kind: str) -> Any:
     """sacrebleu's BLEU or chrF as published papers use them; InputError where the package is missing."""
-    try:
-        from sacrebleu.metrics import BLEU, CHRF
-    except ModuleNotFoundError as error:
-        raise InputError(f"{kind} needs the package sacrebleu; `pip install sacrebleu`") from error
-    return BLEU() if kind == "bleu" else CHRF()
+    metrics = require_module("sacrebleu.metrics", f"the metric {kind}")
+    return metrics.BLEU() if kind == "bleu" else metrics.CHRF()

@@ -11,6 +11,7 @@ from posttrain.environments.rules import SCORE, Rule, load_rule
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction
 from posttrain.evaluation.scores import ItemScores, item_means, item_sums, sacrebleu_metric
+from posttrain.plugins import require_module
 
 Better = Literal["higher", "lower", "neither"]
 """Which values of a metric are better; `neither` is not compared."""
@@ -107,12 +108,8 @@ def _rule(where: str) -> Callable[[Prediction], float]:
 
 
 def _gym_scorer(name: str) -> Callable[[Prediction], float]:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError as error:
-        raise InputError(f"--verifier {name} needs that package; `pip install reasoning-gym`") from error
-    if name not in DATASETS:
+    reasoning_gym = require_module("reasoning_gym", f"--verifier {name}")
+    if name not in require_module("reasoning_gym.factory", f"--verifier {name}").DATASETS:
         raise InputError(
             f"--verifier: there is no data set {name!r} in reasoning-gym; use one of its names, or `module:function`"
         )
