@@ -195,7 +195,7 @@ def compare(
     found = compare_sides(read_sides(words, wanted), common, seed)
     table = found.table()
     Console(highlight=False).print(table.rich())
-    for line in [table.note, *found.remarks, *(f"warning: {line}" for line in found.warnings)]:
+    for line in [table.note, *found.details, *(f"warning: {line}" for line in found.warnings)]:
         typer.echo(line)
     if out is not None:
         found.write(out)
