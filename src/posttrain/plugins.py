@@ -9,6 +9,7 @@ Listing the names of a group reads package metadata only. A plug-in is imported 
 cannot be imported affects nothing else.
 """
 
+import importlib
 import re
 import sys
 from collections.abc import Mapping
@@ -63,6 +64,27 @@ def load(group: Group, name: str) -> Any:
         # A partly imported module would make the next attempt fail in another way.
         sys.modules.pop(point.module, None)
         raise PluginError(_explanation(group, point, error)) from error
+
+
+def require_module(module: str, purpose: str) -> Any:
+    """Import an optional third-party module and return it.
+
+    Every optional dependency is imported through this function, so a missing one is always the same sentence. `purpose`
+    begins it: a recipe key, a command or a file that needs the module.
+
+    Raises:
+        InputError: the module, or one that it imports, is missing or broken. The message has the pip command.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError)
+        missing = (error.name if absent else None) or module
+        fault = "is not installed" if absent else f"cannot be imported ({error})"
+        package = _normalized(missing.partition(".")[0])
+        raise InputError(
+            f"{purpose} needs the package {package}, which {fault}; run `{pip_command(missing)}`"
+        ) from error
 
 
 def pip_command(module: str, distribution: str = "posttrain") -> str:

@@ -306,7 +306,10 @@ def fit_normalizer(
 
     posttrain fit-normalizer runs/rm --data pairs_val.jsonl
     """
+    from posttrain.plugins import require_module
     from posttrain.runs.directory import RunDirectory
+
+    require_module("matplotlib", "posttrain fit-normalizer")
     from posttrain.training.unit_normalizer import fit_run
 
     for line in fit_run(RunDirectory.open(run), data).lines():

@@ -32,12 +32,14 @@ def tune(
     from rich.console import Console
 
     from posttrain.errors import InputError
+    from posttrain.plugins import require_module
     from posttrain.recipe.study_file import load_study
 
     sources, overrides = split_words(words or [])
     if sources:
         raise InputError(f"posttrain tune takes one file; leave out {', '.join(sources)}")
     study, console = load_study(str(file), overrides), Console()
+    require_module("optuna", "posttrain tune")
     if dry_run:
         from posttrain.tune.run import show_study
 

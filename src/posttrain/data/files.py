@@ -1,6 +1,5 @@
 """Rows into a file, whole or not at all."""
 
-import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -45,10 +44,9 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_parquet(file: Any, rows: Sequence[dict[str, Any]], out: Path) -> None:
-    try:
-        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        raise InputError(f"{out}: parquet files need the package pyarrow; `pip install pyarrow`") from error
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {}
     for name in names:

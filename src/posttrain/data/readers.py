@@ -18,6 +18,7 @@ from typing import Any
 
 from posttrain.data.problems import BROKEN_FILE
 from posttrain.errors import InputError, RunError
+from posttrain.plugins import require_module
 from posttrain.recipe.data import SourceRecipe
 
 Row = tuple[str, dict[str, Any] | str]
@@ -225,7 +226,8 @@ def _read_csv(file: Path, name: str) -> Iterator[Row]:
 
 def _read_parquet(file: Path, name: str) -> Iterator[Row]:
     """Row group by row group; what cannot be decoded costs the rows that it holds and no others."""
-    parquet = _package("pyarrow.parquet", f"{file.name}: parquet files need")
+    from pyarrow import parquet
+
     # A broken file can make the decoder raise almost anything, so every error is taken for the file's.
     try:
         opened = parquet.ParquetFile(file)
@@ -262,7 +264,7 @@ def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
 
 def _read_hub(source: SourceRecipe) -> Iterator[Row]:
     """Rows of a hub data set as they come in."""
-    datasets = _package("datasets", f"{source.path}: there is no such file or directory, and hub data sets need")
+    datasets = require_module("datasets", f"{source.path}: there is no such file or directory, and a hub data set")
     hub = importlib.import_module("huggingface_hub")
     try:
         # Asked first because the loader tries again and again for half a minute before it gives up.
@@ -285,14 +287,6 @@ def _hub_rows(rows: Any, name: str) -> Iterator[Row]:
             yield f"{name} row {number}", _object(plain(row))
     except Exception as error:
         raise RunError(f"{name}: reading stopped after row {number} ({_first_line(error)}); try again") from error
-
-
-def _package(name: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        raise InputError(f"{purpose} the package {package}; `pip install {package}`") from error
 
 
 def _first_line(error: BaseException) -> str:

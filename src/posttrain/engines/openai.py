@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.plugins import require_module
 
 _CUT_OFF = ("length", "content_filter")
 """Finish reasons of a completion that the model did not end itself."""
@@ -50,10 +51,7 @@ def chat_client(
     `requests_per_minute` limits all requests together, including retries. Raises InputError if the package openai is
     missing, or if the environment variable `api_key_variable` is not set.
     """
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise InputError(f"{what} needs the package openai; run `pip install openai`") from error
+    openai = require_module("openai", what)
     key = "none"
     if api_key_variable is not None:
         key = os.environ.get(api_key_variable, "")

