@@ -278,9 +278,9 @@ def pipeline(
         raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
     loaded, console = load_pipeline(file, overrides), Console()
     if dry_run:
+        from posttrain.pipelines import chosen_stages, planned
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
-        from posttrain.training.pipeline import chosen_stages, planned
 
         for line in planned(loaded, only, start_from, overwrite):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -293,7 +293,7 @@ def pipeline(
                 console.rule(f"stage {stage.name}")
                 show_plan(stage.recipe, start[stage.name], console, device)
         return
-    from posttrain.training.pipeline import run_pipeline
+    from posttrain.pipelines import run_pipeline
 
     run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)
 
