@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from posttrain.data.examples import load_dataset as load_dataset
     from posttrain.engines.local.engine import LocalEngine as LocalEngine
     from posttrain.engines.vllm.engine import VllmEngine as VllmEngine
-    from posttrain.environments.opening import make_env as make_env
+    from posttrain.environments.make import make_env as make_env
     from posttrain.environments.protocol import Environment as Environment
     from posttrain.environments.protocol import Observation as Observation
     from posttrain.environments.protocol import Step as Step
@@ -74,7 +74,7 @@ _PUBLIC = {
     "evaluate": "posttrain.verbs",
     "generate": "posttrain.verbs",
     "load_dataset": "posttrain.data.examples",
-    "make_env": "posttrain.environments.opening",
+    "make_env": "posttrain.environments.make",
     "pipeline": "posttrain.verbs",
     "register_credit": "posttrain.recipe.credit",
     "register_environment": "posttrain.recipe.components",

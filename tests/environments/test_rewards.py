@@ -133,9 +133,9 @@ def test_an_async_function_is_waited_for_and_all_share_one_event_loop():
         async def __call__(self, answer):
             return await slow(answer)
 
-    assert RewardFunction("slow", slow).waits
-    assert RewardFunction("client", Client()).waits
-    assert not RewardFunction("exact", exact).waits
+    assert RewardFunction("slow", slow).blocking
+    assert RewardFunction("client", Client()).blocking
+    assert not RewardFunction("exact", exact).blocking
     assert scored(slow, "2", {}) == {"score": 2.0}
     assert scored(Client(), "3", {}) == {"score": 3.0}
     assert len(loops) == 1

@@ -104,7 +104,9 @@ class RewardFunction:
         if "answer" not in self._names and not self._takes_all:
             raise InputError(f"the reward {name} has no parameter `answer`; write `def reward(prompt, answer, **row)`")
         call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-        self.waits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(function, "func", None))
+        self.blocking = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+            getattr(function, "func", None)
+        )
         """Whether it is `async`, so that it has to be called outside of an event loop's thread."""
 
     def __call__(
@@ -142,8 +144,8 @@ def finite_scores(result: Any, name: str, origin: str) -> dict[str, float]:
         {str(k): _number(v) for k, v in result.items()} if isinstance(result, Mapping) else {SCORE: _number(result)}
     )
     if SCORE not in scores or not all(map(math.isfinite, scores.values())):
-        wanted = f"a finite number, or finite numbers by name with {SCORE!r} among them"
-        raise RewardFailure(f"{name} returned {result!r} on {origin}; it must return {wanted}")
+        expected = f"a finite number, or a mapping of names to finite numbers with the key {SCORE!r}"
+        raise RewardFailure(f"{name} returned {result!r} on {origin}; it must return {expected}")
     return scores
 
 

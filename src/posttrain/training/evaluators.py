@@ -23,7 +23,7 @@ from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
 from posttrain.training.batches import Sample
-from posttrain.training.objectives import PairObjective, RewardObjective, VerdictObjective, logprobs
+from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
 from posttrain.training.updater import Updater
 
@@ -152,7 +152,7 @@ class EpisodeEvaluator:
             TRAINED: "trained model",
             EVALUATED: self.manager.model_name,
         }
-        others = environment_class(self.environment.type).players
+        others = environment_class(self.environment.type).scripted_baselines
         players = [
             player
             for player in ("random", *others, START, TRAINED, EVALUATED, "optimal")
@@ -296,8 +296,8 @@ class PreferenceEvaluator(Generic[Output]):
         learner: Updater[Output],
         data: DataSet,
         title: str,
-        objective_for: Callable[[Sequence[Sample]], PairObjective | VerdictObjective | RewardObjective],
-        verdicts: bool = False,
+        objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
+        unpaired: bool = False,
         model: RewardModel | None = None,
         renderer: Renderer | None = None,
     ) -> None:
@@ -306,13 +306,13 @@ class PreferenceEvaluator(Generic[Output]):
         Args:
             title: name of the run, for the table.
             objective_for: the objective of the given samples.
-            verdicts: the rows are single answers labelled good or bad, not pairs.
+            unpaired: the rows are single answers labelled good or bad, not pairs.
             model, renderer: given for a reward model, which stores the statistics of its rewards and prints examples.
         """
         self.learner = learner
         self.data = data
         self.title = title
-        self.verdicts = verdicts
+        self.unpaired = unpaired
         self.objective_for = objective_for
         self.model = model
         self.renderer = renderer
@@ -361,7 +361,7 @@ class PreferenceEvaluator(Generic[Output]):
                     )
                 )
         kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
-        if self.verdicts:
+        if self.unpaired:
             kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
         table = Table(

@@ -103,7 +103,7 @@ class PairObjective(_PerRow):
         return loss, totals
 
 
-class VerdictObjective(_PerRow):
+class UnpairedObjective(_PerRow):
     """KTO's loss of answers that are labelled good or bad. `kl`: the reference point of the optimizer step, a scalar tensor."""
 
     def __init__(self, loss: KtoLoss, kl: torch.Tensor) -> None:

@@ -84,7 +84,7 @@ class RolloutManager:
 
     def template_warnings(self) -> list[str]:
         """What the chat template does to system messages and to earlier turns."""
-        warnings = self.renderer.remarks()
+        warnings = self.renderer.warnings()
         if self.renderer.rewrites_answers:
             warnings.append("the chat template rewrites earlier answers, so every turn becomes a stream of its own")
         elif self.renderer.rewrites_thoughts:
@@ -196,7 +196,7 @@ def check_tasks(
         InputError: a seed has no task, or nothing rewards the answers.
     """
     kind = environment_class(environment.type)
-    if not reward_model and not kind.pays(environment):
+    if not reward_model and not kind.has_reward(environment):
         raise InputError(
             "nothing scores the answers; name a function in environment.reward, a judge in environment.judge, or a reward "
             "model in reward.path"

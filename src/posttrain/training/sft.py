@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, on rows of text or on the traces of an environment's expert."""
+"""Supervised fine-tuning on rows of text or on the traces of an environment's expert."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.data.rendering import Renderer
-from posttrain.data.settings import other_settings
 from posttrain.models.policy import Policy
 from posttrain.recipe.stages import SftRecipe
 from posttrain.recipe.warnings import notes
@@ -15,7 +14,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
 from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator, LossEvaluator
-from posttrain.training.experts import expert_episodes
+from posttrain.training.experts import expert_episodes, settings_warnings
 from posttrain.training.objectives import SupervisedObjective, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager
@@ -28,7 +27,7 @@ from posttrain.training.updater import Updater
 def train(
     recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
 ) -> None:
-    """Fit the policy; one step is one update on `rows_per_update` rows or traces."""
+    """Train the policy; one step is one update on `rows_per_update` rows or traces."""
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     if recipe.data is None:
@@ -43,7 +42,7 @@ def train(
     warnings, evaluators = notes(recipe), list[Evaluator]()
     best_by: Callable[[dict[str, Any]], float] | None = None
     if data is not None:
-        warnings += [*data.problems.summary(), *renderer.remarks()]
+        warnings += [*data.problems.summary(), *renderer.warnings()]
         if data.validation or data.test:
             evaluators.append(LossEvaluator(learner, data, recipe.name))
     if recipe.environment is not None:
@@ -56,7 +55,7 @@ def train(
         best_by = evaluator.choice(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]
         if recipe.data is not None:
-            warnings += other_settings(recipe.environment, recipe.data.train)
+            warnings += settings_warnings(recipe.environment, recipe.data.train)
     if recipe.chosen_by_loss:
         best_by = lambda values: -values["validation/loss"]  # noqa: E731
     trainer = Trainer(
@@ -74,7 +73,7 @@ def train(
 
 
 class _Traces:
-    """Expert traces in batches; each epoch goes through all of them once, in an order of its own."""
+    """Expert traces in batches. Each epoch has all traces once, in its own order."""
 
     def __init__(self, recipe: SftRecipe, renderer: Renderer, run: RunDirectory) -> None:
         episodes = expert_episodes(recipe, renderer)

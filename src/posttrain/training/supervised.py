@@ -15,12 +15,12 @@ Output = TypeVar("Output")
 
 
 class SampleBatches(Protocol):
-    """Samples, an optimizer step's worth at a time."""
+    """Samples in batches of one optimizer step."""
 
     updates_per_epoch: int
 
     def batch(self, step: int) -> list[Sample]:
-        """The samples of update `step`, counted from 0."""
+        """Return the samples of update `step`, counted from 0."""
         ...
 
     def warnings(self) -> list[str]:
@@ -29,10 +29,10 @@ class SampleBatches(Protocol):
 
 
 class Batches:
-    """The rows of a data set as samples."""
+    """The rows of a data set as batches of samples."""
 
     def __init__(self, data: DataSet, to_samples: Callable[[int, TokenRow], list[Sample]]) -> None:
-        """`to_samples`: from a row and its place in the batch."""
+        """`to_samples` gets the index of a row in its batch, and the row."""
         self.data = data
         self.to_samples = to_samples
         self.updates_per_epoch = data.updates_per_epoch

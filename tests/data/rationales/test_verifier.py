@@ -167,7 +167,7 @@ def test_the_reward_reads_the_policy_of_the_row():
     assert 0 < reward(text(A, B), USED.to_json()) < 1
     with pytest.raises(ValueError, match="no text `label`"):
         reward(write(BEST))
-    with pytest.raises(InputError, match="no policy in JSON"):
+    with pytest.raises(InputError, match="not a policy in JSON"):
         reward(write(BEST), "APPROVE")
 
 

@@ -1,18 +1,11 @@
-"""From the `environment` section of a recipe, or from plain arguments, to environments."""
+"""Environments from plain arguments."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.environments.protocol import Environment
-from posttrain.factory import Factory
+from posttrain.environments.protocol import Environment, open_environment
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, register_environment
 from posttrain.recipe.compose import section
-
-
-@Factory
-def open_environment(recipe: EnvironmentRecipe) -> Environment:
-    """A fresh environment, which plays one episode."""
-    return environment_class(recipe.type)(recipe)
 
 
 @dataclass(frozen=True)
