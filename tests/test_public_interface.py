@@ -15,6 +15,7 @@ from pydantic import Field
 import posttrain
 from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.errors import InputError, RunError
+from posttrain.recipe import components
 from posttrain.recipe.credit import CREDITS, BatchCredit, GroupCredit
 from posttrain.recipe.loss import LOSSES
 from posttrain.recipe.stages import RlRecipe
@@ -305,7 +306,8 @@ def test_a_registered_function_has_to_fit(registered, policy, engine):
         learner.update(episodes, credit)
 
 
-def test_a_registered_environment_has_a_name():
+def test_a_registered_environment_has_a_name(monkeypatch):
+    monkeypatch.setattr(components, "_registered", {})
     posttrain.register_environment("letters")(Letters)
     assert posttrain.make_env("letters", worth=2.0)().step("e").reward == 2.0
 
