@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
@@ -24,7 +24,7 @@ _OTHER_SHAPE = ("stream", "n", "tools", "functions")
 """Fields after which an answer is something else than one text."""
 
 
-class OpenAIEngineRecipe(Part):
+class OpenAIEngineRecipe(BaseConfig):
     """A remote model: the server of `url` answers, and no model is loaded here."""
 
     type: Literal["openai"] = "openai"
@@ -95,7 +95,7 @@ def _format(environment: EnvironmentRecipe) -> Any:
     return getattr(environment, "format", None)
 
 
-class VllmEngineRecipe(Part):
+class VllmEngineRecipe(BaseConfig):
     """vLLM samples, with weights that are sent to it before each rollout."""
 
     type: Literal["vllm"] = "vllm"

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class EnginePlacement(Part):
+class EnginePlacement(BaseConfig):
     """The engines of a cluster, each a process of its own."""
 
     count: int | None = Field(None, ge=0)
@@ -20,7 +20,7 @@ class EnginePlacement(Part):
     """Processor cores of one engine."""
 
 
-class RewardPlacement(Part):
+class RewardPlacement(BaseConfig):
     """The copies of the reward model at `reward.path`, each a process of its own."""
 
     count: int = Field(0, ge=0)
@@ -31,7 +31,7 @@ class RewardPlacement(Part):
     """Processor cores of one copy."""
 
 
-class EnvironmentPlacement(Part):
+class EnvironmentPlacement(BaseConfig):
     """The processes that environments run in."""
 
     count: int | None = Field(None, ge=0)
@@ -40,7 +40,7 @@ class EnvironmentPlacement(Part):
     """Processor cores of one process."""
 
 
-class DedicatedPlacement(Part):
+class DedicatedPlacement(BaseConfig):
     """Models that learn or judge on GPUs of their own, as other systems place them. Such placements are planned and not
     run: `posttrain cluster plan` shows what they would take, and a run refuses them."""
 
@@ -50,7 +50,7 @@ class DedicatedPlacement(Part):
     """GPUs of the reference model alone; 0: it shares those of the learners."""
 
 
-class HardwareRecipe(Part):
+class HardwareRecipe(BaseConfig):
     """Processes, devices, and who computes where."""
 
     processes: int = Field(1, ge=1)

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class LoraRecipe(Part):
+class LoraRecipe(BaseConfig):
     """Low-rank adapters through peft; the base weights stay frozen and serve as the reference model."""
 
     rank: int = Field(16, ge=1)
@@ -22,7 +22,7 @@ class LoraRecipe(Part):
     """What the run exports at its end: a whole model with the adapters folded in, or the adapters alone for peft."""
 
 
-class ModelRecipe(Part):
+class ModelRecipe(BaseConfig):
     """The policy's starting point."""
 
     path: str = "packaged:smollm2-135m"
@@ -41,7 +41,7 @@ class ModelRecipe(Part):
     """Processor threads for torch; null leaves torch's choice."""
 
 
-class RewardSource(Part):
+class RewardSource(BaseConfig):
     """A reward model scores the conversation at its end; its reward is added to the last turn's."""
 
     path: str
@@ -58,7 +58,7 @@ class RewardSource(Part):
     """Most tokens in one of its forward passes."""
 
 
-class OptimizerRecipe(Part):
+class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
 
     learning_rate: float = Field(1e-5, gt=0)
@@ -81,7 +81,7 @@ class OptimizerRecipe(Part):
     """Updates in a row that may be skipped for a non-finite loss or gradient; one more stops the run."""
 
 
-class LearnerRecipe(Part):
+class LearnerRecipe(BaseConfig):
     """How a batch becomes optimizer steps."""
 
     tokens_per_batch: int = Field(4096, ge=16)

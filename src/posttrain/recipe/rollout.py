@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.credit import FilterRecipe, OverlongRecipe
 from posttrain.recipe.model import LearnerRecipe
 
@@ -22,7 +22,7 @@ StopString = Annotated[str, AfterValidator(_not_empty)]
 """A text that ends an answer."""
 
 
-class SamplingRecipe(Part):
+class SamplingRecipe(BaseConfig):
     """How tokens are drawn."""
 
     temperature: float = Field(1.0, ge=0)
@@ -35,7 +35,7 @@ class SamplingRecipe(Part):
     """Draw from tokens at least this share as probable as the most probable one; 0 is off."""
 
 
-class EngineRecipe(Part):
+class EngineRecipe(BaseConfig):
     """The in-process engine: the policy's own weights, continuous batching, a cache shared across turns and groups."""
 
     type: Literal["local"] = "local"
@@ -46,7 +46,7 @@ class EngineRecipe(Part):
     """Tokens of one forward pass, new prompts and decoding together, beyond which no more of a prompt is read in it."""
 
 
-class FailureRecipe(Part):
+class FailureRecipe(BaseConfig):
     """What becomes of an episode whose environment failed or timed out."""
 
     action: Literal["retry", "drop", "score"] = "drop"
@@ -59,7 +59,7 @@ class FailureRecipe(Part):
     """A step in which more than this share of episodes failed stops the run."""
 
 
-class RolloutRecipe(Part):
+class RolloutRecipe(BaseConfig):
     """Episodes per step and their limits."""
 
     groups_per_step: int = Field(8, ge=1)
@@ -90,7 +90,7 @@ class RolloutRecipe(Part):
     """Subtracted in training from the reward of an episode whose last answer was cut off before its end, after the reward is normalized."""
 
 
-class SeedRange(Part):
+class SeedRange(BaseConfig):
     """Environment seeds start, start + 1, ..., start + count - 1."""
 
     start: int = Field(ge=0)
@@ -109,7 +109,7 @@ class SeedRange(Part):
         return f"{self.start}..{self.stop - 1}"
 
 
-class EvaluationRecipe(Part):
+class EvaluationRecipe(BaseConfig):
     """Held-out evaluation before, during and after training."""
 
     every: int = Field(10, ge=0)

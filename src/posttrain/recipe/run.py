@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 
 
-class CheckpointRecipe(Part):
+class CheckpointRecipe(BaseConfig):
     """When the state is saved."""
 
     every: int = Field(10, ge=1)
@@ -19,7 +19,7 @@ class CheckpointRecipe(Part):
     """Latest checkpoints kept; the best one on evaluation is kept besides."""
 
 
-class GuardRecipe(Part):
+class GuardRecipe(BaseConfig):
     """What counts as collapse. A guard fires after `patience` steps in a row beyond its threshold."""
 
     action: Literal["warn", "stop"] = "warn"
@@ -39,7 +39,7 @@ class GuardRecipe(Part):
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 
 
-class StageRecipe(Part):
+class StageRecipe(BaseConfig):
     """A run of one stage."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -53,7 +53,7 @@ class StageRecipe(Part):
     """Where metrics also go; `metrics.jsonl` is always written."""
 
     @property
-    def remote(self) -> Part | None:
+    def remote(self) -> BaseConfig | None:
         """The engine, where a remote model answers, so that no model is loaded; None here."""
         return None
 
