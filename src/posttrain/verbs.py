@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from posttrain.training.trainer import Callback
 
-RecipeLike = str | Path | Mapping[str, Any] | Part | Layer
+RecipeLike = str | Path | Mapping[str, Any] | BaseConfig | Layer
 """The path of a YAML file, a mapping, a typed recipe or an override of the command line."""
 Reward = Callable[..., Any]
 """`reward(prompt, answer, **row)`, see `docs/python.md`."""
@@ -203,7 +203,7 @@ def _run(
 ) -> Result:
     if resume is not None and overwrite:
         raise InputError("`resume` continues a run and `overwrite` deletes it; give one of them")
-    if isinstance(reward, Mapping | Part):
+    if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
         name = register_reward(reward)

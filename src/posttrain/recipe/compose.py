@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class, environment_names, register_environment
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
@@ -16,7 +16,7 @@ from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=BaseConfig)
 
 
 def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
@@ -47,12 +47,12 @@ def section(part: type[P], value: "P | Mapping[str, Any] | None" = None, /, **ke
         raise InputError("\n".join(validation_errors(error, part, Layer(given), part))) from None
 
 
-def chosen(kinds: Registry, value: str | Part | Mapping[str, Any], /, **keywords: Any) -> Any:
+def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **keywords: Any) -> Any:
     """A section of one of several kinds from plain arguments: the name of a kind and its keys, or its settings.
 
     InputError as `section`, also for a kind that does not exist.
     """
-    if isinstance(value, Part):
+    if isinstance(value, BaseConfig):
         return section(type(value), value, **keywords)
     values = {"type": value} if isinstance(value, str) else dict(value)
     name = str(values.get("type"))
@@ -67,7 +67,7 @@ def chosen(kinds: Registry, value: str | Part | Mapping[str, Any], /, **keywords
 def plain_values(value: Any) -> Any:
     """`value` as YAML would hold it: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
     class of an environment as the `type` that names it."""
-    if isinstance(value, Part):
+    if isinstance(value, BaseConfig):
         return value.model_dump(mode="json")
     if isinstance(value, Path):
         return str(value)
@@ -100,7 +100,7 @@ def merge_typed(layers: list[Layer], stage: str) -> Layer:
     return merged
 
 
-def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[Part]) -> dict[str, Any]:
+def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[BaseConfig]) -> dict[str, Any]:
     """`values` as far as they still mean something once `later` is merged into them."""
     kept = dict(values)
     for key, change in later.items():
@@ -148,19 +148,19 @@ def dump_recipe(recipe: Recipe) -> str:
     return dump_values(recipe.model_dump(mode="json"))
 
 
-def _with_defaults(part: type[Part], default: Part | None, values: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: dict[str, Any]) -> dict[str, Any]:
     """`values` with what the section's own default says beyond the defaults of its keys.
 
     So `evaluation.seeds.count=64` keeps the start, `evaluation.sampling.top_p=0.9` stays greedy, and `loss.clip_high`
     alone is about the default loss. A section whose `type` was changed keeps nothing of the old type.
     """
     kept = {key: getattr(default, key) for key in default.model_fields_set} if default is not None else {}
-    filled = {key: value for key, value in kept.items() if not isinstance(value, Part)} | values
+    filled = {key: value for key, value in kept.items() if not isinstance(value, BaseConfig)} | values
     for key, value in values.items():
         info = part.model_fields.get(key)
         inner = info.get_default(call_default_factory=True) if info is not None else None
         inner = kept.get(key, inner)
-        if not isinstance(value, dict) or not isinstance(inner, Part):
+        if not isinstance(value, dict) or not isinstance(inner, BaseConfig):
             continue
         own_type = getattr(inner, "type", None)
         if "type" not in value or value["type"] == own_type:
@@ -168,7 +168,7 @@ def _with_defaults(part: type[Part], default: Part | None, values: dict[str, Any
     return filled
 
 
-def _environment_complaints(given: Layer, schema: type[Part]) -> list[str]:
+def _environment_complaints(given: Layer, schema: type[BaseConfig]) -> list[str]:
     values = given.values.get("environment")
     if not isinstance(values, dict):
         return []

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.model import LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.registry import Registry, Section
 
@@ -160,7 +160,7 @@ def register_credit(name: str) -> Callable[[F], F]:
     return registered
 
 
-class FilterRecipe(Part):
+class FilterRecipe(BaseConfig):
     """Which groups are worth an update."""
 
     type: Literal["none", "uncertainty", "dynamic"] = "none"
@@ -171,7 +171,7 @@ class FilterRecipe(Part):
     """`dynamic`: how many rounds of sampling one step may take; after that it goes on with what it has and says so."""
 
 
-class OverlongRecipe(Part):
+class OverlongRecipe(BaseConfig):
     """DAPO's soft penalty on long answers: linear from 0 to -penalty over the last `buffer` tokens before `limit`."""
 
     limit: int = Field(ge=1)
@@ -182,7 +182,7 @@ class OverlongRecipe(Part):
     """The whole penalty."""
 
 
-class CriticRecipe(Part):
+class CriticRecipe(BaseConfig):
     """What says before each sampled token what the episode will still earn. `gae` and `bilevel_gae` use it."""
 
     backbone: Literal["separate", "shared"] = "separate"

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ValidationInfo, create_model
 from pydantic_core import PydanticKnownError
 
 from posttrain.plugins import Group, PluginError, entry_points, load
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
-REGISTRIES: dict[type[Part], "Registry"] = {}
+REGISTRIES: dict[type[BaseConfig], "Registry"] = {}
 """Base class of a section -> its kinds."""
 
 
-class Section(Part):
+class Section(BaseConfig):
     """A section of a recipe whose keys depend on its `type`."""
 
     type: str
