@@ -18,7 +18,7 @@ from posttrain.rollout.journal import BatchEvents, WeightUpdate
 
 
 class SamplingStopped(Exception):
-    """Sampling is to end, and nobody waits for what it would have made."""
+    """The sampling thread must end; nothing waits for its batch."""
 
 
 @dataclass(frozen=True)
