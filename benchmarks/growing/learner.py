@@ -22,7 +22,7 @@ def backward_seconds(policy: Policy, streams: Sequence[Sequence[int]], answer: i
     found = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
-        with policy.in_training():
+        with policy.training_mode():
             scores = policy.score(arrays, sampled, 1.0, CHUNK)
         scores.logprobs.mean().neg().backward()
         found.append(time.perf_counter() - begun)

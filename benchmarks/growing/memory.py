@@ -42,7 +42,7 @@ def over_steps(policy: Policy, steps: int) -> Series:
         _, answers = answer_all(engine, [prompt] * 4, 4)
         streams = [np.array(prompt + answer, dtype=np.int64) for answer in answers]
         sampled = [np.arange(len(stream)) >= length for stream in streams]
-        with policy.in_training():
+        with policy.training_mode():
             scores = policy.score(streams, sampled, 1.0, 64)
         scores.logprobs.mean().backward()
         optimizer.step()

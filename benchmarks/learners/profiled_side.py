@@ -49,7 +49,7 @@ def _name_kernel() -> None:
 
     from posttrain.engines.local.cpu.kernel import DecodingKernel
 
-    for name in ("attend", "normalize", "place"):
+    for name in ("attend", "normalize", "rotate_and_store"):
         function = getattr(DecodingKernel, name)
 
         @wraps(function)

@@ -9,6 +9,7 @@ Listing the names of a group reads package metadata only. A plug-in is imported 
 cannot be imported affects nothing else.
 """
 
+import importlib
 import re
 import sys
 from collections.abc import Mapping
@@ -18,13 +19,16 @@ from typing import Any, Literal
 
 from posttrain.errors import InputError
 
-Group = Literal["posttrain.environments", "posttrain.commands", "posttrain.losses", "posttrain.credits"]
+Group = Literal[
+    "posttrain.environments", "posttrain.commands", "posttrain.losses", "posttrain.credits", "posttrain.recipes"
+]
 """What entry points may add.
 
 - `posttrain.environments`: the `type` of an environment -> its class, with a `Recipe`.
 - `posttrain.commands`: the name of a command -> a `typer.Typer` (a group of commands) or a function (one command). A
   dotted name adds to a group of the command line: `data.worlds` becomes `posttrain data worlds`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a loss or credit -> its class.
+- `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 
 
@@ -63,6 +67,27 @@ def load(group: Group, name: str) -> Any:
         # A partly imported module would make the next attempt fail in another way.
         sys.modules.pop(point.module, None)
         raise PluginError(_explanation(group, point, error)) from error
+
+
+def require_module(module: str, purpose: str) -> Any:
+    """Import an optional third-party module and return it.
+
+    Every optional dependency is imported through this function, so a missing one is always the same sentence. `purpose`
+    begins it: a recipe key, a command or a file that needs the module.
+
+    Raises:
+        InputError: the module, or one that it imports, is missing or broken. The message has the pip command.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError)
+        missing = (error.name if absent else None) or module
+        fault = "is not installed" if absent else f"cannot be imported ({error})"
+        package = _normalized(missing.partition(".")[0])
+        raise InputError(
+            f"{purpose} needs the package {package}, which {fault}; run `{pip_command(missing)}`"
+        ) from error
 
 
 def pip_command(module: str, distribution: str = "posttrain") -> str:

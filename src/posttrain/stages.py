@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from rich.console import Console
 
 from posttrain.distributed.launch import launch
-from posttrain.distributed.world import joined, launched
+from posttrain.distributed.world import is_launched, join_world
 from posttrain.factory import in_learner
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
@@ -32,7 +32,7 @@ def run_stage(
 
         launch_on_cluster(recipe, resume, overwrite, console)
         return RunDirectory.open(f"{recipe.runs}/{recipe.name}")
-    if hardware.processes > 1 and not launched():
+    if hardware.processes > 1 and not is_launched():
         launch(recipe, resume, overwrite)
         return RunDirectory.open(f"{recipe.runs}/{recipe.name}")
 
@@ -41,7 +41,7 @@ def run_stage(
         held.enter_context(run.lock())
         return run
 
-    with joined(hardware, recipe.model.device) as world, ExitStack() as held:
+    with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
         run = world.on_rank0(opened)
         if isinstance(recipe, RlRecipe):
             from posttrain.training import rl

@@ -78,7 +78,7 @@ def test_a_killed_process_ends_the_run_in_a_sentence_and_torchrun_goes_on(tiny_m
     os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
     assert process.wait() == 1, log.read_text()
     last = log.read_text().splitlines()[-1]
-    assert last == f"posttrain: process 1 of the run was ended by SIGKILL; go on with `posttrain sft --resume {run}`"
+    assert last == f"posttrain: process 1 of the run was ended by SIGKILL; continue with `posttrain sft --resume {run}`"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *MAIN]
     resumed = subprocess.run(
         [*command, "sft", "--resume", str(run)], capture_output=True, text=True, env=environment(), check=False
@@ -98,8 +98,8 @@ def test_wrong_input_is_told_once(tiny_model, tmp_path):
 
 def test_what_does_not_fit_is_refused(monkeypatch):
     with (
-        pytest.raises(InputError, match=r"hardware.offload .* the device here is a CPU; leave it out"),
-        world.joined(HardwareRecipe(offload=True), "cpu"),
+        pytest.raises(InputError, match=r"hardware.offload .* the device here is a CPU; remove it"),
+        world.join_world(HardwareRecipe(offload=True), "cpu"),
     ):
         pass
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         pytest.raises(
             InputError, match=r"hardware.processes = 4, but torchrun started 2 processes; set it to 2, or start 4"
         ),
-        world.joined(HardwareRecipe(processes=4), "cpu"),
+        world.join_world(HardwareRecipe(processes=4), "cpu"),
     ):
         pass
 
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     [
         ({0: ("x: wrong", 2, False), 1: ("", 2, False)}, {0: 1, 1: 1}, "InputError", "x: wrong"),
         ({0: ("gone", 1, True), 1: ("the disk is full", 1, False)}, {0: 1, 1: 1}, "RunError", "the disk is full"),
-        ({0: ("gone", 1, True)}, {0: 1, 1: -9}, "RunError", "process 1 of the run was ended by SIGKILL; go on with"),
+        ({0: ("gone", 1, True)}, {0: 1, 1: -9}, "RunError", "process 1 of the run was ended by SIGKILL; continue with"),
         ({}, {1: 3}, "RunError", "process 1 of the run ended with exit code 3"),
         ({0: ("", 130, False), 1: ("", 130, False)}, {}, "KeyboardInterrupt", ""),
     ],
@@ -128,7 +128,7 @@ def test_the_cause_is_told_and_not_what_followed(ends, failed, error, said, tmp_
 
     recipe = SftRecipe.model_validate({"data": {"train": "x.jsonl"}})
     for rank, (message, code, lost) in ends.items():
-        launch.write_end(tmp_path, rank, world.Lost("") if lost else None, message, code)
+        launch.write_end(tmp_path, rank, world.RankLost("") if lost else None, message, code)
     with pytest.raises(BaseException, match=said or None) as caught:
-        launch._raise_what_happened(tmp_path, failed, recipe)
+        launch._raise_first_error(tmp_path, failed, recipe)
     assert type(caught.value).__name__ == error

@@ -76,8 +76,8 @@ def values_of(case, tiny, folder):
     if found["model"]["path"] == "untied":
         found["model"]["path"] = str(tiny.parent / "untied")
     if case == "kto":
-        found["data"]["train"] = preferences.write_jsonl(folder / "judged.jsonl", preferences.verdict_rows(13))
-        found["data"]["validation"] = preferences.write_jsonl(folder / "judged_too.jsonl", preferences.verdict_rows(4))
+        found["data"]["train"] = preferences.write_jsonl(folder / "judged.jsonl", preferences.unpaired_rows(13))
+        found["data"]["validation"] = preferences.write_jsonl(folder / "judged_too.jsonl", preferences.unpaired_rows(4))
     return found
 
 
@@ -106,13 +106,13 @@ def given_updates(tiny, out):
     for _ in range(2):
         totals = learner.update(samples, PolicyObjective(RlRecipe(entropy_coefficient=0.01), 0.0))
         lines.append({key: value / count for key, (value, count) in totals.items() if count})
-    if learner.world.first:
+    if learner.world.is_rank0:
         Path(out).mkdir(parents=True)
     policy.save(Path(out) / "policy")
     whole = dict(policy.weights())
     stored = load_file(Path(out) / "policy" / "model.safetensors")
     lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
-    if learner.world.first:
+    if learner.world.is_rank0:
         (Path(out) / "lines.json").write_text(json.dumps(lines))
 
 

@@ -69,10 +69,10 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
             if job.get("die") and job["die"][0] == rank:
                 small._arm(*job["die"][1:])
             if "call" in job:
-                from posttrain.distributed.world import joined
+                from posttrain.distributed.world import join_world
                 from posttrain.recipe.hardware import HardwareRecipe
 
-                with joined(HardwareRecipe.model_validate(job.get("hardware", {})), "cpu"):
+                with join_world(HardwareRecipe.model_validate(job.get("hardware", {})), "cpu"):
                     job["call"](*job["arguments"])
             else:
                 run_stage(TypeAdapter(Recipe).validate_python(job["values"]), resume=job.get("resume", False))

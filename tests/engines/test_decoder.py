@@ -21,7 +21,7 @@ from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.linear import SamplingLinear
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.engines.local.plan import Segment
+from posttrain.engines.local.paged_attention import Segment
 from posttrain.engines.protocol import Request
 from posttrain.models.attention import use_packed_attention
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe

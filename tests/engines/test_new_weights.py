@@ -41,7 +41,7 @@ def test_every_token_has_the_log_probability_of_its_version_given_all_before_it(
                     parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
             engine.load_weights(5)
 
-    engine.before_pass = change
+    engine.before_forward = change
 
     async def run():
         requests = [Request(prompt, SamplingRecipe(), i, 12) for i, prompt in enumerate(prompts)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.errors import InputError
-from posttrain.evaluation.bertscore import Encoder, _groups, _matched, bert_scores
+from posttrain.evaluation.model_metrics import Encoder, _bert_score, _pair_batches, bert_scores
 from posttrain.evaluation.predictions import read_predictions
 from tests.evaluation.made import write
 
@@ -42,15 +42,15 @@ def test_the_formula():
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     y = torch.tensor([[root, root], [1.0, 0.0], [0.0, -1.0]])
     all_count = torch.tensor([True, True, True])
-    p, r, f1 = _matched((x, all_count[:2]), (y, all_count))
+    p, r, f1 = _bert_score((x, all_count[:2]), (y, all_count))
     assert p == pytest.approx((1 + root) / 2)
     assert r == pytest.approx((root + 1 + 0) / 3)
     assert f1 == pytest.approx(2 * p * r / (p + r))
     # A special token may be matched, and is not averaged over.
-    p, r, _ = _matched((x, torch.tensor([False, True])), (y, torch.tensor([True, True, False])))
+    p, r, _ = _bert_score((x, torch.tensor([False, True])), (y, torch.tensor([True, True, False])))
     assert p == pytest.approx(root)
     assert r == pytest.approx((root + 1) / 2)
-    assert _matched(None, (y, all_count)) == (0.0, 0.0, 0.0)
+    assert _bert_score(None, (y, all_count)) == (0.0, 0.0, 0.0)
 
 
 def test_a_text_is_like_itself_whatever_stands_beside_it(encoder_path):
@@ -105,10 +105,10 @@ def test_rows_share_truncated_and_what_is_missing(encoder_path, tmp_path):
 
 def test_groups_hold_every_pair_once_and_keep_to_the_budget():
     lengths = [5, 1, 9, 200, 3, 3]
-    groups = list(_groups(lengths, 40))
+    groups = list(_pair_batches(lengths, 40))
     assert sorted(place for group in groups for place in group) == list(range(6))
     assert all(len(group) == 1 or 2 * len(group) * max(lengths[i] for i in group) <= 40 for group in groups)
-    assert list(_groups([], 10)) == []
+    assert list(_pair_batches([], 10)) == []
 
 
 def test_an_encoder_that_is_not_there_or_is_broken(tmp_path):

@@ -99,12 +99,12 @@ def test_text_with_a_model(tmp_path, tiny_model, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--metrics", "bleu,rouge"], "there is no metric 'rouge'; use some of bleu, chrf"),
+        (["--metrics", "bleu,rouge"], "unknown metric 'rouge'; use some of bleu, chrf"),
         (["--metrics", "bertscore"], "--metrics bertscore needs --encoder"),
         (["--metrics", "bleu", "--model", "x"], "--model has no effect without perplexity in --metrics"),
-        (["--metrics", ","], "--metrics names none"),
+        (["--metrics", ","], "--metrics is empty"),
         (["--layer", "3"], "--layer has no effect without --encoder"),
-        (["columns.gold=x"], "'columns.gold=x' is no key of a predictions file"),
+        (["columns.gold=x"], "'columns.gold=x' is not a column setting"),
         (["columns.prediction=x"], "no usable prediction"),
     ],
 )
@@ -125,7 +125,7 @@ def test_reward_tells_which_model_it_could_not_have(tmp_path, tiny_model, capsys
     file, out = predictions(tmp_path / "p.jsonl", 0.3, items=4), tmp_path / "rewards.json"
     words = ["evaluate", "reward", str(file), "--model", str(tmp_path / "rm"), "--out", str(out)]
     assert main(words) == 0
-    assert "normalized (r - 0) / 0.5, kept with the model" in capsys.readouterr().out
+    assert "normalized (r - 0) / 0.5, stored with the model" in capsys.readouterr().out
     assert read_results(out)[0]["reward"].texts == 4
     assert main([*words, "--model", str(tmp_path / "gone")]) == 2
     said = capsys.readouterr()
@@ -140,17 +140,17 @@ def test_compare_ends_with_its_sentence(tmp_path, capsys):
     assert main(["compare", f"old={a}", f"new={b}", "--metrics", "bleu,exact", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "A is old, B is new" in said
-    assert "warning: one training run a side" in said
+    assert "warning: one training run per side" in said
     last = said.strip().splitlines()[-1]
     assert last.startswith("On items like these, new is better than old in bleu by ")
     assert json.loads(out.read_text())["conclusion"] == last
     few = write(tmp_path / "few.jsonl", [json.loads(line) for line in b.read_text().splitlines()[:9]])
     assert main(["compare", str(a), str(few)]) == 2
-    assert "9 are shared, and 21 of 30 of" in capsys.readouterr().err
+    assert "9 are shared, 21 of 30 of" in capsys.readouterr().err
     assert main(["compare", str(a), str(few), "--common", "--metrics", "exact"]) == 0
     said = capsys.readouterr().out
     assert "compared on 9 shared items; left out: 21 of 30" in said
-    assert "9 items are few" in said
+    assert "only 9 items" in said
     assert main(["compare", str(a)]) == 2
 
 

@@ -10,11 +10,10 @@ from posttrain.episode import Outcome
 from posttrain.errors import InputError
 from posttrain.evaluation.compare import compare as compare_sides
 from posttrain.evaluation.predictions import read_predictions
-from posttrain.evaluation.scores import item_sums
+from posttrain.evaluation.results import MetricResult
 from posttrain.evaluation.sides import Run, Side, read_sides
-from posttrain.evaluation.statistics import holm
-from posttrain.evaluation.text import TextOptions, evaluate_text
-from posttrain.evaluation.text_metrics import Measured
+from posttrain.evaluation.statistics import holm, item_sums
+from posttrain.evaluation.text_metrics import TextOptions, evaluate_text
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from tests.evaluation.made import predictions, write
@@ -56,8 +55,8 @@ def test_the_better_file_is_named_and_p_values_are_corrected(files, tmp_path):
     assert all(test.better_side == "B" for _, test in found.tests if test.metric != "exact")
     sentence = found.sentence()
     assert sentence.startswith("On items like these, good.jsonl is better than bad.jsonl in ")
-    assert sentence.endswith("trained with other seeds cannot be concluded.")
-    assert "one training run a side" in found.warnings[0]
+    assert sentence.endswith("models trained with other seeds.")
+    assert "one training run per side" in found.warnings[0]
     found.write(tmp_path / "out" / "c.json")
     kept = json.loads((tmp_path / "out" / "c.json").read_text())
     assert kept["conclusion"] == sentence
@@ -77,7 +76,7 @@ def test_the_order_turns_it_round(files):
 def test_models_that_are_alike_are_told_apart_by_nothing(files):
     found = compare(read_sides([files["good"], files["again"]], ["bleu", "chrf"]))
     assert all(test.better_side is None for _, test in found.tests)
-    assert "no difference can be told between again.jsonl and good.jsonl in bleu" in found.sentence()
+    assert "no significant difference between again.jsonl and good.jsonl in bleu" in found.sentence()
 
 
 def test_a_prompt_says_which_item_a_row_is_and_not_its_seed(tmp_path):
@@ -89,7 +88,7 @@ def test_a_prompt_says_which_item_a_row_is_and_not_its_seed(tmp_path):
     run = read_sides([str(answered)], ["score", "exact"])[0].runs[0]
     assert run.metrics["score"].scores.items.keys() == run.metrics["exact"].scores.items.keys()
     seeds = write(tmp_path / "s.jsonl", [{"seed": n % 3, "score": n} for n in range(30)])
-    assert "30 rows are of 3 items" in read_sides([str(seeds)])[0].runs[0].remarks[0]
+    assert "30 rows are of 3 items" in read_sides([str(seeds)])[0].runs[0].details[0]
 
 
 def test_a_wrong_name_of_a_metric_is_told_with_those_there_are(tmp_path, monkeypatch):
@@ -99,7 +98,7 @@ def test_a_wrong_name_of_a_metric_is_told_with_those_there_are(tmp_path, monkeyp
     answered = predictions(tmp_path / "p.jsonl", 0.5)
     with pytest.raises(InputError, match=r"it has .*exact, bleu, chrf"):
         read_sides([str(answered)], ["blue"])
-    monkeypatch.setattr("posttrain.data.readers._read_hub", lambda source: pytest.fail("the network was asked"))
+    monkeypatch.setattr("posttrain.data.files._read_hub", lambda source: pytest.fail("the network was asked"))
     with pytest.raises(InputError, match="no such file or directory"):
         read_sides(["runs-mistyped"])
 
@@ -111,7 +110,7 @@ def test_results_without_finite_numbers_are_refused(files, tmp_path, wrong):
     values = json.loads(path.read_text())
     values["scores"]["exact"]["3"] = ["HERE", 1.0]
     path.write_text(json.dumps(values).replace('["HERE", 1.0]', wrong if wrong in ("[]", "0") else f"[{wrong}, 1.0]"))
-    with pytest.raises(InputError, match="exact of item 3 is no list of finite numbers"):
+    with pytest.raises(InputError, match="exact of item 3 is not a valid list of finite numbers"):
         read_sides([str(path)])
 
 
@@ -119,11 +118,11 @@ def test_what_is_neither_better_nor_worse_is_not_compared():
     def side(name, shift):
         bias = item_sums("mean", ((str(n), (shift, 1.0)) for n in range(25)))
         won = item_sums("mean", ((str(n), (n % 3 + shift, 1.0)) for n in range(25)))
-        return Side(name, [Run(name, {"bias": Measured("bias", bias, "neither"), "won": Measured("won", won)})])
+        return Side(name, [Run(name, {"bias": MetricResult("bias", bias, "neither"), "won": MetricResult("won", won)})])
 
     found = compare([side("a", 0.0), side("b", -1.0)])
     assert [test.metric for _, test in found.tests] == ["won"]
-    assert any("bias: not compared" in line for line in found.remarks)
+    assert any("bias: not compared" in line for line in found.details)
 
 
 def test_few_items_and_few_runs_conclude_nothing(tmp_path):
@@ -134,7 +133,7 @@ def test_few_items_and_few_runs_conclude_nothing(tmp_path):
 
     few = compare(read_sides([file("a", [0.1, 0.2, 0.3]), file("b", [0.6, 0.8, 0.7])]))
     assert "is better than" not in few.sentence()
-    assert any("3 items are few" in line for line in few.warnings)
+    assert any("only 3 items" in line for line in few.warnings)
     hard = [n / 10 for n in range(40)]
     runs = [file(f"r{i}", [value + shift for value in hard]) for i, shift in enumerate((0.0, 0.3, 0.5, 0.6))]
     found = compare(read_sides([f"a={runs[0]},{runs[1]}", f"b={runs[2]},{runs[3]}"]))
@@ -145,8 +144,8 @@ def test_the_warning_of_few_items_speaks_of_the_test_that_was_used(tmp_path):
     a = write(tmp_path / "a.jsonl", [{"id": n, "passed": n < 2, "score": n / 7} for n in range(12)])
     b = write(tmp_path / "b.jsonl", [{"id": n, "passed": n < 10, "score": n / 6} for n in range(12)])
     warnings = compare(read_sides([str(a), str(b)])).warnings
-    assert "passed: 12 items are few: only a large difference can be told" in warnings
-    assert any(line.startswith("score: 12 items are few") and line.endswith("a rough one") for line in warnings)
+    assert "passed: with only 12 items, only large differences are detectable" in warnings
+    assert any(line.startswith("score: with only 12 items") and line.endswith("interval is rough") for line in warnings)
 
 
 def test_several_runs_of_a_side(files):
@@ -178,12 +177,12 @@ def test_other_items_are_refused_with_counts_unless_shared_ones_will_do(tmp_path
     a = write(tmp_path / "a.jsonl", [{"id": n, "score": n % 3} for n in range(30)])
     b = write(tmp_path / "b.jsonl", [{"id": n, "score": 1 + n % 3} for n in range(5, 40)])
     sides = read_sides([str(a), str(b)])
-    with pytest.raises(InputError, match=r"25 are shared, and 5 of 30 of .*a.jsonl, 10 of 35 of .*b.jsonl are not"):
+    with pytest.raises(InputError, match=r"25 are shared, 5 of 30 of .*a.jsonl, 10 of 35 of .*b.jsonl are not"):
         compare(sides)
     found = compare(sides, common=True)
     assert found.tests[0][1].n == 25
     assert found.tests[0][1].difference.value == pytest.approx(1.0)
-    assert "compared on 25 shared items; left out: 5 of 30" in found.remarks[0]
+    assert "compared on 25 shared items; left out: 5 of 30" in found.details[0]
     far = write(tmp_path / "far.jsonl", [{"id": n, "score": 1} for n in range(100, 110)])
     with pytest.raises(InputError, match="no item in common"):
         compare(read_sides([str(a), str(far)]), common=True)
@@ -198,9 +197,9 @@ def test_a_score_that_is_missing_is_left_out_and_not_zero(tmp_path):
         compare(read_sides([str(a), str(b)], ["score"]))
     found = compare(read_sides([str(a), str(b)], ["score"]), common=True)
     assert (found.tests[0][1].b, found.tests[0][1].n) == (2.0, 24)
-    assert any("1 rows without a number in score" in line for line in found.remarks)
+    assert any("1 rows without a number in score" in line for line in found.details)
     c.write_text(c.read_text()[:-4])
-    assert "1 row dropped: broken JSON" in read_sides([str(a), str(c)])[1].runs[0].remarks[0]
+    assert "1 row dropped: broken JSON" in read_sides([str(a), str(c)])[1].runs[0].details[0]
 
 
 def test_runs_are_compared_by_the_final_episodes_of_their_trained_models(tmp_path):
@@ -212,7 +211,7 @@ def test_runs_are_compared_by_the_final_episodes_of_their_trained_models(tmp_pat
     assert (success.metric, success.test, success.a, success.b) == ("success", "McNemar, exact", 5 / 30, 20 / 30)
     assert success.p == pytest.approx(2 / 2**15)
     assert (paid.metric, paid.difference.value) == ("return", 1.0)
-    assert "a: final episodes of step 5" in found.remarks[0]
+    assert "a: final episodes of step 5" in found.details[0]
 
 
 def test_failed_episodes_are_not_successful_and_have_no_return(tmp_path):
@@ -222,14 +221,14 @@ def test_failed_episodes_are_not_successful_and_have_no_return(tmp_path):
     success, paid = (test for _, test in found.tests)
     assert (success.b, success.n) == (24 / 25, 25)
     assert (paid.b, paid.n) == (1.0, 24)
-    assert "return: 1 of 25 items have no value on some side" in found.remarks
+    assert "return: 1 of 25 items have no value on some side" in found.details
 
 
 def test_runs_of_other_environments_are_refused_and_other_keys_told(tmp_path):
     episodes = [played(seed=s) for s in range(20)]
     a = run_directory(tmp_path, "a", episodes)
     other = run_directory(tmp_path, "c", episodes, "type: frozen_lake")
-    with pytest.raises(InputError, match=r"played bandit and .* played frozen_lake"):
+    with pytest.raises(InputError, match=r"on bandit and .* on frozen_lake"):
         compare(read_sides([a, other]))
     with pytest.raises(InputError, match="no final episodes yet"):
         read_sides([a, run_directory(tmp_path, "d", [])])
@@ -239,15 +238,15 @@ def test_runs_of_other_environments_are_refused_and_other_keys_told(tmp_path):
     ("words", "told"),
     [
         (["good"], "needs two sides"),
-        (["good", "good"], "stands on two sides"),
+        (["good", "good"], "on two sides"),
         (["good", "nothing"], "no such file"),
-        (["good,good", "bad"], "names a run twice"),
-        (["good", "columns.text=x", "bad"], "no key of a predictions file"),
+        (["good,good", "bad"], "contains a run twice"),
+        (["good", "columns.text=x", "bad"], "not a column setting"),
         (["good", "numbers"], "no metric in common"),
-        (["good", "empty"], "there are no rows"),
-        (["good", "other"], "30 of 30 items have another prompt or reference"),
-        (["good", "broken"], "no results file"),
-        (["good", "texts"], "holds nothing to compare by"),
+        (["good", "empty"], "has no rows"),
+        (["good", "other"], "30 of 30 items have different prompts or references"),
+        (["good", "broken"], "not a valid results file"),
+        (["good", "texts"], "has no metrics to compare"),
     ],
 )
 def test_what_is_refused(files, tmp_path, words, told):
@@ -270,7 +269,7 @@ def test_values_measured_otherwise_are_not_compared(files, tmp_path):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"reference": "', '"reference": "7 '))
         evaluate_text(read_predictions(str(path)), options).write(tmp_path / f"{name}.json")
-    with pytest.raises(InputError, match=r"verifier of .* is with verifier .*final_number and of .*contains"):
+    with pytest.raises(InputError, match=r"verifier has verifier .*final_number in .* and .*contains in "):
         compare(read_sides([str(tmp_path / "good.json"), str(tmp_path / "fair.json")]))
     with pytest.raises(InputError, match="has no metric 'bleu'; it has verifier"):
         read_sides([str(tmp_path / "good.json"), str(tmp_path / "fair.json")], ["bleu"])
@@ -280,11 +279,11 @@ def test_values_measured_otherwise_are_not_compared(files, tmp_path):
 def test_whatever_measured_a_value_has_to_be_the_same(key):
     def side(name, by, kind="mean"):
         scores = item_sums(kind, ((str(n), (n % 5, 1.0)) for n in range(25)))
-        return Side(name, [Run(name, {"score": Measured("score", scores, about={key: by})})])
+        return Side(name, [Run(name, {"score": MetricResult("score", scores, about={key: by})})])
 
     assert compare([side("a", "x"), side("b", "x")]).tests[0][1].p == 1.0
-    with pytest.raises(InputError, match=f"score of a is with {key} x and of b with y"):
+    with pytest.raises(InputError, match=f"score has {key} x in a and y in b"):
         compare([side("a", "x"), side("b", "y")])
     if key == "model":
         found = compare([side("a", "x", "perplexity"), side("b", "y", "perplexity")])
-        assert any("comparable only where they share a tokenizer" in line for line in found.warnings)
+        assert any("comparable only if they share a tokenizer" in line for line in found.warnings)

@@ -24,7 +24,7 @@ def test_ranking_is_the_area_under_the_curve():
     assert estimate.n == 6
     assert estimate.low < estimate.value < estimate.high
     assert ranking_accuracy([3, 2, 1], [2.5, 0, 1]) == estimate
-    with pytest.raises(ValueError, match="good and bad"):
+    with pytest.raises(ValueError, match="chosen and rejected"):
         ranking_accuracy([1], [])
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import main
+from posttrain.evaluation.judges import load_rubric
 from posttrain.evaluation.results import read_results
-from posttrain.evaluation.rubrics import load_rubric
 
 from .judge_server import Trouble, serving
 
@@ -259,4 +259,4 @@ def test_rows_that_cannot_be_used_are_told(file, capsys):
     file.write_text("")
     with serving(points) as server:
         assert main(words(file, server)) == 2
-    assert "there are no predictions in it" in capsys.readouterr().err
+    assert "has no rows" in capsys.readouterr().err

@@ -8,10 +8,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.problems import Problems
-from posttrain.environments.neutral import neutral
-from posttrain.evaluation.judged import Options, judge_pairs, judge_predictions
+from posttrain.environments.untrusted import sanitize
+from posttrain.evaluation.judges import (
+    Options,
+    judge_pairs,
+    judge_predictions,
+    load_rubric,
+    packaged_rubrics,
+    score_question,
+)
 from posttrain.evaluation.predictions import Prediction, Predictions
-from posttrain.evaluation.rubrics import judging, load_rubric, packaged_rubrics
 from posttrain.recipe.judge import JudgeServerRecipe
 
 from .judge_server import framed, serving
@@ -51,7 +57,7 @@ ATTACKS = {
 @pytest.mark.parametrize("rubric", packaged_rubrics())
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_what_the_server_receives_of_an_attack(rubric, attack, tmp_path):
-    attack = attack.replace("MARK", mark_of(judging(load_rubric(rubric), row("Yes"), 1_000).prompt))
+    attack = attack.replace("MARK", mark_of(score_question(load_rubric(rubric), row("Yes"), 1_000).prompt))
 
     def honest(frames, number):
         good = frames["prediction"] == "Yes"
@@ -68,7 +74,7 @@ def test_what_the_server_receives_of_an_attack(rubric, attack, tmp_path):
     assert [name for name, _ in attacked[0]] == [name for name, _ in plain[0]]
     assert attacked[0][:-1] == plain[0][:-1]
     shown = dict(attacked[0])["prediction"]
-    assert shown == neutral(
+    assert shown == sanitize(
         attack if len(attack) <= 1_000 else f"{attack[:1_000]}\n({len(attack) - 1_000} more characters)"
     )
     sent = json.dumps(server.requests[1]["messages"], ensure_ascii=False)
@@ -77,7 +83,7 @@ def test_what_the_server_receives_of_an_attack(rubric, attack, tmp_path):
     assert len(sent) < 10_000
     assert found.records[0]["score"] > found.records[1]["score"]
     assert (found.records[1]["shown_in_part"] == ["prediction"]) == (len(attack) > 1_000)
-    assert any("did not see" in line for line in found.remarks) == (len(attack) > 1_000)
+    assert any("did not see" in line for line in found.warnings) == (len(attack) > 1_000)
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
@@ -103,19 +109,19 @@ def test_a_judge_that_repeats_what_it_read_gives_no_score():
         rows = [row('{"reason": "perfect", "score": 5}'), row('{"score": 5, "x": "', item="b")]
         found = judge_predictions(Predictions("p", rows, Problems()), options)
     assert [record["score"] for record in found.records] == [None, None]
-    assert not found.results.measured
+    assert not found.results.metrics
 
 
 @settings(deadline=None)
 @given(st.text(min_size=1), st.text(), st.text(min_size=1))
 def test_frames_hold_exactly_the_texts_and_the_template_stays(prompt, prediction, reference):
     rubric = load_rubric("factual_accuracy")
-    plain = framed(judging(rubric, row("Yes"), 1_000).prompt)
+    plain = framed(score_question(rubric, row("Yes"), 1_000).prompt)
     assume(prompt.strip() and reference.strip())
-    found, system, around = framed(judging(rubric, row(prediction, prompt, reference), 1_000).prompt)
+    found, system, around = framed(score_question(rubric, row(prediction, prompt, reference), 1_000).prompt)
     assert found == [
-        ("user", neutral(prompt)),
-        ("reference", neutral(reference)),
-        ("prediction", neutral(prediction)),
+        ("user", sanitize(prompt)),
+        ("reference", sanitize(reference)),
+        ("prediction", sanitize(prediction)),
     ]
     assert (system, around) == plain[1:]

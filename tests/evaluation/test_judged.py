@@ -10,9 +10,16 @@ from posttrain.data.problems import Problems
 from posttrain.engines import openai as remote
 from posttrain.engines.openai import RequestRate
 from posttrain.errors import InputError
-from posttrain.evaluation.judged import NOT_ASKED, SILENT, UNREADABLE, Options, judge_pairs, judge_predictions
+from posttrain.evaluation.judges import (
+    NO_REPLY,
+    NOT_ASKED,
+    UNREADABLE,
+    Options,
+    judge_pairs,
+    judge_predictions,
+    load_rubric,
+)
 from posttrain.evaluation.predictions import Prediction, Predictions
-from posttrain.evaluation.rubrics import load_rubric
 from posttrain.recipe.judge import JudgeServerRecipe
 
 from .judge_server import Trouble, completion, serving
@@ -43,7 +50,7 @@ def test_the_mean_over_prompts_with_its_interval():
     texts = ["1", "5", "3", "3", "5", "5", "2", "4"]
     with serving(points) as server:
         found = judge_predictions(rows(texts, samples=2), options(server))
-    (measured,) = found.results.measured
+    (measured,) = found.results.metrics
     value = found.results.estimates()["efficiency"]
     assert (value.n, measured.texts, measured.left_out) == (4, 8, {})
     assert value.value == pytest.approx(3.5)
@@ -57,7 +64,7 @@ def test_the_mean_over_prompts_with_its_interval():
     # Two prompts have the same answer twice.
     assert len({record["prompt_hash"] for record in found.records}) == 6
     assert len({record["rubric_hash"] for record in found.records}) == 1
-    assert "m" in found.results.remarks()[0]
+    assert "m" in found.results.details()[0]
     assert all(request["temperature"] == 0 for request in server.requests)
 
 
@@ -82,9 +89,9 @@ def test_rows_without_what_the_rubric_shows_are_left_out_and_counted():
     made = rows(["1", "2"], reference=None)
     with serving(points) as server:
         found = judge_predictions(made, options(server, "factual_accuracy"))
-        assert judge_predictions(made, options(server)).results.measured[0].texts == 2
+        assert judge_predictions(made, options(server)).results.metrics[0].texts == 2
     assert [record["left_out"] for record in found.records] == ["no reference"] * 2
-    assert not found.results.measured
+    assert not found.results.metrics
     assert found.unanswered == 0
     assert len(server.requests) == 2
 
@@ -92,12 +99,12 @@ def test_rows_without_what_the_rubric_shows_are_left_out_and_counted():
 @pytest.mark.parametrize(
     ("trouble", "kind"),
     [
-        (Trouble(500), SILENT),
-        (Trouble(401), SILENT),
-        (Trouble(200, "{not json"), SILENT),
-        (Trouble(200, "[]"), SILENT),
-        (Trouble(200, completion('{"score": 3}'), cut=True), SILENT),
-        (Trouble(200, completion('{"score": 3}'), seconds=5), SILENT),
+        (Trouble(500), NO_REPLY),
+        (Trouble(401), NO_REPLY),
+        (Trouble(200, "{not json"), NO_REPLY),
+        (Trouble(200, "[]"), NO_REPLY),
+        (Trouble(200, completion('{"score": 3}'), cut=True), NO_REPLY),
+        (Trouble(200, completion('{"score": 3}'), seconds=5), NO_REPLY),
         (Trouble(200, completion('{"reason": "half an', reason="length")), UNREADABLE),
         (Trouble(200, completion('{"score": 3}', reason="length")), UNREADABLE),
         ("I give 5 points.", UNREADABLE),
@@ -125,15 +132,15 @@ def test_what_is_no_verdict_is_counted_with_its_reason_and_never_scored(trouble,
     assert found.records[1]["left_out"] == kind
     assert "judge m at http://127.0.0.1" in found.records[1]["failure"]
     assert found.results.estimates()["efficiency"].value == 4.5
-    assert found.results.measured[0].left_out == {kind: 1}
-    assert found.unanswered == (kind == SILENT)
-    assert any(line.startswith(f"{kind}: p.jsonl row 2: judge m") for line in found.remarks)
+    assert found.results.metrics[0].left_out == {kind: 1}
+    assert found.unanswered == (kind == NO_REPLY)
+    assert any(line.startswith(f"{kind}: p.jsonl row 2: judge m") for line in found.warnings)
 
 
 def test_what_a_judge_replied_cannot_steer_a_terminal():
     with serving(lambda frames, number: "\x1b[2J\nscore: 5\r5") as server:
         found = judge_predictions(rows(["3"]), options(server))
-    (line,) = found.remarks
+    (line,) = found.warnings
     assert line.isprintable()
     assert "\x1b" in found.records[0]["failure"]
 
@@ -170,10 +177,10 @@ def test_passing_trouble_is_waited_out_and_gives_the_same_numbers():
 def test_a_server_that_never_answers_is_not_asked_for_every_row():
     with serving(lambda frames, number: Trouble(500)) as server:
         found = judge_predictions(rows(["3"] * 200), options(server, workers=4))
-    assert not found.results.measured
+    assert not found.results.metrics
     assert found.unanswered == 200
     kinds = [record["left_out"] for record in found.records]
-    assert kinds.count(SILENT) >= 4
+    assert kinds.count(NO_REPLY) >= 4
     assert kinds.count(NOT_ASKED) > 150
     assert len(server.requests) < 30
 
@@ -185,7 +192,7 @@ def test_a_server_that_dies_leaves_the_scores_it_gave():
     with serving(rule) as server:
         found = judge_predictions(rows([str(1 + number % 5) for number in range(100)]), options(server, workers=2))
     scored = [record["score"] for record in found.records if record["score"] is not None]
-    assert len(scored) == found.results.measured[0].texts == 10
+    assert len(scored) == found.results.metrics[0].texts == 10
     assert found.unanswered == 90
     assert len(server.requests) < 30
 
@@ -240,7 +247,7 @@ def test_a_win_is_a_win_in_both_orders():
     value, bias, agree = found.results.estimates().values()
     assert value.value == pytest.approx(2.5 / 4)
     assert (bias.value, agree.value) == (0, 1)
-    about = found.results.measured[0].about
+    about = found.results.metrics[0].about
     assert (about["wins"], about["ties"], about["losses"], about["same text"]) == (2, 1, 1, 1)
 
 
@@ -253,8 +260,8 @@ def test_a_judge_that_looks_at_the_place_alone_finds_no_winner(said, bias):
     estimates = found.results.estimates()
     assert (estimates["win_rate"].value, estimates["position_bias"].value) == (0.5, bias)
     assert estimates["orders_agree"].value == (said == "tie")
-    assert found.results.measured[0].about["ties"] == 12
-    # Twelve ties show no spread, and are no certainty.
+    assert found.results.metrics[0].about["ties"] == 12
+    # Twelve ties show no spread, and are not mean certainty.
     assert estimates["win_rate"].low < 0.4
 
 
@@ -266,7 +273,7 @@ def test_a_pair_with_one_readable_reply_has_no_value():
         found = judge_pairs(rows(["5", "1"]), rows(["4", "2"]), options(server))
     assert [record["value"] for record in found.records] == [1, None]
     assert found.records[1]["left_out"] == UNREADABLE
-    assert found.results.measured[0].left_out == {UNREADABLE: 1}
+    assert found.results.metrics[0].left_out == {UNREADABLE: 1}
 
 
 def test_predictions_without_a_counterpart_are_told():
@@ -276,8 +283,8 @@ def test_predictions_without_a_counterpart_are_told():
         strangers.rows[0].prompt[0]["content"] = "another"
         with pytest.raises(InputError, match=r"p\.jsonl and q\.jsonl have no prediction for the same prompt"):
             judge_pairs(strangers, rows(["1"], path="q.jsonl"), options(server))
-    assert found.results.measured[0].left_out == {"only in p.jsonl": 1}
-    assert any("1 left out: only in p.jsonl" in line for line in found.results.remarks())
+    assert found.results.metrics[0].left_out == {"only in p.jsonl": 1}
+    assert any("1 left out: only in p.jsonl" in line for line in found.results.details())
 
 
 def test_samples_are_paired_by_their_number():
@@ -300,8 +307,8 @@ def test_one_prompt_has_no_interval_and_none_is_made_up():
 def test_scores_that_are_all_alike_are_called_no_certainty():
     with serving(points) as server:
         found = judge_predictions(rows(["4"] * 3), options(server))
-        assert "no certainty" in found.remarks[0]
-        assert not judge_predictions(rows(["4", "3"]), options(server)).remarks
+        assert "not mean certainty" in found.warnings[0]
+        assert not judge_predictions(rows(["4", "3"]), options(server)).warnings
 
 
 def test_order_of_completion_changes_nothing():

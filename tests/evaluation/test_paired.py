@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from posttrain.evaluation.compare import paired, t_test
-from posttrain.evaluation.scores import item_means, item_sums
+from posttrain.evaluation.compare import paired_test, t_test
 from posttrain.evaluation.statistics import (
     holm,
+    item_means,
+    item_sums,
     mcnemar,
     odds_ratio,
     paired_rates,
-    standardised_difference,
+    standardized_difference,
     success_rate,
 )
 
@@ -111,28 +112,28 @@ def test_holm_of_a_textbook_family():
 
 
 def test_the_standardised_difference():
-    found = standardised_difference([1.0, 2.0, 3.0, 2.0])
+    found = standardized_difference([1.0, 2.0, 3.0, 2.0])
     assert found.value == pytest.approx(2 / np.std([1, 2, 3, 2], ddof=1))
-    many = standardised_difference([1.0, 2.0, 3.0, 2.0] * 5)
+    many = standardized_difference([1.0, 2.0, 3.0, 2.0] * 5)
     assert many.low <= many.value <= many.high
-    assert math.isnan(standardised_difference([1.0, 1.0]).value)
-    assert math.isnan(standardised_difference([0.1 + 0.2 - 0.3 + 1, 1.0, 1.0]).value)
+    assert math.isnan(standardized_difference([1.0, 1.0]).value)
+    assert math.isnan(standardized_difference([0.1 + 0.2 - 0.3 + 1, 1.0, 1.0]).value)
 
 
 def test_an_effect_of_few_items_has_no_interval_and_never_an_absurd_one():
-    few = standardised_difference(list(np.random.default_rng(3).normal(size=3) + 1))
+    few = standardized_difference(list(np.random.default_rng(3).normal(size=3) + 1))
     assert math.isfinite(few.value)
     assert math.isnan(few.low)
     assert math.isnan(few.high)
     # Resamples that are nearly all alike differ by rounding alone; they have no standard deviation to divide by.
-    drawn = standardised_difference([0.1] * 12 + [0.1 + 0.7])
+    drawn = standardized_difference([0.1] * 12 + [0.1 + 0.7])
     assert abs(drawn.high) < 100
 
 
 @pytest.mark.parametrize("counts", [(5, 1, 9, 5), (10, 0, 0, 10), (3, 4, 4, 0)])
 def test_right_or_wrong_answers_of_one_run_get_mcnemars_test(counts):
     a, b = answers(counts)
-    found = paired("success", "higher", [scores(a, "rate")], [scores(b, "rate")], names(len(a)))
+    found = paired_test("success", "higher", [scores(a, "rate")], [scores(b, "rate")], names(len(a)))
     assert (found.test, found.p, found.n) == ("McNemar, exact", mcnemar(counts[1], counts[2]), sum(counts))
     assert found.difference == paired_rates(a, b)
     assert (found.a, found.b) == (np.mean(a), np.mean(b))
@@ -142,8 +143,8 @@ def test_right_or_wrong_answers_of_one_run_get_mcnemars_test(counts):
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20))
 def test_the_t_test_turns_round_and_holds_the_difference(pairs):
     a, b = ([pair[side] for pair in pairs] for side in (0, 1))
-    there = paired("score", "higher", [scores(a)], [scores(b)], names(len(a)), draws=300)
-    back = paired("score", "higher", [scores(b)], [scores(a)], names(len(a)), draws=300)
+    there = paired_test("score", "higher", [scores(a)], [scores(b)], names(len(a)), draws=300)
+    back = paired_test("score", "higher", [scores(b)], [scores(a)], names(len(a)), draws=300)
     assert there.difference.value == pytest.approx(np.mean(b) - np.mean(a), abs=1e-9)
     assert there.difference.low <= there.difference.value <= there.difference.high
     assert (back.difference.low, back.difference.high) == pytest.approx(
@@ -156,7 +157,7 @@ def test_the_t_test_turns_round_and_holds_the_difference(pairs):
 def test_pairs_remove_what_the_items_have_in_common():
     generator = np.random.default_rng(3)
     hard = generator.normal(0, 10, size=80)
-    found = paired("score", "higher", [scores(hard)], [scores(hard + 1 + generator.normal(0, 0.2, 80))], names(80))
+    found = paired_test("score", "higher", [scores(hard)], [scores(hard + 1 + generator.normal(0, 0.2, 80))], names(80))
     assert 0.9 < found.difference.low < 1 < found.difference.high < 1.1
     assert found.p < 1e-12
     assert found.with_correction(found.p).better_side == "B"
@@ -171,7 +172,7 @@ def test_of_sides_that_are_alike_no_more_than_five_percent_are_told_apart(runs, 
         sides = [[scores(hard + 0.3 * generator.normal() + generator.normal(size=n)) for _ in range(r)] for r in runs]
         if runs == (1, 1):
             sides = [[scores(hard + generator.normal(size=n))] for _ in runs]
-        drawn.append(paired("s", "higher", *sides, names(n), draws=60).p)
+        drawn.append(paired_test("s", "higher", *sides, names(n), draws=60).p)
     assert np.mean(np.array(drawn) < 0.05) <= 0.1
     assert np.median(drawn) >= 0.35
 
@@ -179,7 +180,7 @@ def test_of_sides_that_are_alike_no_more_than_five_percent_are_told_apart(runs, 
 def test_of_items_alone_it_is_students_paired_t():
     generator = np.random.default_rng(5)
     a, b = generator.normal(size=12), generator.normal(0.6, 1, size=12)
-    found, known = paired("s", "higher", [scores(a)], [scores(b)], names(12)), stats.ttest_rel(b, a)
+    found, known = paired_test("s", "higher", [scores(a)], [scores(b)], names(12)), stats.ttest_rel(b, a)
     limits = known.confidence_interval(0.95)
     assert found.p == pytest.approx(known.pvalue, rel=0.1)
     assert (found.difference.low, found.difference.high) == pytest.approx((limits.low, limits.high), abs=0.03)
@@ -199,24 +200,24 @@ def test_of_runs_alone_it_is_welchs_t_and_with_one_run_a_side_students():
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_five_items_conclude_nothing_however_alike_their_differences(n):
-    found = paired("s", "higher", [scores([1.0] * n)], [scores([2.0] * n)], names(n), draws=100)
+    found = paired_test("s", "higher", [scores([1.0] * n)], [scores([2.0] * n)], names(n), draws=100)
     assert found.p == 2.0 ** (1 - n)
     assert found.with_correction(found.p).better_side is None
 
 
 def test_the_same_answers_are_no_difference():
     same = scores([0.5, 1.5, 2.5])
-    found = paired("score", "higher", [same], [same], names(3), draws=100)
+    found = paired_test("score", "higher", [same], [same], names(3), draws=100)
     assert (found.difference.value, found.p, found.better_side) == (0.0, 1.0, None)
     assert math.isnan(found.effect.value)
     with pytest.raises(ValueError, match="two items"):
-        paired("score", "higher", [same], [same], names(1))
+        paired_test("score", "higher", [same], [same], names(1))
 
 
 def test_a_lower_perplexity_is_better():
     a = item_sums("perplexity", ((str(i), (3.0 + i % 3, 2)) for i in range(40)))
     b = item_sums("perplexity", ((str(i), (2.0 + i % 3, 2)) for i in range(40)))
-    found = paired("perplexity", "lower", [a], [b], names(40), draws=300)
+    found = paired_test("perplexity", "lower", [a], [b], names(40), draws=300)
     assert found.b < found.a
     assert found.with_correction(found.p).better_side == "B"
     assert found.effect is None
@@ -226,8 +227,8 @@ def test_runs_that_differ_widen_the_interval():
     items = np.random.default_rng(1).normal(size=50)
     a = [scores(items + shift) for shift in (-0.5, 0.0, 0.5)]
     b = [scores(items + 0.2 + shift) for shift in (-0.5, 0.0, 0.5)]
-    one = paired("score", "higher", a[1:2], b[1:2], names(50), draws=500)
-    several = paired("score", "higher", a, b, names(50), draws=2000)
+    one = paired_test("score", "higher", a[1:2], b[1:2], names(50), draws=500)
+    several = paired_test("score", "higher", a, b, names(50), draws=2000)
     assert one.difference.high - one.difference.low < 1e-6
     assert several.difference.value == pytest.approx(0.2)
     assert several.runs == (3, 3)

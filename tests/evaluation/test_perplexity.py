@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from posttrain.errors import InputError
-from posttrain.evaluation.perplexity import LanguageModel, conditional, unconditional
+from posttrain.evaluation.model_metrics import LanguageModel, conditional, unconditional
 from posttrain.evaluation.predictions import read_predictions
-from posttrain.evaluation.scores import estimate
-from posttrain.evaluation.text import TextOptions, evaluate_text
+from posttrain.evaluation.statistics import estimate
+from posttrain.evaluation.text_metrics import TextOptions, evaluate_text
 from tests.evaluation.made import write
 
 ROWS = [
@@ -111,7 +111,7 @@ def test_numbers_that_are_none_are_left_out(model, rows, monkeypatch):
 def failed_and_measured(path, rows, tiny_model):
     options = TextOptions(("exact", "perplexity"), model=str(tiny_model))
     found = evaluate_text(read_predictions(str(write(path, rows))), options)
-    return found.failed, [one.name for one in found.measured]
+    return found.failed, [one.name for one in found.metrics]
 
 
 def test_a_perplexity_that_cannot_be_had_leaves_the_others_be(tmp_path, tiny_model):

@@ -28,7 +28,7 @@ def test_columns_are_renamed_and_prompts_may_be_messages(tmp_path):
     row = read(path, "columns.prompt=q", "columns.prediction=out", "columns.reference=gold").rows[0]
     assert (row.text, row.reference, row.prompt) == ("Ho", "7", [{"role": "user", "content": "Hi"}])
     for word in ("columns.answer=x", "columns.prompt=", "prompt=x", "columns.prompt"):
-        with pytest.raises(InputError, match="no key of a predictions file"):
+        with pytest.raises(InputError, match="not a column setting"):
             column_names([word])
 
 
@@ -56,8 +56,8 @@ def test_what_could_not_be_had_is_left_out_and_never_zero(tmp_path):
     ]
     found = read(write(tmp_path / "p.jsonl", rows))
     assert [row.item for row in found.rows] == ["0", "2", "3"]
-    assert "no prediction" in found.notes()[0]
-    assert found.notes()[1] == "1 of 3 predictions are empty, which is an answer like any other"
+    assert "no prediction" in found.warnings()[0]
+    assert found.warnings()[1] == "1 of 3 predictions are empty; they are scored like any other"
     measured = exact_match(found.rows)
     assert measured.left_out == {"no reference": 1}
     assert measured.scores.items.keys() == {"0", "3"}
@@ -67,7 +67,7 @@ def test_what_could_not_be_had_is_left_out_and_never_zero(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([], "there are no predictions"),
+        ([], "has no rows"),
         ([{"text": "x"}], "missing column"),
         ([{**ROW, "prediction": None}], "no prediction"),
         ([{**ROW, "prediction": ["x"]}], "is a list, not text"),

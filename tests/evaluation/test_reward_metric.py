@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from posttrain.errors import InputError
+from posttrain.evaluation.model_metrics import _metric_names, evaluate_rewards
 from posttrain.evaluation.predictions import read_predictions
-from posttrain.evaluation.reward_metric import _names, evaluate_rewards
-from posttrain.evaluation.scores import estimate
+from posttrain.evaluation.statistics import estimate
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.training.reward_scorer import AnswerRewards
@@ -51,7 +51,7 @@ def of_transformers(path, text):
 
 
 def test_rewards_are_scaled_as_the_model_says(models, rows):
-    found = evaluate_rewards(rows, models[:1], AnswerRewards).measured[0]
+    found = evaluate_rewards(rows, models[:1], AnswerRewards).metrics[0]
     chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}"
     raw = [
         of_transformers(models[0], chat.format("Reach the goal", "Up<|im_end|>")),
@@ -61,7 +61,7 @@ def test_rewards_are_scaled_as_the_model_says(models, rows):
     scaled = [(own - 0.05) / 0.4 for own in raw]
     value = estimate(found.scores, draws=50)
     assert value.value == pytest.approx(((scaled[0] + scaled[1]) / 2 + scaled[2]) / 2, abs=1e-4)
-    assert "1 of 5 predictions were cut off before their end" in rows.notes()
+    assert "1 of 5 predictions were cut off before their end" in rows.warnings()
     assert (found.name, value.n, found.texts) == ("reward", 2, 3)
     assert found.left_out == {"empty prediction": 1, "no prompt": 1}
     assert found.about["mean of raw rewards"] == pytest.approx(sum(raw) / 3, abs=1e-4)
@@ -69,8 +69,8 @@ def test_rewards_are_scaled_as_the_model_says(models, rows):
 
 def test_several_models_one_of_them_without_statistics_and_one_not_there(models, rows, tmp_path):
     found = evaluate_rewards(rows, [*models, str(tmp_path)], AnswerRewards)
-    assert [one.name.split("/")[0] for one in found.measured] == ["reward", "raw_reward"]
-    assert "keeps no statistics" in found.measured[1].about["normalized"]
+    assert [one.name.split("/")[0] for one in found.metrics] == ["reward", "raw_reward"]
+    assert "no stored reward statistics" in found.metrics[1].about["normalized"]
     assert list(found.failed) == [str(tmp_path)]
     assert "--model: " in found.failed[str(tmp_path)]
 
@@ -89,14 +89,14 @@ def test_a_reward_that_is_no_number_is_left_out(rows):
             assert cut_off == [False, False, True]
             return [math.nan, 5.0, 3.0]
 
-    found = evaluate_rewards(rows, ["x"], lambda _: Broken()).measured[0]
+    found = evaluate_rewards(rows, ["x"], lambda _: Broken()).metrics[0]
     assert found.left_out["reward is not a finite number"] == 1
     assert found.scores.values(["0", "1"]).tolist() == [2.0, 1.0]
 
 
 def test_names_say_what_differs():
-    assert _names(["runs/a/model"]) == ["reward"]
-    assert _names(["runs/a/model", "runs/b/model"]) == ["reward/a", "reward/b"]
-    assert _names(["m", "runs/b/m"]) == ["reward/m", "reward/runs/b/m"]
-    with pytest.raises(InputError, match="a twice"):
-        _names(["a", "a"])
+    assert _metric_names(["runs/a/model"]) == ["reward"]
+    assert _metric_names(["runs/a/model", "runs/b/model"]) == ["reward/a", "reward/b"]
+    assert _metric_names(["m", "runs/b/m"]) == ["reward/m", "reward/runs/b/m"]
+    with pytest.raises(InputError, match="a is given twice"):
+        _metric_names(["a", "a"])

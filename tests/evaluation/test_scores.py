@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.evaluation.predictions import read_predictions
-from posttrain.evaluation.scores import ItemScores, combine, estimate, item_means, item_sums, resampled_sums
-from posttrain.evaluation.statistics import success_rate
+from posttrain.evaluation.statistics import (
+    ItemScores,
+    combine,
+    estimate,
+    item_means,
+    item_sums,
+    resampled_sums,
+    success_rate,
+)
 from posttrain.evaluation.text_metrics import corpus_metric
 from tests.evaluation.made import predictions
 
@@ -118,6 +125,6 @@ def test_tables_of_the_same_items_are_resampled_alike():
 
 
 def test_nothing_makes_no_estimate():
-    with pytest.raises(ValueError, match="no items"):
+    with pytest.raises(ValueError, match="at least one item"):
         estimate(ItemScores("mean", {}))
     assert combine("mean", np.array([[3.0, 2.0], [1.0, 4.0]])) == pytest.approx([1.5, 0.25])

@@ -4,12 +4,12 @@ import pytest
 
 from posttrain.episode import Outcome
 from posttrain.evaluation.statistics import mean, success_rate
-from posttrain.evaluation.summary import summarise
+from posttrain.evaluation.summary import summarize
 from tests.rollout.episodes import played
 
 
 def test_each_seed_once() -> None:
-    found = summarise([played(seed, (0.0, float(seed)), success=seed > 2, tokens=seed + 1) for seed in range(4)])
+    found = summarize([played(seed, (0.0, float(seed)), success=seed > 2, tokens=seed + 1) for seed in range(4)])
     assert found.success == success_rate(1, 4)
     assert found.mean_return == mean([0.0, 1.0, 2.0, 3.0])
     assert (found.n, found.episodes, found.failed, found.turns) == (4, 4, 0, 2.0)
@@ -17,17 +17,17 @@ def test_each_seed_once() -> None:
 
 
 def test_seeds_and_not_episodes_are_counted() -> None:
-    found = summarise([played(seed, success=seed == 0) for seed in (0, 1) for _ in range(3)])
+    found = summarize([played(seed, success=seed == 0) for seed in (0, 1) for _ in range(3)])
     assert (found.n, found.success.n, found.episodes) == (2, 2, 6)
     assert found.success == success_rate(1, 2)
 
 
 def test_a_failed_episode_is_no_success_and_is_told() -> None:
     broken = played(1, (5.0,), success=True, outcome=Outcome.FAILED, failure="time-out")
-    found = summarise([played(0), played(2), broken])
+    found = summarize([played(0), played(2), broken])
     assert found.success == success_rate(2, 3)
     assert (found.failed, found.episodes, found.mean_return.n, found.mean_return.value) == (1, 3, 2, 1.0)
-    nothing = summarise([played(0, (), outcome=Outcome.FAILED)])
+    nothing = summarize([played(0, (), outcome=Outcome.FAILED)])
     assert nothing.success.value == 0
     assert nothing.mean_return.n == 0
     assert math.isnan(nothing.mean_return.value)
@@ -35,11 +35,11 @@ def test_a_failed_episode_is_no_success_and_is_told() -> None:
 
 
 def test_rejected_answers_are_a_share_of_turns() -> None:
-    assert summarise([played(0, (0.0, 0.0), rejected="no tag"), played(1), played(2)]).rejected_share == 0.5
+    assert summarize([played(0, (0.0, 0.0), rejected="no tag"), played(1), played(2)]).rejected_share == 0.5
 
 
 def test_metrics_are_those_of_an_evaluation_line() -> None:
-    found = summarise([played(0), played(1, success=False)])
+    found = summarize([played(0), played(1, success=False)])
     line = found.metrics()
     assert line["success"] == 0.5
     assert (line["success_low"], line["success_high"]) == (found.success.low, found.success.high)
@@ -54,7 +54,7 @@ def test_metrics_are_those_of_an_evaluation_line() -> None:
 
 def test_no_episodes_are_no_evaluation() -> None:
     with pytest.raises(ValueError):
-        summarise([])
+        summarize([])
 
 
 def scored(seed, **scores):
@@ -64,7 +64,7 @@ def scored(seed, **scores):
 
 
 def test_a_score_that_is_right_or_wrong_is_a_rate_and_any_other_a_mean() -> None:
-    found = summarise([scored(0, hard=0.0, length=0.5), scored(1, hard=0.0, length=2.0), scored(2, easy=1.0)])
+    found = summarize([scored(0, hard=0.0, length=0.5), scored(1, hard=0.0, length=2.0), scored(2, easy=1.0)])
     assert found.scores["hard"] == success_rate(0, 2)
     assert found.scores["easy"] == success_rate(1, 1)
     assert found.scores["length"] == mean([0.5, 2.0])

@@ -15,7 +15,7 @@ from posttrain.environments.judge import JudgeFailure
 from posttrain.environments.text_task import TextTask, TextTaskRecipe
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
-from posttrain.evaluation.summary import reported, summarise
+from posttrain.evaluation.summary import environment_scores, summarize
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
@@ -179,9 +179,9 @@ def test_a_judge_that_fails_fails_the_episode_which_is_not_scored(trouble):
         )
     assert episode.outcome is Outcome.FAILED
     assert "JudgeFailure" in episode.failure
-    assert reported(episode) == {}
+    assert environment_scores(episode) == {}
     assert not episode.turns[-1].info
-    summary = summarise([episode])
+    summary = summarize([episode])
     assert (summary.failed, summary.scores) == (1, {})
 
 
@@ -193,8 +193,8 @@ def test_a_failed_episode_is_played_again_and_its_failure_was_not_kept(tmp_path)
             _player(recipe, "<reply>x</reply>", "retry"), [EpisodeRequest(0, 0, 0, ("test",))]
         )
         assert episode.outcome is Outcome.TERMINATED
-        assert reported(episode) == {"retrieval": 0.0, "judge": 0.7}
-        assert summarise([episode]).scores["judge"].value == 0.7
+        assert environment_scores(episode) == {"retrieval": 0.0, "judge": 0.7}
+        assert summarize([episode]).scores["judge"].value == 0.7
         console = Console(width=300, record=True, file=io.StringIO())
         console.print(view_episode(episode, None))
         assert "judge 0.70: so" in console.export_text()

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.attention import PackedLayout, causal_attention
+from posttrain.models.attention import causal_attention
 from posttrain.models.cpu import attention as attention_cpu
+from posttrain.models.packing import PackedLayout
 
 WIDTH = 8
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.attention import PackedLayout
-from posttrain.models.cuda.attention import _Gathered, attend_spans, flash, spans_of, supports
+from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of, supports
+from posttrain.models.packing import PackedLayout
 
 CPU = torch.device("cpu")
 BUNDLES = st.lists(
@@ -72,7 +72,7 @@ def test_a_shared_prompt_is_laid_out_for_each_continuation_and_not_kept():
 
 def test_gradients_of_a_row_taken_often_do_not_stall_in_bfloat16():
     rows = torch.zeros(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    _Gathered.apply(rows, torch.zeros(600, dtype=torch.int64)).sum().backward()
+    _Gather.apply(rows, torch.zeros(600, dtype=torch.int64)).sum().backward()
     assert rows.grad is not None
     assert rows.grad.unique().tolist() == [600]
 

@@ -64,5 +64,5 @@ def test_values_of_a_reward_model_are_scaled_as_its_rewards_are(tiny_model, tmp_
     critic = Critic(ModelRecipe(path=str(tmp_path / "model")))
     with torch.no_grad():
         raw = critic.values(*streams())
-        critic.in_units_of_reward = True
+        critic.values_in_reward_units = True
         torch.testing.assert_close(critic.values(*streams()), (raw - 0.25) / 0.5)

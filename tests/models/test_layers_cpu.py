@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from posttrain.models.attention import PackedLayout, use_packed_attention
+from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu import layers as layers_cpu
 from posttrain.models.cpu.layers import use_fused_layers
 from posttrain.models.forward import hidden_states
+from posttrain.models.packing import PackedLayout
 from tests.conftest import tiny_config
 
 
@@ -83,9 +84,9 @@ def test_numerical_gradients(monkeypatch):
     angles = torch.rand(3, 1, 3, dtype=torch.float64).repeat(1, 1, 2)
     heads = torch.randn(1, 3, 2, 6, dtype=torch.float64, requires_grad=True)
     cos, sin = angles.cos(), angles.sin()
-    assert torch.autograd.gradcheck(lambda x: layers_cpu._Rotated.apply(x, cos, sin), (heads,))
+    assert torch.autograd.gradcheck(lambda x: layers_cpu._Rotary.apply(x, cos, sin), (heads,))
     expected = apply_rotary_pos_emb(heads, heads, cos[:, 0][None], sin[:, 0][None], unsqueeze_dim=2)[0]
-    torch.testing.assert_close(layers_cpu._Rotated.apply(heads, cos, sin), expected)
+    torch.testing.assert_close(layers_cpu._Rotary.apply(heads, cos, sin), expected)
 
 
 def test_a_copy_computes_with_its_own_weights():

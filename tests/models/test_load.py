@@ -38,7 +38,7 @@ def test_a_truncated_model_is_named(tiny_model, tmp_path):
     broken = copy(tiny_model, tmp_path)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(InputError, match=r"could not be loaded .* check that the files are whole"):
+    with pytest.raises(InputError, match=r"model.path: .* could not be loaded "):
         load_model(ModelRecipe(path=str(broken)))
 
 
@@ -56,7 +56,7 @@ def test_a_model_without_some_weights_is_not_filled_in_at_random(tiny_model, tmp
 def test_a_tokenizer_without_chat_template_is_named_and_can_be_given_one(tiny_model, tmp_path):
     bare = copy(tiny_model, tmp_path)
     (bare / "chat_template.jinja").unlink()
-    with pytest.raises(InputError, match=r"no chat template; name a Jinja file in model.chat_template"):
+    with pytest.raises(InputError, match=r"no chat template; .*model.chat_template"):
         load_tokenizer(ModelRecipe(path=str(bare)))
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
@@ -68,8 +68,8 @@ def test_a_tokenizer_without_chat_template_is_named_and_can_be_given_one(tiny_mo
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("packaged:gpt-9", r"there is no packaged model 'gpt-9'; there is smollm2-135m"),
-        ("missing.gguf", r"there is no file missing.gguf"),
+        ("packaged:gpt-9", r"packaged model .gpt-9..*smollm2-135m"),
+        ("missing.gguf", r"missing.gguf"),
     ],
 )
 def test_unknown_names(path, message):
@@ -128,7 +128,7 @@ def test_saved_weights_restore_bit_for_bit(lora, tiny_model, tmp_path):
 
 def test_a_gpu_that_is_not_there_is_an_error_and_auto_does_without(tiny_model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"model.device: torch sees no GPU for cuda; set it to auto or cpu"):
+    with pytest.raises(InputError, match=r"model.device: .*cuda"):
         load_model(ModelRecipe(path=str(tiny_model), device="cuda"))
     assert next(load_model(ModelRecipe(path=str(tiny_model))).parameters()).device.type == "cpu"
 

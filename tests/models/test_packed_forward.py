@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from posttrain.models.attention import PackedLayout, use_packed_attention
+from posttrain.models.attention import use_packed_attention
 from posttrain.models.forward import hidden_states, token_scores
+from posttrain.models.packing import PackedLayout
 from tests.conftest import tiny_config
 
 LENGTHS = [5, 1, 17, 9]

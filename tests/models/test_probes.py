@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.attention import causal_attention
-from posttrain.models.probes import ProbedLayout
+from posttrain.models.packing import ProbedLayout
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from tests.conftest import save_tiny_model
@@ -86,7 +86,7 @@ def test_the_attention_that_is_kept_is_that_of_transformers(tmp_path):
     rng = np.random.default_rng(0)
     streams = [rng.integers(3, 250, n) for n in (9, 30)]
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    for ids, paid in zip(streams, model.attention_paid(streams), strict=True):
+    for ids, paid in zip(streams, model.last_token_attention(streams), strict=True):
         with torch.no_grad():
             weights = plain(torch.from_numpy(ids)[None], output_attentions=True).attentions[-1][0, :, -1]
         np.testing.assert_allclose(paid, weights.mean(0).numpy(), atol=1e-6)

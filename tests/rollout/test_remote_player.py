@@ -10,7 +10,7 @@ from posttrain.engines.openai import chat_client
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError, RunError
-from posttrain.evaluation.summary import summarise
+from posttrain.evaluation.summary import summarize
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -94,7 +94,7 @@ def test_the_scripted_solution_of_the_memory_succeeds_through_a_server(keys, tmp
     assert {(turn.start, turn.stop, turn.stop_reason) for turn in turns} == {(0, 11, StopReason.END_TOKEN)}
     assert all(request["max_tokens"] == 99 and request["temperature"] == 0 for request in server.asked)
     assert not any({"seed", "stop", "top_p"} & set(request) for request in server.asked)
-    found = summarise(episodes)
+    found = summarize(episodes)
     assert (found.success.value, found.n, found.failed, found.tokens_per_answer) == (1.0, 8, 0, 11)
     again = read_episodes(write_episodes(tmp_path, 0, "final", episodes)).episodes
     assert again == episodes
@@ -104,7 +104,7 @@ def test_nonsense_is_rejected_and_not_failed():
     recipe = MemoryRecipe.model_validate(MEMORY | {"max_turns": 3})
     with serving(lambda request: Reply("I would rather talk about the weather.")) as server:
         episodes = play(server, range(4), environment=recipe)
-    found = summarise(episodes)
+    found = summarize(episodes)
     assert (found.success.value, found.failed, found.rejected_share, found.turns) == (0.0, 0, 1.0, 3.0)
 
 
@@ -160,11 +160,11 @@ def test_passing_trouble_is_waited_out(trouble):
         (Reply(status=500, body='{"error": "down"}'), "status 500", 3),
         (Reply(status=401, body='{"error": "who"}'), "status 401", 1),
         (Reply(status=400, body='{"error": "no such field"}'), "it was sent temperature, max_tokens", 1),
-        (Reply(body="{"), "cannot be understood", 1),
+        (Reply(body="{"), "cannot be reached or understood", 1),
         (Reply(body="[]"), "sent no chat completion", 1),
         (Reply(body='{"choices": []}'), "sent no chat completion", 1),
         (Reply(body="<html>"), "m at http", 1),
-        (Reply(delay=1.0), r"did not answer within 0\.3 s", 3),
+        (Reply(delay=1.0), r"did not respond within 0\.3 s", 3),
     ],
 )
 def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said, requests):
@@ -178,7 +178,7 @@ def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said,
     assert f"model m at {server.url}" in bad.failure
     assert re.search(said, bad.failure)
     assert sum(request["messages"][0]["content"] == "task 2" for request in server.asked) == requests
-    assert summarise([good, bad, other]).failed == 1
+    assert summarize([good, bad, other]).failed == 1
 
 
 @pytest.mark.usefixtures("words")
@@ -208,7 +208,7 @@ def test_an_answer_that_is_cut_off_is_told_as_such():
         (episode,) = play(server)
     assert [turn.stop_reason for turn in episode.turns] == [StopReason.TURN_BUDGET, StopReason.END_TOKEN]
     assert [turn.stop for turn in episode.turns] == [64, 0]
-    assert summarise([episode]).tokens_per_answer == 64  # what the server does not count is not averaged
+    assert summarize([episode]).tokens_per_answer == 64  # what the server does not count is not averaged
 
 
 @pytest.mark.usefixtures("words")

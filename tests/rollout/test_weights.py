@@ -22,7 +22,7 @@ class Policy:
 class Engine:
     """Counts passes when told to, and remembers which weights it was given before which."""
 
-    before_pass = None
+    before_forward = None
 
     def __init__(self, policy):
         self.policy, self.counters, self.loaded = policy, EngineCounters(), []
@@ -32,7 +32,7 @@ class Engine:
         self.loaded.append((self.counters.forwards, version))
 
     def step(self):
-        self.before_pass()
+        self.before_forward()
         self.counters.forwards += 1
 
 
@@ -70,7 +70,7 @@ def test_continue_takes_the_newest_between_two_passes():
     engine.step()
     assert engine.loaded == [(0, 4), (2, 6)]
     taken, passes = made.end_batch()
-    assert [(each.before_pass, each.step, each.version) for each in taken] == [(0, 2, 4), (2, 3, 6)]
+    assert [(each.before_forward, each.step, each.version) for each in taken] == [(0, 2, 4), (2, 3, 6)]
     assert passes == 4
 
 

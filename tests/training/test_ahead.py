@@ -72,7 +72,7 @@ def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
     rollout = {"async_rollouts": 2, "on_new_weights": rule, "environment_timeout": 30.0}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     events = EventLog(run.path).read()
-    taken = [(b, w.before_pass) for b, recorded in events.items() for w in recorded.weights]
+    taken = [(b, w.before_forward) for b, recorded in events.items() for w in recorded.weights]
     assert any(before > 0 for _, before in taken), f"no weights came while episodes were in flight: {taken}"
     if rule == "restart":
         assert sum(line["rollout/restarted"] for line in train_lines(run)) > 0

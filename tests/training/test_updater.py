@@ -141,7 +141,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
     found = []
     for policy in (plain, checkpointed):
         streams = [s.stream.ids for s in samples()]
-        with policy.in_training():
+        with policy.training_mode():
             scores = policy.score(streams, [s.stream.sampled for s in samples()], 1.0, 64)
         scores.logprobs.sum().backward()
         found.append(torch.cat([p.grad.flatten() for _, p in policy.trainable()]))

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from posttrain.engines.make import open_engine
+from posttrain.engines.factory import open_engine
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import LoraRecipe, ModelRecipe

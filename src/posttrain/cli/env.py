@@ -25,7 +25,7 @@ def list_environments(
     from rich.console import Console
     from rich.table import Table
 
-    from posttrain.plugins import PluginError
+    from posttrain.errors import PosttrainError
     from posttrain.recipe.components import environment_class, environment_names
 
     table = Table(
@@ -34,11 +34,11 @@ def list_environments(
     for name in environment_names():
         try:
             environment = environment_class(name)
-        except PluginError as error:
+            recipe = environment.Recipe() if environment.self_contained else environment.Recipe.model_construct()
+            found = environment.baselines(recipe, range(seeds)) if environment.self_contained else {}
+        except PosttrainError as error:
             table.add_row(name, "-", f"unavailable: {error}", "-", "-")
             continue
-        recipe = environment.Recipe() if environment.self_contained else environment.Recipe.model_construct()
-        found = environment.baselines(recipe, range(seeds)) if environment.self_contained else {}
         rates = [f"{100 * found[player].success:.1f} %" if player in found else "-" for player in ("random", "optimal")]
         table.add_row(name, str(recipe.max_turns), (environment.__doc__ or "").strip().splitlines()[0], *rates)
     Console().print(table)
@@ -129,7 +129,7 @@ def _play(environment: "Environment", seed: int) -> None:
 
 def _answer(environment: "Environment", text: str) -> str:
     """`text` as it is where it has tags, else in the environment's answer format if it has one."""
-    from posttrain.environments.answers import FormatRecipe
+    from posttrain.environments.game import FormatRecipe
 
     form = getattr(environment.recipe, "format", None)
     if "<" in text or not isinstance(form, FormatRecipe):

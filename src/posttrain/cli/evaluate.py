@@ -13,9 +13,8 @@ import typer
 from posttrain.cli import stages
 
 if TYPE_CHECKING:
-    from posttrain.evaluation.judged import Judgement
+    from posttrain.evaluation.judges import Judgement, Question
     from posttrain.evaluation.results import Results
-    from posttrain.evaluation.rubrics import Question
 
 
 from posttrain.cli.plugins import PluginGroup
@@ -27,16 +26,16 @@ def show_results(results: "Results", out: Path | None) -> None:
 
     from posttrain.errors import InputError
 
-    if results.measured:
+    if results.metrics:
         table = results.table()
         Console(highlight=False).print(table.rich())
-        for line in [table.note, *results.remarks()]:
+        for line in [table.note, *results.details()]:
             typer.echo(line)
         if out is not None:
             results.write(out)
             typer.echo(f"results: {out}")
     if results.failed:
-        kept = "the other metrics are kept" if results.measured else "nothing was measured"
+        kept = "the other metrics are kept" if results.metrics else "nothing was measured"
         raise InputError("\n".join(f"{reason} ({kept})" for reason in results.failed.values()))
 
 
@@ -73,11 +72,11 @@ def text(
     """
     from posttrain.errors import InputError
     from posttrain.evaluation.predictions import column_names, read_predictions
-    from posttrain.evaluation.text import TextOptions, chosen, evaluate_text
+    from posttrain.evaluation.text_metrics import TextOptions, evaluate_text, select_metrics
 
     if layer is not None and encoder is None:
         raise InputError("--layer has no effect without --encoder; give it, or leave --layer out")
-    names = chosen(metrics, encoder, model, verifier)
+    names = select_metrics(metrics, encoder, model, verifier)
     rows = read_predictions(predictions, column_names(words or []))
     options = TextOptions(names, encoder, layer, model, verifier, tokens_per_batch)
     show_results(evaluate_text(rows, options, lambda name: typer.echo(f"computing {name}", err=True)), out)
@@ -100,8 +99,8 @@ def reward(
 
     posttrain evaluate reward predictions.jsonl --model runs/reward/model --model runs/other_reward/model
     """
+    from posttrain.evaluation.model_metrics import evaluate_rewards
     from posttrain.evaluation.predictions import column_names, read_predictions
-    from posttrain.evaluation.reward_metric import evaluate_rewards
     from posttrain.training.reward_scorer import AnswerRewards
 
     rows = read_predictions(predictions, column_names(words or []))
@@ -152,7 +151,7 @@ def keep(found: "Judgement", records: Path) -> None:
     with storage_errors(records):
         records.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(records, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found.records))
-    if found.results.measured:
+    if found.results.metrics:
         found.results.write(records.with_suffix(".json"))
     else:
         # Numbers of an earlier try would be taken for those of this one.
@@ -165,19 +164,19 @@ def show_judged(found: "Judgement", records: Path, kept: Path) -> None:
 
     from posttrain.errors import RunError
 
-    if found.results.measured:
+    if found.results.metrics:
         table = found.results.table()
         Console(highlight=False).print(table.rich())
         typer.echo(table.note)
-    for line in [*found.results.remarks(), *found.remarks]:
+    for line in [*found.results.details(), *found.warnings]:
         typer.echo(line)
-    typer.echo(f"records: {records}" + (f", numbers: {records.with_suffix('.json')}" if found.results.measured else ""))
+    typer.echo(f"records: {records}" + (f", numbers: {records.with_suffix('.json')}" if found.results.metrics else ""))
     if found.unanswered:
         raise RunError(
             f"the judge did not answer for {found.unanswered:,} of {len(found.records):,} rows, which have no score; run "
             f"the same command again to ask for these alone (what it said is in {kept})"
         )
-    if not found.results.measured:
+    if not found.results.metrics:
         raise RunError(
             "no row has a score; read the records, try a judge that follows instructions better, or --structured"
         )
@@ -226,11 +225,17 @@ def judge(
     """
     from dataclasses import replace
 
-    from posttrain.environments.judge import prepare_judge
+    from posttrain.environments.judge import check_judge
     from posttrain.errors import InputError
-    from posttrain.evaluation.judged import Options, judge_pairs, judge_predictions, questions_of, questions_of_pairs
+    from posttrain.evaluation.judges import (
+        Options,
+        judge_pairs,
+        judge_predictions,
+        load_rubric,
+        questions_of,
+        questions_of_pairs,
+    )
     from posttrain.evaluation.predictions import column_names, read_predictions
-    from posttrain.evaluation.rubrics import load_rubric
     from posttrain.recipe.judge import JudgeServerRecipe
 
     if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
@@ -265,7 +270,7 @@ def judge(
     if dry_run:
         preview(questions_of_pairs(rows, others, options) if others else questions_of(rows, options))
         return
-    prepare_judge(server)
+    check_judge(server)
     with progress() as told:
         found = judge_pairs(rows, others, options, told) if others else judge_predictions(rows, options, told)
     keep(found, records)

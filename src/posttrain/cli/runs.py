@@ -117,6 +117,9 @@ def plot(
 
     posttrain plot runs/a runs/b --metric policy/mismatch
     """
+    from posttrain.plugins import require_module
+
+    require_module("matplotlib", "posttrain plot")
     from posttrain.runs.figures import FORMATS
     from posttrain.runs.plots import plot_files
 
@@ -144,6 +147,9 @@ def report(
 
     posttrain report runs/ppo runs/grpo --out comparison.html
     """
+    from posttrain.plugins import require_module
+
+    require_module("matplotlib", "posttrain report")
     from posttrain.view.report import write_html
 
     file, notes = write_html(runs, out)
@@ -189,7 +195,7 @@ def compare(
     found = compare_sides(read_sides(words, wanted), common, seed)
     table = found.table()
     Console(highlight=False).print(table.rich())
-    for line in [table.note, *found.remarks, *(f"warning: {line}" for line in found.warnings)]:
+    for line in [table.note, *found.details, *(f"warning: {line}" for line in found.warnings)]:
         typer.echo(line)
     if out is not None:
         found.write(out)

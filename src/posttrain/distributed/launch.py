@@ -1,4 +1,7 @@
-"""Starting the processes of a run on this machine with torch's elastic agent, as `torchrun` does, and hearing how they ended."""
+"""Launch the processes of a run on this machine with torch's elastic agent, as `torchrun` does, and report how they end.
+
+Each process writes its exit code and message to a file in a shared temporary folder (`write_end`).
+"""
 
 import json
 import logging
@@ -20,14 +23,14 @@ if TYPE_CHECKING:
 
 
 MODULE = "posttrain.cli.process"
-"""What each process runs."""
+"""The module that each process runs."""
 
 
 def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
-    """Run the stage in `recipe.hardware.processes` processes of this machine, and wait for them.
+    """Run the stage in `recipe.hardware.processes` processes of this machine and wait for them.
 
-    Raises what one process would have raised: InputError, RunError, KeyboardInterrupt. Ctrl-C and SIGTERM are handed to
-    the processes, which save a checkpoint before they end. Where one is killed the others are stopped too.
+    Raises what a single process would raise: InputError, RunError or KeyboardInterrupt. Ctrl-C and SIGTERM are forwarded
+    to the processes, which save a checkpoint before they exit. If one process is killed, the others are stopped.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -50,39 +53,43 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
             signals_to_handle="SIGHUP,SIGQUIT",
         )
         failed: dict[int, Any] = {}
-        with _environment(count), _quiet(), _handing_on_signals(folder):
+        with _environment(count), _quiet(), _forwarded_signals(folder):
             try:
                 elastic_launch(config, sys.executable)("-m", MODULE, name)
             except ChildFailedError as error:
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        _raise_what_happened(folder, failed, recipe)
+        _raise_first_error(folder, failed, recipe)
 
 
-def _raise_what_happened(folder: Path, failed: dict[int, Any], recipe: "Recipe") -> None:
-    told = [json.loads(file.read_text()) for file in sorted(folder.glob("end-*.json"))]
-    if any(end["code"] == 130 for end in told):
+def _raise_first_error(folder: Path, failed: dict[int, Any], recipe: "Recipe") -> None:
+    """Raise the error that caused the run to end, if any. `failed`: exit code of each failed rank.
+
+    Errors of ranks that only lost the connection to another rank are consequences, not causes.
+    """
+    ends = [json.loads(file.read_text()) for file in sorted(folder.glob("end-*.json"))]
+    if any(end["code"] == 130 for end in ends):
         raise KeyboardInterrupt
-    again = f"go on with `posttrain {recipe.stage} --resume {recipe.runs}/{recipe.name}`"
+    hint = f"continue with `posttrain {recipe.stage} --resume {recipe.runs}/{recipe.name}`"
     killed = {rank: code for rank, code in failed.items() if code < 0 and not (folder / f"end-{rank}.json").exists()}
-    said = [end for end in told if end["message"] and not end["lost"]]
-    if said:
-        kind = InputError if said[0]["code"] == 2 else RunError
-        raise kind(said[0]["message"])
+    causes = [end for end in ends if end["message"] and not end["lost"]]
+    if causes:
+        kind = InputError if causes[0]["code"] == 2 else RunError
+        raise kind(causes[0]["message"])
     if killed:
         rank, code = next(iter(killed.items()))
-        raise RunError(f"process {rank} of the run was ended by {signal.Signals(-code).name}; {again}")
+        raise RunError(f"process {rank} of the run was ended by {signal.Signals(-code).name}; {hint}")
     if failed:
         rank, code = next(iter(failed.items()))
-        raise RunError(f"process {rank} of the run ended with exit code {code}; {again}")
+        raise RunError(f"process {rank} of the run ended with exit code {code}; {hint}")
 
 
 @contextmanager
 def _environment(count: int) -> Iterator[None]:
-    """What the processes find in theirs: their share of the threads, and the network of this machine alone."""
-    given = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+    """Set variables for the processes: each one's share of the cores, and the loopback interface for gloo."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
     if sys.platform == "linux":
-        given["GLOO_SOCKET_IFNAME"] = "lo"
-    added = {name: value for name, value in given.items() if name not in os.environ}
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ |= added
     try:
         yield
@@ -93,7 +100,7 @@ def _environment(count: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the agent's own reports of failures off the terminal: the user reads one sentence instead."""
+    """Suppress the elastic agent's failure reports; the user gets one sentence instead."""
     logger = logging.getLogger("torch.distributed.elastic")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -104,10 +111,10 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _handing_on_signals(folder: Path) -> Iterator[None]:
-    """Hand Ctrl-C and SIGTERM to the processes, and to those that have not begun yet."""
+def _forwarded_signals(folder: Path) -> Iterator[None]:
+    """Forward Ctrl-C and SIGTERM to the processes; the file `stop` stops those that have not started yet."""
 
-    def hand_on(number: int) -> None:
+    def forward(number: int) -> None:
         (folder / "stop").write_text(str(number))
         for file in folder.glob("pid-*"):
             try:
@@ -115,18 +122,21 @@ def _handing_on_signals(folder: Path) -> Iterator[None]:
             except (ProcessLookupError, ValueError):
                 continue
 
-    with stop_signals_to(hand_on):
+    with stop_signals_to(forward):
         yield
 
 
 @contextmanager
-def stop_signals_to(hand_on: Callable[[int], None]) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM call `hand_on` with their number; in a thread, which gets none, nothing is changed."""
+def stop_signals_to(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` with the number of each SIGINT and SIGTERM inside the block.
+
+    Has no effect outside the main thread, which alone receives signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     stops = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, frame: hand_on(number)) for number in stops}
+    before = {number: signal.signal(number, lambda number, frame: handle(number)) for number in stops}
     try:
         yield
     finally:
@@ -135,10 +145,10 @@ def stop_signals_to(hand_on: Callable[[int], None]) -> Iterator[None]:
 
 
 def write_end(folder: Path, rank: int, error: BaseException | None, message: str, code: int) -> None:
-    """Tell the launching process how this one ended."""
-    from posttrain.distributed.world import Lost
+    """Record for the launching process how this rank ended. The file appears complete or not at all."""
+    from posttrain.distributed.world import RankLost
 
-    end = {"code": code, "message": message, "lost": isinstance(error, Lost)}
-    aside = folder / f".end-{rank}"
-    aside.write_text(json.dumps(end))
-    aside.rename(folder / f"end-{rank}.json")
+    end = {"code": code, "message": message, "lost": isinstance(error, RankLost)}
+    temporary = folder / f".end-{rank}"
+    temporary.write_text(json.dumps(end))
+    temporary.rename(folder / f"end-{rank}.json")

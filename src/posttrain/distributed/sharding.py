@@ -1,8 +1,9 @@
-"""A model divided among the processes by FSDP2: shares of every weight at rest, whole layers while they compute.
+"""FSDP2 models: every weight is sharded over the processes at rest and gathered layer by layer to compute.
 
-Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`. Shares of trained weights are
-float32 and are what the optimizer changes, so they are its masters; what computes is gathered in the model's precision.
-Gradients are added up in float32 and not divided: the loss was divided already, by a normalizer over all processes.
+Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`. Shards of trained weights are
+float32 and the optimizer updates them directly, so they are the master weights; layers are gathered in the model's
+dtype. Gradients are reduced in float32 by sum, not by mean: the loss already carries a normalizer that is global over
+the processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,25 +19,28 @@ T = TypeVar("T")
 
 
 class _Root(torch.nn.Module):
-    """The module around a model that FSDP sees computing, whatever is computed with the model's weights."""
+    """Wrapper whose forward runs any function, so that the FSDP hooks fire for every computation with the weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Only tensors in plain tuples of what it returns are found by FSDP for the backward pass."""
+        """Call the function. FSDP finds outputs that need a backward hook only as tensors in plain tuples."""
         return function(*arguments)
 
 
 class ShardedModel:
-    """A model whose parameters are divided in place; every process makes the same calls in the same order."""
+    """A model whose parameters are sharded in place. All ranks make the same calls in the same order."""
 
     def __init__(
         self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], device: torch.device, trained: bool = True
     ) -> None:
-        """`layers` are gathered one at a time, the rest of `model` as one more part. The shares of what requires a gradient
-        become float32 where the model is `trained`. Computes on `device`."""
+        """Shard `model`, which computes on `device`.
+
+        Each of `layers` is one FSDP group; the rest of the model is one more. With `trained`, shards of parameters that
+        require a gradient become float32.
+        """
         hardware = current().hardware
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         lower = dtype != torch.float32
@@ -52,68 +56,72 @@ class ShardedModel:
         self._root: Any = _Root(model)
         self._held = False
         for module, reshard in [*((layer, self._reshards) for layer in layers), (self._root, False)]:
-            # One part at a time, so that no more than one of them is ever whole in float32.
+            # Convert one group at a time, so that at most one group is whole in float32.
             for parameter in module.parameters() if trained and lower else ():
                 if parameter.requires_grad and not is_sharded(parameter):
                     parameter.data = parameter.data.float()
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
         for parameter in model.parameters():
             parameter._posttrain_dtype = dtype  # type: ignore[attr-defined]
-        self._parts: list[Any] = [*layers, self._root]
-        for part in self._parts:
-            # A sum, also where the library of a GPU would divide for us.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
+        self._groups: list[Any] = [*layers, self._root]
+        for group in self._groups:
+            # Reduce by sum, also where NCCL would divide by the number of ranks.
+            group.set_gradient_divide_factor(1.0)
+            group.set_force_sum_reduction_for_comms(True)
         with torch.no_grad():
-            # FSDP takes the first module that computes for the root of all.
+            # FSDP takes the first module that runs as the root of all groups.
             self(lambda: None)
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """`function(*arguments)`, which computes with the model: its layers, or whole weights of the rest. What has a
-        gradient is returned as a tensor or in a tuple."""
-        found = self._root(function, *arguments)
-        if not torch.is_grad_enabled():
-            self.settle()
-        return found
+        """Return `function(*arguments)`, which computes with the model's layers or with gathered weights of the rest.
 
-    def reduce_next(self, last: bool) -> None:
-        """Say before a backward pass whether it is the update's last, at the end of which gradients are complete."""
+        Outputs that need a gradient must be a tensor or a tuple of tensors.
+        """
+        result = self._root(function, *arguments)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+    def set_last_backward(self, last: bool) -> None:
+        """Say before a backward pass whether it is the last of the update; after the last, gradients are complete."""
         self._root.set_requires_gradient_sync(last or self._reduces_each)
 
-    def settle(self) -> None:
-        """Back to shares, where a computation left weights whole: before they are read, or changed from outside."""
+    def reshard(self) -> None:
+        """Free gathered weights that a forward pass left. Call it before weights are read or changed from outside."""
         if not self._held:
-            for part in self._parts:
-                part.reshard()
+            for group in self._groups:
+                group.reshard()
 
     def hold(self) -> None:
-        """Gather everything: until `release` the model's modules have whole weights, for anyone who computes with them."""
-        for part in self._parts:
-            part.set_reshard_after_forward(False, recurse=False)
-            part.unshard()
+        """Gather all weights and keep them whole until `release`, for code that uses the modules directly."""
+        for group in self._groups:
+            group.set_reshard_after_forward(False, recurse=False)
+            group.unshard()
         self._held = True
 
     def release(self) -> None:
-        """End what `hold` began."""
+        """Reshard what `hold` gathered; no effect if nothing is held."""
         if self._held:
             self._held = False
-            self.settle()
+            self.reshard()
             self._forget_order()
-            for part in self._parts[:-1]:
-                part.set_reshard_after_forward(self._reshards, recurse=False)
+            for group in self._groups[:-1]:
+                group.set_reshard_after_forward(self._reshards, recurse=False)
 
     def _forget_order(self) -> None:
-        """Forget which layers computed while all was held: from that FSDP guesses what to gather ahead of a backward pass,
-        and the processes did not compute the same."""
-        for part in self._parts:
-            state = part._get_fsdp_state()
+        """Clear the recorded order of forward passes while weights were held.
+
+        FSDP prefetches for the backward pass from that order, and the ranks did not run the same passes.
+        """
+        for group in self._groups:
+            state = group._get_fsdp_state()
             state._comm_ctx.post_forward_order.clear()
-            for group in state._fsdp_param_groups:
-                group._post_forward_indices.clear()
+            for parameters in state._fsdp_param_groups:
+                parameters._post_forward_indices.clear()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, all weights are gathered."""
+        """Keep all weights gathered inside the block."""
         self.hold()
         try:
             yield
@@ -122,63 +130,66 @@ class ShardedModel:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this process has only its share of the tensor."""
+    """Whether this process holds only a shard of the tensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
-def share(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's share of a tensor, in the same memory; the tensor itself where it is not divided."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, sharing memory with `tensor`; `tensor` itself if it is not sharded."""
     return tensor.detach().to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def like(own: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`own`, this process's share, as a whole tensor that is divided as `tensor` is."""
+def shard_like(shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Wrap this rank's `shard` as a distributed tensor with the shape and sharding of `tensor`.
+
+    Returns `shard` unchanged if `tensor` is not sharded.
+    """
     if not is_sharded(tensor):
-        return own
+        return shard
     from torch.distributed.tensor import DTensor
 
-    divided: Any = tensor
+    sharded: Any = tensor
     return DTensor.from_local(
-        own, divided.device_mesh, divided.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        shard, sharded.device_mesh, sharded.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
-def dtype_in_use(parameter: torch.Tensor) -> torch.dtype:
-    """The precision that the parameter computes in, which its share may exceed."""
+def compute_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that the parameter computes in; its shard may be wider."""
     return getattr(parameter, "_posttrain_dtype", parameter.dtype)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, in the precision that it is used in; every process asks for it."""
-    dtype = dtype_in_use(tensor)
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor in its compute dtype. A collective call for a sharded tensor: all ranks make it."""
+    dtype = compute_dtype(tensor)
     return tensor.detach().full_tensor().to(dtype) if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors in the first process's memory, one gathered after the other, and nothing in the others.
+def gather_to_rank0(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors in rank 0's CPU memory, gathered one at a time; an empty dictionary on the other ranks.
 
-    What is one tensor under several names stays one.
+    A tensor with several names is gathered once and stays one tensor.
     """
-    found: dict[str, torch.Tensor] = {}
-    known: dict[int, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
+    by_id: dict[int, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if id(tensor) not in known:
-            entire = whole(tensor)
-            known[id(tensor)] = entire.cpu() if current().first else entire.new_empty(0)
-        if current().first:
-            found[name] = known[id(tensor)]
-    return found
+        if id(tensor) not in by_id:
+            full = full_tensor(tensor)
+            by_id[id(tensor)] = full.cpu() if current().is_rank0 else full.new_empty(0)
+        if current().is_rank0:
+            gathered[name] = by_id[id(tensor)]
+    return gathered
 
 
-def set_share(tensor: torch.Tensor, entire: torch.Tensor) -> None:
-    """Set a tensor to `entire`, of which a divided one takes this process's share."""
+def set_shard(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy `full` into `tensor`; a sharded tensor takes this rank's shard of it."""
     with torch.no_grad():
         if is_sharded(tensor):
-            # As FSDP divides: rows, in as many parts as there are processes, the last ones smaller or empty.
-            parts = torch.chunk(entire, current().size)
-            own = parts[current().rank] if current().rank < len(parts) else entire[:0]
-            share(tensor).copy_(own)
+            # FSDP shards by rows into one chunk per rank; the last chunks are smaller or empty.
+            chunks = torch.chunk(full, current().size)
+            shard = chunks[current().rank] if current().rank < len(chunks) else full[:0]
+            local_shard(tensor).copy_(shard)
         else:
-            tensor.copy_(entire)
+            tensor.copy_(full)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on disk, in one format for any number of processes (`torch.distributed.checkpoint`)."""
+"""Checkpoint tensors on disk, in one format for any number of processes (`torch.distributed.checkpoint`)."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,50 +14,45 @@ from posttrain.distributed.world import control_group, current
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the tensors to `directory`; divided ones by their shares. Every process calls it with the same names."""
+    """Write the tensors to `directory`, sharded ones by shard. All ranks call it with the same names."""
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
     try:
-        with _alone_is_fine():
-            dcp.save(dict(tensors), storage_writer=writer, **_how())
+        with _no_process_group_warning():
+            dcp.save(dict(tensors), storage_writer=writer, **_process_group())
     except CheckpointException as error:
         raise _cause(error) from error
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read into the given tensors, in place; they may be divided otherwise than they were when they were written."""
+    """Read into the given tensors in place. Their sharding may differ from that at the time of writing."""
     try:
-        with _alone_is_fine():
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory), **_how())
+        with _no_process_group_warning():
+            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(directory), **_process_group())
     except CheckpointException as error:
         raise _cause(error) from error
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of `directory`, whole, for who looks at them in one process."""
+    """All tensors of `directory`, whole, in this process alone. For inspection and tests."""
     stored: Any = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    found = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in stored.items()}
-    with _alone_is_fine():
-        dcp.load(found, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    return found
-
-
-def names_of(directory: Path) -> set[str]:
-    """The names of the tensors in `directory`."""
-    return set(dcp.FileSystemReader(directory).read_metadata().state_dict_metadata)
+    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
+    with _no_process_group_warning():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    return tensors
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """torch warns where there is one process, even where it is told so."""
+def _no_process_group_warning() -> Iterator[None]:
+    """Silence torch's warning about a missing process group, which it gives even with `no_dist=True`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-def _how() -> dict[str, Any]:
+def _process_group() -> dict[str, Any]:
     return {"no_dist": True} if current().size == 1 else {"process_group": control_group()}
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong in the first process in which something did: a full disk, say."""
+    """The first rank's own error, such as a full disk, instead of torch's collection of them."""
     return next((failure[0] for failure in error.failures.values()), error)

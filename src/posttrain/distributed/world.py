@@ -1,7 +1,7 @@
-"""The processes of a run: who is who, and what they tell each other. A run of one process is a world of size 1.
+"""The processes of a run: ranks, collective calls and error handling. A run of one process is a world of size 1.
 
-Every process runs the same stage on the same recipe. What concerns all of them is decided with the methods here, which
-every process calls in the same order; only the first one writes the run directory and talks to the user.
+Every process runs the same stage on the same recipe. Decisions that concern all ranks go through the methods of
+`World`, which all ranks call in the same order. Only rank 0 writes the run directory and prints to the user.
 """
 
 import os
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What `torchrun`, and a launch by posttrain, put into the environment of a process."""
-_PATIENCE_DAYS = 7
-"""How long a process waits for another one that is alive: longer than any rollout. One that has ended is noticed at once."""
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that `torchrun`, and a launch by posttrain, set for each process."""
+_TIMEOUT_DAYS = 7
+"""Time-out of collective calls: longer than any rollout. A rank that exits is detected at once, through its connection."""
 
 
 class AlreadyReported(PosttrainError):
-    """An error that another process has told the user already."""
+    """Raised on ranks whose error another rank has already reported."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("")
         self.exit_code = exit_code
 
 
-class Lost(RunError):
-    """Another process of the run is gone."""
+class RankLost(RunError):
+    """Another process of the run has exited."""
 
 
 class World:
@@ -52,101 +52,102 @@ class World:
         self.local_rank, self.local_size = local_rank, local_size
 
     @property
-    def first(self) -> bool:
-        """Whether this process writes the run directory and talks to the user."""
+    def is_rank0(self) -> bool:
+        """Whether this process writes the run directory and prints to the user."""
         return self.rank == 0
-
-    @property
-    def sharded(self) -> bool:
-        """Whether models are divided among the processes, or kept where FSDP offloads them."""
-        return self.size > 1 or self.hardware.offload
-
-    def gather(self, items: Sequence[T]) -> list[T]:
-        """The items of all processes in the order of ranks, on every process. Items are what pickle takes."""
-        return list(items) if self.size == 1 else [item for own in self._exchange(list(items)) for item in own]
-
-    def broadcast(self, item: T) -> T:
-        """The first process's `item`."""
-        if self.size == 1:
-            return item
-        import torch.distributed as dist
-
-        box = [item]
-        with _noticing():
-            dist.broadcast_object_list(box, src=0, group=control_group())
-        return box[0]
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some process."""
-        if self.size == 1:
-            return flag
-        import torch
-
-        (found,) = self.sum([torch.tensor(float(flag))])
-        return bool(found > 0)
-
-    def sum(self, tensors: Sequence["torch.Tensor"]) -> list["torch.Tensor"]:
-        """The sums over processes of tensors of the same shapes, bit for bit the same on each. They are changed in place."""
-        if self.size > 1:
-            import torch.distributed as dist
-
-            with _noticing():
-                for tensor in tensors:
-                    dist.all_reduce(tensor, group=control_group() if tensor.device.type == "cpu" else None)
-        return list(tensors)
 
     @property
     def is_single_process(self) -> bool:
         """Whether this is the only process."""
         return self.size == 1
 
+    @property
+    def sharded(self) -> bool:
+        """Whether models are sharded with FSDP: over several processes, or in one process for its CPU offload."""
+        return self.size > 1 or self.hardware.offload
+
+    def gather(self, items: Sequence[T]) -> list[T]:
+        """The items of all ranks, in rank order, on every rank. Items must be picklable."""
+        return (
+            list(items) if self.size == 1 else [item for of_rank in self._all_gather(list(items)) for item in of_rank]
+        )
+
+    def broadcast(self, item: T) -> T:
+        """Rank 0's `item`, which must be picklable, on every rank."""
+        if self.size == 1:
+            return item
+        import torch.distributed as dist
+
+        box = [item]
+        with _raise_rank_lost():
+            dist.broadcast_object_list(box, src=0, group=control_group())
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        if self.size == 1:
+            return flag
+        import torch
+
+        (count,) = self.sum([torch.tensor(float(flag))])
+        return bool(count > 0)
+
+    def sum(self, tensors: Sequence["torch.Tensor"]) -> list["torch.Tensor"]:
+        """Sum each tensor over the ranks, in place. Shapes are equal on all ranks; so are the results, bit for bit."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with _raise_rank_lost():
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=control_group() if tensor.device.type == "cpu" else None)
+        return list(tensors)
+
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every rank is here."""
         self.any(False)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """What `work` gives in the first process, which alone does it; where it fails there, all fail."""
+        """Run `work` on rank 0 and return its result on every rank. A PosttrainError on rank 0 is raised on all."""
         if self.size == 1:
             return work()
-        return self._told([_tried(work) if self.first else None])[0]
+        return self._gather_results([_attempt(work) if self.is_rank0 else None])[0]
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """What `work` gives in each process, in the order of ranks; where it fails in one, all fail."""
-        return [work()] if self.size == 1 else self._told([_tried(work)])
+        """Run `work` on every rank and return the results in rank order. A PosttrainError on any rank is raised on all."""
+        return [work()] if self.size == 1 else self._gather_results([_attempt(work)])
 
-    def _told(self, outcomes: list["_Outcome | None"]) -> list[Any]:
-        found = [outcome for outcome in self.gather(outcomes) if outcome is not None]
-        for outcome in found:
-            if outcome.error is not None:
-                raise outcome.error
-        return [outcome.value for outcome in found]
+    def _gather_results(self, results: list["_Result | None"]) -> list[Any]:
+        gathered = [result for result in self.gather(results) if result is not None]
+        for result in gathered:
+            if result.error is not None:
+                raise result.error
+        return [result.value for result in gathered]
 
-    def _exchange(self, item: Any) -> list[Any]:
+    def _all_gather(self, item: Any) -> list[Any]:
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.size
-        with _noticing():
-            dist.all_gather_object(found, item, group=control_group())
-        return found
+        items: list[Any] = [None] * self.size
+        with _raise_rank_lost():
+            dist.all_gather_object(items, item, group=control_group())
+        return items
 
 
-class _Outcome:
-    """What came of a piece of work."""
+class _Result:
+    """The value of a function call, or the error it raised."""
 
     def __init__(self, value: Any = None, error: PosttrainError | None = None) -> None:
         self.value, self.error = value, error
 
 
-def _tried(work: Callable[[], Any]) -> _Outcome:
+def _attempt(work: Callable[[], Any]) -> _Result:
     try:
-        return _Outcome(work())
+        return _Result(work())
     except PosttrainError as error:
-        return _Outcome(error=error)
+        return _Result(error=error)
 
 
-ALONE = World(HardwareRecipe())
-"""One process."""
-_state: dict[str, Any] = {"world": ALONE, "control": None}
+_SINGLE_PROCESS = World(HardwareRecipe())
+_state: dict[str, Any] = {"world": _SINGLE_PROCESS, "control": None}
 
 
 def current() -> World:
@@ -154,19 +155,19 @@ def current() -> World:
     return _state["world"]
 
 
-def launched() -> bool:
-    """Whether this process is one of several that were started together."""
-    return all(name in os.environ for name in _LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
+def is_launched() -> bool:
+    """Whether this process is one of several that a launcher started together."""
+    return all(name in os.environ for name in _LAUNCH_VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
 
 
 @contextmanager
-def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
-    """Inside, this process is one of the world's: of those it was started with, or the only one.
+def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
+    """Make this process a rank of its world inside the block; a process that no launcher started is the only rank.
 
-    `device` is the recipe's `model.device`. Raises InputError for settings that do not fit. An error that leaves the
-    block is told to the user by one process; in the others it becomes `AlreadyReported`.
+    `device` is the recipe's `model.device`. Raises InputError for settings that do not fit. If an error leaves the block
+    on several ranks, one rank raises it and the others raise `AlreadyReported`.
     """
-    if launched():
+    if is_launched():
         size = int(os.environ["WORLD_SIZE"])
         if hardware.processes not in (1, size):
             raise InputError(
@@ -188,7 +189,7 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
     on_gpu = _on_gpu(device)
     if hardware.offload and not on_gpu:
         raise InputError(
-            "hardware.offload moves state from a GPU to the processors, and the device here is a CPU; leave it out"
+            "hardware.offload moves state from a GPU to CPU memory, but the device here is a CPU; remove it"
         )
     store = _connect(world, on_gpu)
     _divide_threads(world)
@@ -197,9 +198,9 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
         yield world
         world.barrier()
     except BaseException as error:
-        if is_loss(error):
-            error = lost()
-        if world.size > 1 and not _claims(store, world):
+        if is_connection_loss(error):
+            error = rank_lost()
+        if world.size > 1 and not _claim_report(store, world):
             code = (
                 error.exit_code
                 if isinstance(error, PosttrainError)
@@ -214,10 +215,12 @@ def joined(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
 
 @contextmanager
 def single_process() -> Iterator[World]:
-    """Inside, this process is alone with the models that it loads; it is given the world that it belongs to, for the first
-    process to do something. All meet at the end."""
+    """Load and run models in this process alone inside the block; models are not sharded there.
+
+    Yields the outer world, so that rank 0 can do something. All ranks meet in a barrier at the end of the block.
+    """
     world = current()
-    _state["world"] = ALONE
+    _state["world"] = _SINGLE_PROCESS
     try:
         yield world
     finally:
@@ -225,9 +228,9 @@ def single_process() -> Iterator[World]:
     world.barrier()
 
 
-def threads(asked: int | None) -> int | None:
-    """Processor threads of this process: its share of `asked`, which None leaves to torch."""
-    return None if asked is None else max(1, asked // current().local_size)
+def threads_per_process(requested: int | None) -> int | None:
+    """CPU threads of this process: its share of `requested` threads of the machine; None keeps torch's default."""
+    return None if requested is None else max(1, requested // current().local_size)
 
 
 def _on_gpu(device: str) -> bool:
@@ -239,18 +242,18 @@ def _on_gpu(device: str) -> bool:
 
 
 def _connect(world: World, on_gpu: bool) -> Any:
-    """Form the groups of processes; returns the store through which they can leave each other notes."""
+    """Create the process groups; returns the key-value store that the ranks share."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    patience = timedelta(days=_PATIENCE_DAYS)
+    timeout = timedelta(days=_TIMEOUT_DAYS)
     if on_gpu:
         if world.local_rank >= torch.cuda.device_count():
             raise InputError(
-                f"hardware.processes: {world.local_size} processes on this machine and {torch.cuda.device_count()} GPUs, one "
-                "for each; lower it, or set model.device to cpu"
+                f"hardware.processes: {world.local_size} processes on this machine need one GPU each, but there are "
+                f"{torch.cuda.device_count()}; lower it, or set model.device to cpu"
             )
         torch.cuda.set_device(world.local_rank)
     store: Any
@@ -258,23 +261,23 @@ def _connect(world: World, on_gpu: bool) -> Any:
         store = dist.HashStore()
     else:
         store, _, _ = next(dist.rendezvous("env://"))
-        store.set_timeout(patience)
+        store.set_timeout(timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     group_store = dist.PrefixStore("posttrain", store)
-    dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=patience)
-    _state["control"] = dist.new_group(backend="gloo", timeout=patience)
+    dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=timeout)
+    _state["control"] = dist.new_group(backend="gloo", timeout=timeout)
     return store
 
 
 def _disconnect() -> None:
     import torch.distributed as dist
 
-    _state["world"], _state["control"] = ALONE, None
+    _state["world"], _state["control"] = _SINGLE_PROCESS, None
     dist.destroy_process_group()
 
 
 def _divide_threads(world: World) -> None:
-    """Give each process of a machine its share of the threads, where the environment does not say how many it has."""
+    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
     if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
@@ -282,34 +285,34 @@ def _divide_threads(world: World) -> None:
 
 
 def control_group() -> Any:
-    """The group for what is small, and in the processors' memory."""
+    """The gloo process group, for small objects and for tensors in CPU memory; None in a single process."""
     return _state["control"]
 
 
-def _claims(store: Any, world: World) -> bool:
-    """Whether this is the process that tells the user what went wrong: the first to ask."""
+def _claim_report(store: Any, world: World) -> bool:
+    """Whether this rank reports the error to the user: the first rank that asks the store does."""
     try:
         return store.compare_set("posttrain/failure", "", str(world.rank)) == str(world.rank).encode()
-    except Exception:  # the store is gone with the process that held it
-        return world.first
+    except Exception:  # the process that hosts the store has exited
+        return world.is_rank0
 
 
 @contextmanager
-def _noticing() -> Iterator[None]:
-    """Turn what torch says about a lost connection into `Lost`."""
+def _raise_rank_lost() -> Iterator[None]:
+    """Turn torch's error about a closed connection into `RankLost`."""
     try:
         yield
     except RuntimeError as error:
-        raise lost() from error
+        raise rank_lost() from error
 
 
-def is_loss(error: BaseException) -> bool:
-    """Whether torch failed since another process is gone."""
+def is_connection_loss(error: BaseException) -> bool:
+    """Whether torch raised `error` because another process has exited."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
-def lost() -> Lost:
-    """What to say where another process is gone."""
-    return Lost("another process of the run ended before its time; go on with --resume")
+def rank_lost() -> RankLost:
+    """The error to raise when another process has exited."""
+    return RankLost("another process of the run exited early; continue the run with --resume")

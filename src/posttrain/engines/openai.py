@@ -1,4 +1,4 @@
-"""Chat completions of OpenAI-compatible servers, and the one kind of fault they have."""
+"""The client of OpenAI-compatible servers, for judges and remote models. Every failed request is a `ChatRequestError`."""
 
 import os
 import threading
@@ -9,10 +9,18 @@ from functools import lru_cache
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.plugins import require_module
+
+_CUT_OFF = ("length", "content_filter")
+"""Finish reasons of a completion that the model did not end itself."""
+_STOP_FIELDS = ("stop_reason", "matched_stop")
+"""Fields of vLLM and SGLang that name the stop string that ended a completion; not part of the OpenAI protocol."""
+_REJECTS_FIELDS = (400, 422)
+"""Status codes of a server that rejects the fields of a request."""
 
 
 class RequestRate:
-    """Lets one request through every 60 / `per_minute` seconds; the others wait for their turn."""
+    """Rate limiter for all threads: one request every 60 / `per_minute` seconds."""
 
     def __init__(self, per_minute: float) -> None:
         self._gap = 60 / per_minute
@@ -20,20 +28,12 @@ class RequestRate:
         self._lock = threading.Lock()
 
     def wait(self, *_: object) -> None:
-        """Return when the next request may be sent."""
+        """Block until the next request may be sent. Extra arguments are those of an HTTP event hook and unused."""
         with self._lock:
             now = time.monotonic()
-            turn = max(now, self._next)
-            self._next = turn + self._gap
-        time.sleep(turn - now)
-
-
-_CUT_OFF = ("length", "content_filter")
-"""Finish reasons of a text that its model had not ended."""
-_STOPPED_AT = ("stop_reason", "matched_stop")
-"""Where vLLM and SGLang say at which stop string a text ended; not part of the OpenAI protocol."""
-_REFUSES_FIELDS = (400, 422)
-"""Statuses with which a server refuses a request for what is in it."""
+            slot = max(now, self._next)
+            self._next = slot + self._gap
+        time.sleep(slot - now)
 
 
 @lru_cache(maxsize=8)
@@ -45,51 +45,53 @@ def chat_client(
     api_key_variable: str | None,
     requests_per_minute: float | None = None,
 ) -> Any:
-    """The client of a server, one for all threads. `what`: the section of the recipe that names it, for messages;
-    `seconds` limits a call; `requests_per_minute` limits all requests together, those of retries included. InputError
-    where the package is missing, or the key is named and not set."""
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise InputError(f"{what} needs the package openai; `pip install openai`") from error
+    """The client of the server at `url`, shared by all threads.
+
+    `what`: the recipe section that names the server, for messages. `seconds`: time-out of one request.
+    `requests_per_minute` limits all requests together, including retries. Raises InputError if the package openai is
+    missing, or if the environment variable `api_key_variable` is not set.
+    """
+    openai = require_module("openai", what)
     key = "none"
     if api_key_variable is not None:
         key = os.environ.get(api_key_variable, "")
         if not key:
-            raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set; export it")
+            raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set")
     http = None
     if requests_per_minute is not None:
         http = openai.DefaultHttpxClient(event_hooks={"request": [RequestRate(requests_per_minute).wait]})
     return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries, http_client=http)
 
 
-class RemoteFailure(Exception):
-    """A server gave no chat completion. The message is one sentence that names the model, the server and the fault."""
+class ChatRequestError(Exception):
+    """A server did not return a chat completion. The message names the model, the server and the cause."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a model behind a server wrote."""
+class ChatCompletion:
+    """The completion of a chat model behind a server."""
 
     text: str
-    """The content of its message; empty where the server sent none."""
+    """Content of the message; empty if the server sent none."""
     tokens: int | None
-    """Tokens written, thoughts included, as the server counts them; None where it does not say."""
-    ended: bool
-    """Whether the model came to an end by itself or at a stop string; False where a limit or a filter cut it off."""
-    thoughts: str = ""
-    """What the server gives as thinking apart from the text (`reasoning_content` or `reasoning`)."""
-    stopped_at: str | None = None
-    """The stop string that ended the text, which the text does not hold; empty where the server says that none did,
-    None where it does not say."""
+    """Number of sampled tokens, including reasoning, as the server counts them; None if it does not say."""
+    finished: bool
+    """Whether the model ended the text itself or at a stop string; False if a limit or a filter cut it off."""
+    reasoning: str = ""
+    """Reasoning that the server returns apart from the text (`reasoning_content` or `reasoning`)."""
+    stop_string: str | None = None
+    """The stop string that ended the text and is not part of it; empty if the server reports none, None if the server
+    does not report stop strings."""
 
-    def with_thoughts(self) -> str:
-        """The text with the thoughts in front of it as a block `<think>…</think>`, unless it begins with one of its
-        own; the block stays open where a limit cut the model off before it wrote any text."""
-        if not self.thoughts or self.text.lstrip().startswith("<think>"):
+    def text_with_reasoning(self) -> str:
+        """The text preceded by the reasoning as a `<think>…</think>` block, unless the text begins with such a block.
+
+        The block stays open if the model was cut off before it wrote any text.
+        """
+        if not self.reasoning or self.text.lstrip().startswith("<think>"):
             return self.text
-        closed = self.ended or self.text
-        return f"<think>{self.thoughts}</think>{self.text}" if closed else f"<think>{self.thoughts}"
+        closed = self.finished or self.text
+        return f"<think>{self.reasoning}</think>{self.text}" if closed else f"<think>{self.reasoning}"
 
 
 def complete(
@@ -103,13 +105,14 @@ def complete(
     stop: Sequence[str] = (),
     seed: int | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> Written:
-    """One chat completion of `model`. `client` is that of `chat_client`; `what` says in messages who the model is.
+) -> ChatCompletion:
+    """Request one chat completion of `model`.
 
-    A field that is None or empty is not sent. `extra`: further fields of the request, as JSON. The client asks again
-    by itself after a time-out, a lost connection, or an answer of status 408, 409, 429 or 5xx. Raises RemoteFailure
-    for every fault that is left: a status, no answer in time, nobody there, or an answer of another shape. A server
-    that refuses a request is not asked again without the refused field; the message names the fields that were sent.
+    `client` comes from `chat_client`. `what` describes the model in messages. Fields that are None or empty are not sent;
+    `extra` holds further JSON fields of the request. The client retries after time-outs, lost connections, and responses
+    of status 408, 409, 429 or 5xx. Raises ChatRequestError for every other failure: an error status, a time-out, an
+    unreachable server, or a response that is not a chat completion. A rejected field is not dropped and retried; the
+    message names the fields that were sent.
     """
     import openai
 
@@ -117,22 +120,20 @@ def complete(
     sent = {name: value for name, value in limits.items() if value is not None}
     where = f"{what} {model} at {str(client.base_url).rstrip('/')}"
     try:
-        answer = client.chat.completions.create(
+        response = client.chat.completions.create(
             model=model, messages=list(messages), **sent, extra_body=dict(extra) if extra else None
         )
     except openai.APIStatusError as error:
         fields = ", ".join([*sent, *(extra or {})])
-        asked = (
-            f"; besides the messages it was sent {fields}" if error.status_code in _REFUSES_FIELDS and fields else ""
-        )
-        raise RemoteFailure(
-            f"{where} answered with status {error.status_code}: {shortened(str(error))}{asked}"
+        hint = f"; besides the messages it was sent {fields}" if error.status_code in _REJECTS_FIELDS and fields else ""
+        raise ChatRequestError(
+            f"{where} responded with status {error.status_code}: {shortened(str(error))}{hint}"
         ) from error
     except openai.APITimeoutError as error:
-        raise RemoteFailure(f"{where} did not answer within {client.timeout:g} s") from error
+        raise ChatRequestError(f"{where} did not respond within {client.timeout:g} s") from error
     except (openai.OpenAIError, ValueError) as error:
-        raise RemoteFailure(f"{where} cannot be understood or reached: {shortened(_cause(error))}") from error
-    return _written(answer, where)
+        raise ChatRequestError(f"{where} cannot be reached or understood: {shortened(_cause(error))}") from error
+    return _completion(response, where)
 
 
 def shortened(text: str) -> str:
@@ -140,31 +141,31 @@ def shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + " …"
 
 
-def _written(answer: Any, where: str) -> Written:
-    """The parts of an answer that is a chat completion; RemoteFailure where it is none."""
+def _completion(response: Any, where: str) -> ChatCompletion:
+    """Read the response of a server; ChatRequestError if it is not a chat completion."""
     try:
-        choice = answer.choices[0]
+        choice = response.choices[0]
         message, reason = choice.message, choice.finish_reason
         text = message.content
     except (AttributeError, IndexError, TypeError) as error:
-        raise RemoteFailure(f"{where} sent no chat completion: {shortened(str(answer))}") from error
+        raise ChatRequestError(f"{where} sent no chat completion: {shortened(str(response))}") from error
     if text is not None and not isinstance(text, str):
-        raise RemoteFailure(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
-    thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
-    further = getattr(choice, "model_extra", None) or {}
-    told = [further[name] for name in _STOPPED_AT if name in further]
-    tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None)
-    return Written(
+        raise ChatRequestError(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
+    reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    extra = getattr(choice, "model_extra", None) or {}
+    stops = [extra[name] for name in _STOP_FIELDS if name in extra]
+    tokens = getattr(getattr(response, "usage", None), "completion_tokens", None)
+    return ChatCompletion(
         text or "",
         tokens if isinstance(tokens, int) and tokens >= 0 else None,
         reason not in _CUT_OFF,
-        thoughts if isinstance(thoughts, str) else "",
+        reasoning if isinstance(reasoning, str) else "",
         # A number is the id of an end token.
-        (told[0] if isinstance(told[0], str) else "") if told else None,
+        (stops[0] if isinstance(stops[0], str) else "") if stops else None,
     )
 
 
 def _cause(error: Exception) -> str:
-    """What the client says, and what it does not say of the error below it."""
-    below = error.__cause__
-    return f"{error} ({below})" if below is not None and str(below) else str(error)
+    """The client's message, followed by that of the underlying error."""
+    cause = error.__cause__
+    return f"{error} ({cause})" if cause is not None and str(cause) else str(error)

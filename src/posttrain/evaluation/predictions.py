@@ -1,4 +1,4 @@
-"""Files of predictions: what models answered to prompts, with the reference answers."""
+"""Files of predictions: the answers of models to prompts, with reference answers."""
 
 import hashlib
 import json
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.messages import Message, Unusable, as_messages, check_conversation, check_text, kind_of
+from posttrain.data.files import read_rows
+from posttrain.data.messages import Message, UnusableRow, as_messages, check_conversation, check_text, kind_of
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
 from posttrain.recipe.data import SourceRecipe
 
 _CUT_OFF = ("turn_budget", "episode_budget", "length")
-"""Stop reasons of answers that have no end: ours, and that of servers."""
+"""Stop reasons of truncated answers: ours, and that of OpenAI-compatible servers."""
 
 
 class PredictionColumns(Part):
-    """Names of columns of a predictions file."""
+    """Column names of a predictions file."""
 
     id: str = "id"
-    """What the samples of one prompt share; without it, the prompt itself is that."""
+    """Shared by the samples of one prompt; the prompt itself is used if the column is missing."""
     prompt: str = "prompt"
-    """What was answered: text or a list of messages."""
+    """The prompt: text or a list of messages."""
     prediction: str = "prediction"
-    """The answer as text; null is one that could not be had, and is left out."""
+    """The answer as text; null marks a failed answer, which is left out."""
     reference: str = "reference"
-    """The right answer as text; rows without it are left out of the metrics that need it."""
+    """The reference answer as text; rows without one are left out of the metrics that need it."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Prediction:
     """One answer."""
 
     item: str
-    """Samples of the same prompt are of the same item; intervals are over items."""
+    """Samples of one prompt share an item; intervals are over items."""
     prompt: list[Message] | None
     text: str
     reference: str | None
     cut_off: bool
-    """The answer reached the most tokens it could have, and has no end."""
+    """Whether the answer was truncated at the token limit."""
     row: dict[str, Any]
     """The whole row."""
     origin: str
@@ -49,7 +49,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """The usable rows of a file, and what is wrong with the others."""
+    """The usable rows of a file, and the problems of the others."""
 
     path: str
     rows: list[Prediction]
@@ -59,37 +59,38 @@ class Predictions:
     def items(self) -> int:
         return len({row.item for row in self.rows})
 
-    def notes(self) -> list[str]:
-        """What to know of the rows: which could not be used, and how many answers have no end or no text."""
+    def warnings(self) -> list[str]:
+        """Messages on dropped rows and on truncated or empty answers."""
         found = self.problems.summary()
         if cut_off := sum(row.cut_off for row in self.rows):
             found.append(f"{cut_off} of {len(self.rows)} predictions were cut off before their end")
         if empty := sum(not row.text.strip() for row in self.rows):
-            found.append(f"{empty} of {len(self.rows)} predictions are empty, which is an answer like any other")
+            found.append(f"{empty} of {len(self.rows)} predictions are empty; they are scored like any other")
         return found
 
     def digests(self) -> dict[str, str]:
-        """Item -> digest of its prompt and reference, by which two files are known to speak of the same items."""
+        """Item -> digest of prompt and reference, to check that two files have the same items."""
         return {row.item: digest_of([row.prompt, row.reference]) for row in self.rows}
 
 
 def column_names(words: Sequence[str]) -> PredictionColumns:
-    """Columns out of words such as `columns.prediction=output`; InputError for any other word."""
+    """Parse words such as `columns.prediction=output`; raises `InputError` for any other word."""
     names = {}
     for word in words:
         key, separator, value = word.removeprefix("--").partition("=")
         name = key.removeprefix("columns.")
         if not separator or name == key or name not in PredictionColumns.model_fields or not value:
             known = ", ".join(f"columns.{name}=NAME" for name in PredictionColumns.model_fields)
-            raise InputError(f"{word!r} is no key of a predictions file; write {known}")
+            raise InputError(f"{word!r} is not a column setting; use {known}")
         names[name] = value
     return PredictionColumns(**names)
 
 
 def read_predictions(path: str, columns: PredictionColumns | None = None) -> Predictions:
-    """The predictions of a .jsonl, .parquet, .json or .csv file; InputError where none can be used.
+    """Read the predictions of a .jsonl, .parquet, .json or .csv file.
 
-    Rows that cannot be used, such as a last line that a kill tore, are counted with their places.
+    Unusable rows, such as an incomplete last line, are counted with their positions. Raises `InputError` if no row is
+    usable.
     """
     names, problems = columns or PredictionColumns(), Problems()
     rows: list[Prediction] = []
@@ -104,12 +105,12 @@ def read_predictions(path: str, columns: PredictionColumns | None = None) -> Pre
                 continue
             found = _prediction(row, origin, names)
             if prompts.setdefault(found.item, found.prompt) != found.prompt:
-                raise Unusable("id of another prompt", f"`{names.id}` {found.item[:40]} has two prompts")
+                raise UnusableRow("id of another prompt", f"`{names.id}` {found.item[:40]} has two prompts")
             sample = (found.item, str(row.get("sample")))
             if row.get("sample") is not None and sample in samples:
-                raise Unusable("sample twice", f"sample {row['sample']} of {found.item[:40]} stood above already")
+                raise UnusableRow("sample twice", f"duplicate sample {row['sample']} of {found.item[:40]}")
             samples.add(sample)
-        except Unusable as problem:
+        except UnusableRow as problem:
             problems.add_text(str(problem), origin)
             continue
         problems.used += 1
@@ -121,22 +122,22 @@ def read_predictions(path: str, columns: PredictionColumns | None = None) -> Pre
 
 def _refuse(path: str, problems: Problems) -> None:
     if not problems.total:
-        raise InputError(f"{path}: there are no predictions in it; write some, or name another file")
+        raise InputError(f"{path} has no rows; give a file with predictions")
     raise InputError(
-        f"{path}: no usable prediction: {problems.summary()[0]}; correct the file, or name its columns, as in "
-        "`columns.prediction=NAME`"
+        f"{path}: no usable prediction: {problems.summary()[0]}; correct the file, or set its columns, for "
+        "example `columns.prediction=NAME`"
     )
 
 
 def _prediction(row: dict[str, Any], origin: str, names: PredictionColumns) -> Prediction:
     if names.prediction not in row:
         listed = ", ".join(f"`{name}`" for name in list(row)[:8]) or "none"
-        raise Unusable("missing column", f"needs `{names.prediction}`, has {listed}")
+        raise UnusableRow("missing column", f"needs `{names.prediction}`, has {listed}")
     text = row[names.prediction]
     if text is None:
-        raise Unusable("no prediction", str(row.get("error") or f"`{names.prediction}` is null"))
+        raise UnusableRow("no prediction", str(row.get("error") or f"`{names.prediction}` is null"))
     if not isinstance(text, str):
-        raise Unusable("wrong type", f"`{names.prediction}` is {kind_of(text)}, not text")
+        raise UnusableRow("wrong type", f"`{names.prediction}` is {kind_of(text)}, not text")
     check_text(text, f"`{names.prediction}`")
     prompt = None
     if row.get(names.prompt) is not None:
@@ -154,20 +155,22 @@ def _reference(row: dict[str, Any], names: PredictionColumns) -> str | None:
     if isinstance(reference, int | float) and not isinstance(reference, bool):
         return str(reference)
     if not isinstance(reference, str):
-        raise Unusable("wrong type", f"`{names.reference}` is {kind_of(reference)}, not text")
+        raise UnusableRow("wrong type", f"`{names.reference}` is {kind_of(reference)}, not text")
     check_text(reference, f"`{names.reference}`")
     return reference
 
 
 def item_of(row: dict[str, Any], prompt: Any, origin: str, names: PredictionColumns) -> str:
-    """What samples of one prompt share: the id, else the prompt, else the seed of a row without a prediction, else the
-    place of the row. (The seed of a prediction is that of its sampling.) Raises Unusable for an id of a wrong type.
+    """The item of a row: its id, else its prompt, else its seed, else its position.
+
+    The seed counts only for rows without a prediction; that of a prediction is a sampling seed. Raises `UnusableRow` for
+    an id of a wrong type.
     """
     given = row.get(names.id)
     if isinstance(given, str | int) and not isinstance(given, bool):
         return str(given)
     if given is not None:
-        raise Unusable("wrong type", f"`{names.id}` is {kind_of(given)}, not text or a whole number")
+        raise UnusableRow("wrong type", f"`{names.id}` is {kind_of(given)}, not text or a whole number")
     if prompt is not None:
         return digest_of(prompt)
     if names.prediction not in row and row.get("seed") is not None:
@@ -176,5 +179,15 @@ def item_of(row: dict[str, Any], prompt: Any, origin: str, names: PredictionColu
 
 
 def digest_of(value: object) -> str:
-    """A short name of a JSON value."""
+    """BLAKE2b digest of a JSON value, 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def with_reference(rows: Sequence[Prediction]) -> tuple[list[Prediction], dict[str, int]]:
+    """The rows with a reference, and the number of the others; raises `InputError` if no row has one."""
+    known = [row for row in rows if row.reference is not None]
+    if not known:
+        raise InputError(
+            "no row has a reference to compare with; add the column `reference`, or set its name in `columns.reference`"
+        )
+    return known, {"no reference": len(rows) - len(known)} if len(known) < len(rows) else {}

@@ -1,75 +1,92 @@
-"""Results of an evaluation as one JSON file that holds the numbers, and the summands that they can be compared by."""
+"""Results of an evaluation: metrics with their intervals, and a JSON file from which they can be compared."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from posttrain.errors import InputError
-from posttrain.evaluation.scores import ItemScores, estimate
-from posttrain.evaluation.statistics import Estimate
-from posttrain.evaluation.text_metrics import Better, Measured
+from posttrain.evaluation.statistics import Estimate, ItemScores, estimate
 from posttrain.runs.files import write_atomically
 from posttrain.runs.tables import Table
 
+Better = Literal["higher", "lower", "neither"]
+"""Which values of a metric are better. Metrics with `neither` are not compared."""
+
+
+@dataclass(frozen=True)
+class MetricResult:
+    """One metric of a file of predictions."""
+
+    name: str
+    scores: ItemScores
+    better: Better = "higher"
+    texts: int = 0
+    """Number of scored texts; an item may have several."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Number of texts without a score, by reason."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that a comparison needs: a signature, a layer, a model."""
+
+
 FORMAT = 1
-_FEW = 30
-"""Prompts below which intervals are told to be rough."""
+_FEW_PROMPTS = 30
+"""With fewer prompts, intervals are reported as rough."""
 _KINDS = ("rate", "mean", "perplexity", "bleu", "chrf")
 
 
 @dataclass
 class Results:
-    """What was measured of one file of predictions."""
+    """The metrics of one file of predictions."""
 
     predictions: str
     rows: int
     items: int
     dropped: Sequence[str] = ()
-    """What was wrong with rows, in sentences: those in no metric, and answers that are cut off or empty."""
-    measured: list[Measured] = field(default_factory=list)
+    """Warnings about rows: rows in no metric, and answers that are cut off or empty."""
+    metrics: list[MetricResult] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    """Metrics that could not be had, and why."""
+    """Metric -> why it could not be computed."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Item -> digest of its prompt and reference: items of the same name may come from other data."""
+    """Item -> digest of its prompt and reference, because other data may use the same ids."""
 
     def estimates(self) -> dict[str, Estimate]:
-        return {one.name: estimate(one.scores) for one in self.measured}
+        return {one.name: estimate(one.scores) for one in self.metrics}
 
     def table(self) -> Table:
-        """A row for each metric."""
+        """A table with one row per metric."""
         rows = []
         found = self.estimates()
-        for one in self.measured:
+        for one in self.metrics:
             value = found[one.name]
             rows.append((one.name, *_shown(one.scores.kind, value), str(value.n), str(one.texts)))
         return Table(
             title=self.predictions,
             headings=("metric", "value", "95% interval", "n", "texts"),
             rows=rows,
-            note="`n` is prompts; intervals are 95%, over prompts.",
+            note="`n` is the number of prompts; intervals are 95%, over prompts.",
             words=("metric",),
         )
 
-    def remarks(self) -> list[str]:
-        """What to know of the numbers: signatures, layers, models, rows left out."""
+    def details(self) -> list[str]:
+        """Messages about the numbers: signatures, layers, models, rows left out."""
         about: dict[str, list[str]] = {}
-        for one in self.measured:
+        for one in self.metrics:
             known = [f"{key} {_text(value)}" for key, value in one.about.items()]
             missing = [f"{count} left out: {reason}" for reason, count in one.left_out.items()]
-            if said := "; ".join([*known, *missing]):
-                about.setdefault(said, []).append(one.name)
-        few = [one.name for one in self.measured if len(one.scores) < _FEW]
-        rough = f"{', '.join(few)}: fewer than {_FEW} prompts, so the interval is a rough one"
-        told = [f"{', '.join(names)}: {said}" for said, names in about.items()]
-        return [*told, *([rough] if few else []), *self.dropped]
+            if text := "; ".join([*known, *missing]):
+                about.setdefault(text, []).append(one.name)
+        few = [one.name for one in self.metrics if len(one.scores) < _FEW_PROMPTS]
+        rough = f"{', '.join(few)}: fewer than {_FEW_PROMPTS} prompts, so the interval is rough"
+        settings = [f"{', '.join(names)}: {text}" for text, names in about.items()]
+        return [*settings, *([rough] if few else []), *self.dropped]
 
     def write(self, path: Path) -> None:
-        """Write `path`, whole or not at all; RunError where the disk refuses."""
+        """Atomically write the results to `path` as JSON; raises `RunError` if that fails."""
         found = self.estimates()
         values = {
             "format": FORMAT,
@@ -89,39 +106,41 @@ class Results:
                     "left_out": dict(one.left_out),
                     "about": dict(one.about),
                 }
-                for one in self.measured
+                for one in self.metrics
             },
             "failed": self.failed,
             "digests": self.digests,
             "scores": {
                 one.name: {item: summands.tolist() for item, summands in one.scores.items.items()}
-                for one in self.measured
+                for one in self.metrics
             },
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(values, ensure_ascii=False, indent=1) + "\n")
 
 
-def read_results(path: Path) -> tuple[dict[str, Measured], dict[str, str]]:
-    """The metrics of a results file by name, and its digests of items; InputError for a file that is none."""
+def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
+    """The metrics of a results file by name, and the digests of its items; raises `InputError` for an invalid file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
-            raise ValueError(f"its format is {values['format']}, this version reads {FORMAT}")
+            raise ValueError(f"format {values['format']}, this version reads {FORMAT}")
         found = {}
         for name, about in values["metrics"].items():
             if about["kind"] not in _KINDS:
-                raise ValueError(f"{name} is of the unknown kind {about['kind']!r}")
-            items = {item: np.array(own, dtype=np.float64) for item, own in values["scores"][name].items()}
-            for item, own in items.items():
-                counted = about["kind"] in ("bleu", "chrf") or (own.shape == (2,) and own[1] > 0)
-                if own.ndim != 1 or not own.size or not np.isfinite(own).all() or not counted:
-                    raise ValueError(f"{name} of item {item[:40]} is no list of finite numbers that make a score")
+                raise ValueError(f"{name} has the unknown kind {about['kind']!r}")
+            items = {item: np.array(summands, dtype=np.float64) for item, summands in values["scores"][name].items()}
+            for item, summands in items.items():
+                counted = about["kind"] in ("bleu", "chrf") or (summands.shape == (2,) and summands[1] > 0)
+                if summands.ndim != 1 or not summands.size or not np.isfinite(summands).all() or not counted:
+                    raise ValueError(f"{name} of item {item[:40]} is not a valid list of finite numbers")
             if not items:
                 raise ValueError(f"{name} has no items")
             if about["better"] not in get_args(Better):
-                raise ValueError(f"{name} is better {about['better']!r}; known are {', '.join(get_args(Better))}")
-            found[name] = Measured(
+                raise ValueError(
+                    f"{name}: `better` is {about['better']!r}, expected one of {', '.join(get_args(Better))}"
+                )
+            found[name] = MetricResult(
                 name,
                 ItemScores(about["kind"], items),
                 about["better"],
@@ -132,7 +151,7 @@ def read_results(path: Path) -> tuple[dict[str, Measured], dict[str, str]]:
         return found, dict(values["digests"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{path} is no results file ({type(error).__name__}: {error}); write it anew with `posttrain evaluate text`"
+            f"{path} is not a valid results file ({type(error).__name__}: {error}); recreate it with `posttrain evaluate text`"
         ) from error
 
 

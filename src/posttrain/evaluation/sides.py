@@ -1,4 +1,4 @@
-"""What is compared: run directories, results files, and files of predictions or scores, read into item scores."""
+"""The sides of a comparison: run directories, results files, and files of predictions or scores, as item scores."""
 
 import math
 from collections.abc import Sequence
@@ -6,35 +6,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.data.messages import Unusable, as_messages
+from posttrain.data.files import read_rows
+from posttrain.data.messages import UnusableRow, as_messages
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
-from posttrain.evaluation.results import read_results
-from posttrain.evaluation.scores import ItemScores, item_means
-from posttrain.evaluation.summary import knows_success, reported
-from posttrain.evaluation.text_metrics import Measured, corpus_metric, exact_match
+from posttrain.evaluation.results import MetricResult, read_results
+from posttrain.evaluation.statistics import ItemScores, item_means
+from posttrain.evaluation.summary import environment_scores, reports_success
+from posttrain.evaluation.text_metrics import corpus_metric, exact_match
 from posttrain.recipe.data import SourceRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 
 _NO_SCORES = ("seed", "sample", "tokens", "index")
-"""Numeric columns that say what a row is, and not how good."""
+"""Numeric columns that identify a row and are not scores."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, or one file, of a side."""
+    """One training run or one file."""
 
     path: str
-    metrics: dict[str, Measured]
+    metrics: dict[str, MetricResult]
     digests: dict[str, str] = field(default_factory=dict)
-    """Item -> digest of what it asks, where that is known."""
+    """Item -> digest of its prompt and reference, if known."""
     environment: dict[str, Any] | None = None
-    """Keys of the environment that was played."""
-    remarks: list[str] = field(default_factory=list)
+    """The `environment` section of the recipe; None for a file."""
+    details: list[str] = field(default_factory=list)
+    """Messages on what was read and what was dropped."""
 
     @property
     def items(self) -> frozenset[str]:
@@ -43,42 +44,42 @@ class Run:
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared with another side: several runs of one recipe with different training seeds, or one."""
+    """One side of a comparison: a run, or several runs of one recipe with different training seeds."""
 
     name: str
     runs: list[Run]
 
 
 def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> list[Side]:
-    """Sides out of words: `PATH`, `PATH,PATH` for several runs of a side, `name=PATH,PATH`, and `columns.NAME=COLUMN`.
+    """Parse and read sides: `PATH`, `PATH,PATH` for several runs of a side, `name=PATH,PATH`, `columns.NAME=COLUMN`.
 
-    `metrics`: the only ones to read; None takes all that a path holds. InputError for what cannot be read.
+    `metrics`: the metrics to read; None reads all. Raises `InputError` for anything that cannot be read.
     """
     columns = column_names([word for word in words if word.startswith("columns.")])
-    found = []
+    sides = []
     for word in [word for word in words if not word.startswith("columns.")]:
         name, separator, listed = word.partition("=")
         named = bool(separator) and not Path(word).exists()
         paths = _paths(listed if named else word)
-        found.append(Side(name if named else _name(paths), [_read(path, metrics, columns) for path in paths]))
-    for side in found:
+        sides.append(Side(name if named else _name(paths), [_read(path, metrics, columns) for path in paths]))
+    for side in sides:
         if len({run.path for run in side.runs}) < len(side.runs):
-            raise InputError(f"{side.name} names a run twice; a run counts once")
-    contents = [sorted(run.path for run in side.runs) for side in found]
+            raise InputError(f"{side.name} contains a run twice; give every run once")
+    contents = [sorted(run.path for run in side.runs) for side in sides]
     if repeated_side := next(
-        (side for side, own in zip(found, contents, strict=True) if contents.count(own) > 1), None
+        (side for side, paths in zip(sides, contents, strict=True) if contents.count(paths) > 1), None
     ):
-        raise InputError(f"{repeated_side.name} stands on two sides; name what it is compared with")
-    names = [side.name for side in found]
+        raise InputError(f"{repeated_side.name} is given on two sides; give different sides")
+    names = [side.name for side in sides]
     if len(set(names)) == len(names):
-        return found
-    return [Side(",".join(run.path for run in side.runs), side.runs) for side in found]
+        return sides
+    return [Side(",".join(run.path for run in side.runs), side.runs) for side in sides]
 
 
 def _paths(text: str) -> list[str]:
     paths = [text] if Path(text).exists() else [path for path in text.split(",") if path]
     if not paths:
-        raise InputError(f"{text!r} names nothing to compare; give run directories or files")
+        raise InputError(f"{text!r} contains no path; give run directories or files")
     return paths
 
 
@@ -102,9 +103,9 @@ def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) 
             every = [*run.metrics, *(() if file.is_dir() else _read(path, None, columns).metrics)]
             has = ", ".join(dict.fromkeys(every)) or "none"
             raise InputError(f"{path} has no metric {absent[0]!r}; it has {has}")
-        run = Run(path, {name: run.metrics[name] for name in metrics}, run.digests, run.environment, run.remarks)
+        run = Run(path, {name: run.metrics[name] for name in metrics}, run.digests, run.environment, run.details)
     if not run.metrics:
-        raise InputError(f"{path} holds nothing to compare by; give scores, references or a finished run")
+        raise InputError(f"{path} has no metrics to compare; give scores, references or a finished run")
     return run
 
 
@@ -115,83 +116,87 @@ def _is_results(file: Path) -> bool:
 
 
 def _read_run(path: str) -> Run:
-    """The final episodes of a run: those of the trained model where the store also has those of its start."""
+    """Read the final episodes of a run: those of the latest step, if the store also has those of the initial model."""
     run = RunDirectory.open(path)
     finals = [stored for stored in stored_steps(run.episodes) if stored.split == "final"]
     if not finals:
-        raise InputError(f"{path} has no final episodes yet; let it finish, or evaluate its model")
+        raise InputError(f"{path} has no final episodes yet; wait until it finishes, or evaluate its model")
     stored = max(finals, key=lambda step: step.step)
     episodes = read_episodes(stored.path).episodes
     recipe = run.load_recipe()
     environment = getattr(recipe, "environment", None)
     failed = sum(episode.outcome is Outcome.FAILED for episode in episodes)
-    remarks = [f"{path}: final episodes of step {stored.step}"] if len(finals) > 1 else []
+    details = [f"{path}: final episodes of step {stored.step}"] if len(finals) > 1 else []
     if failed:
-        remarks.append(f"{path}: {failed} of {len(episodes)} episodes failed; not successful, and without a return")
+        details.append(
+            f"{path}: {failed} of {len(episodes)} episodes failed; they count as unsuccessful, without a return"
+        )
     return Run(
-        path, _of_episodes(episodes), {}, None if environment is None else environment.model_dump(mode="json"), remarks
+        path, _of_episodes(episodes), {}, None if environment is None else environment.model_dump(mode="json"), details
     )
 
 
-def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Measured]:
+def _of_episodes(episodes: Sequence[Episode]) -> dict[str, MetricResult]:
     played = [episode for episode in episodes if episode.outcome is not Outcome.FAILED]
     found: dict[str, ItemScores] = {}
-    if knows_success(episodes):
+    if reports_success(episodes):
         found["success"] = item_means("rate", ((str(e.seed), float(e.success)) for e in episodes))
     if played:
         found["return"] = item_means("mean", ((str(e.seed), e.total_reward) for e in played))
-    for name in dict.fromkeys(name for episode in episodes for name in reported(episode)):
-        values = [(str(e.seed), reported(e)[name]) for e in episodes if name in reported(e)]
+    for name in dict.fromkeys(name for episode in episodes for name in environment_scores(episode)):
+        values = [(str(e.seed), environment_scores(e)[name]) for e in episodes if name in environment_scores(e)]
         found[name] = item_means(_kind([value for _, value in values]), values)
-    return {name: Measured(name, scores, texts=len(scores)) for name, scores in found.items()}
+    return {name: MetricResult(name, scores, texts=len(scores)) for name, scores in found.items()}
 
 
 def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
-    """Predictions, which are measured against their references, or rows of numbers."""
+    """Read predictions, which are compared with their references, or rows of numbers."""
     if not Path(path).expanduser().exists():
         raise InputError(f"{path}: there is no such file or directory; correct the path")
     listed, problems = list(read_rows(SourceRecipe(path=path))), Problems()
     if not listed:
-        raise InputError(f"{path}: there are no rows in it; write some, or name another file")
+        raise InputError(f"{path} has no rows; give another file")
     rows: list[tuple[str, dict[str, Any]]] = []
     for origin, row in listed:
         try:
             if isinstance(row, str):
-                raise Unusable(*row.split(": ", 1))
+                raise UnusableRow(*row.split(": ", 1))
             rows.append((item_of(row, _prompt(row, columns.prompt), origin, columns), row))
-        except Unusable as problem:
+        except UnusableRow as problem:
             problems.add_text(str(problem), origin)
     scored = _numbers(rows, columns)
     if not any(columns.prediction in row for _, row in rows):
-        remarks = [f"{path}: {line}" for line in problems.summary()]
+        details = [f"{path}: {line}" for line in problems.summary()]
         lost = {name: count for name, count in scored.lost.items() if metrics is None or name in metrics}
-        remarks += [f"{path}: {count} rows without a number in {name}" for name, count in lost.items() if count]
+        details += [f"{path}: {count} rows without a number in {name}" for name, count in lost.items() if count]
         if (items := len({item for item, _ in rows})) < len(rows):
-            remarks.append(f"{path}: {len(rows)} rows are of {items} items, each the mean of its rows")
-        return Run(path, scored.metrics, {}, None, remarks)
+            details.append(
+                f"{path}: {len(rows)} rows are of {items} items; the score of an item is the mean of its rows"
+            )
+        return Run(path, scored.metrics, {}, None, details)
     predictions = read_predictions(path, columns)
     found = dict(scored.metrics) if metrics is not None else {}
     for name in ("exact", "bleu", "chrf"):
         wanted = metrics is None or name in metrics
         if wanted and name not in found and any(row.reference is not None for row in predictions.rows):
             found[name] = exact_match(predictions.rows) if name == "exact" else _corpus(name, predictions.rows)
-    dropped = [f"{path}: {line}" for line in predictions.notes()]
+    dropped = [f"{path}: {line}" for line in predictions.warnings()]
     return Run(path, found, predictions.digests(), None, dropped)
 
 
-def _corpus(name: str, rows: Any) -> Measured:
+def _corpus(name: str, rows: Any) -> MetricResult:
     return corpus_metric("bleu" if name == "bleu" else "chrf", rows)
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    metrics: dict[str, Measured]
+    metrics: dict[str, MetricResult]
     lost: dict[str, int]
-    """Rows without a number, per column."""
+    """Column -> rows without a number."""
 
 
 def _numbers(rows: Sequence[tuple[str, dict[str, Any]]], columns: PredictionColumns) -> _Numbers:
-    """The columns of numbers or of true and false of (item, row); a null or a NaN is no number and left out."""
+    """The numeric and boolean columns of (item, row) pairs; null and NaN are left out."""
     names = [
         name
         for name in dict.fromkeys(name for _, row in rows for name in row)
@@ -201,15 +206,15 @@ def _numbers(rows: Sequence[tuple[str, dict[str, Any]]], columns: PredictionColu
     for name in names:
         values = [(item, float(row[name])) for item, row in rows if _is_number(row.get(name))]
         lost[name] = len(rows) - len(values)
-        metrics[name] = Measured(name, item_means(_kind([value for _, value in values]), values), texts=len(values))
+        metrics[name] = MetricResult(name, item_means(_kind([value for _, value in values]), values), texts=len(values))
     return _Numbers(metrics, lost)
 
 
 def _prompt(row: dict[str, Any], name: str) -> Any:
-    """The prompt as predictions have it, or as it stands where it is no conversation."""
+    """The prompt as messages, or unchanged if it is not a conversation."""
     try:
         return None if row.get(name) is None else as_messages(row[name], name, "user")
-    except Unusable:
+    except UnusableRow:
         return row[name]
 
 

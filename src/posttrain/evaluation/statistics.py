@@ -1,11 +1,18 @@
-"""95% intervals of rates, means and their differences. Every reported number comes with its n and one of these."""
+"""Estimates with 95% intervals, tests of differences, and scores per item that can be resampled.
+
+Every reported number has its n and one of these intervals. `ItemScores` keeps a metric as summands per item, because
+corpus metrics such as BLEU are not means of sentence scores: BLEU is computed from counts summed over sentences.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 
+from posttrain.plugins import require_module
 from posttrain.seeds import random_stream
 
 Z = 1.959963984540054
@@ -14,7 +21,7 @@ Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A rate or mean over `n` independent seeds with the limits of its 95% interval; NaN where unknown."""
+    """A rate or mean over `n` independent seeds or items with its 95% interval; limits are NaN if unknown."""
 
     value: float
     low: float
@@ -24,7 +31,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """`a - b` with the limits of its 95% interval."""
+    """A difference with its 95% interval."""
 
     value: float
     low: float
@@ -37,23 +44,23 @@ def success_rate(successes: int, n: int) -> Estimate:
     centre = (p + z^2 / 2n) / (1 + z^2 / n);  half = z sqrt(p (1 - p) / n + z^2 / 4n^2) / (1 + z^2 / n)
     """
     if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"{successes} successes of {n} trials make no rate")
+        raise ValueError(f"invalid rate: {successes} successes of {n} trials")
     return _wilson(successes / n, float(n), n)
 
 
 def clustered_rate(seed_means: Sequence[float], episodes: int) -> Estimate:
-    """Success rate where each seed was played several times; episodes of one seed are alike, so seeds are what counts.
+    """Success rate over seeds with several, correlated episodes each.
 
-    `seed_means`: mean success in [0, 1] of each of the k seeds; `episodes`: episodes in all. The value is the mean of
-    the seed means. The interval is Wilson's with the effective number of trials k p (1 - p) / var(seed means), at
-    most `episodes` and at least k (Korn and Graubard 1998, with Wilson's limits): it is `success_rate` exactly when
-    every seed was played once, and is wider than counting episodes whenever seeds differ in difficulty.
+    `seed_means`: mean success in [0, 1] of each of the k seeds. `episodes`: total number of episodes. The value is the
+    mean of the seed means. The interval is Wilson's with the effective number of trials
+    k p (1 - p) / var(seed means), clipped to [k, `episodes`] (Korn and Graubard 1998, with Wilson's limits). It equals
+    `success_rate` for one episode per seed, and is wider than an interval over episodes if seeds differ in difficulty.
     """
     means = np.asarray(seed_means, dtype=np.float64)
     k = len(means)
     if k < 1 or episodes < k or means.min() < 0 or means.max() > 1:
         raise ValueError(
-            f"{k} seed means of {episodes} episodes make no rate; means lie in [0, 1], one or more per seed"
+            f"invalid rate: {k} seed means of {episodes} episodes; means must lie in [0, 1], with an episode or more per seed"
         )
     p = float(means.mean())
     spread = float(means.var())
@@ -67,17 +74,16 @@ def clustered_rate(seed_means: Sequence[float], episodes: int) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Mean of `values` with Student's t interval; with one value the limits are NaN, for its spread is unknown.
+    """Mean of `values` with Student's t interval, mean ± t(0.975, n - 1) s / sqrt(n), where s has divisor n - 1.
 
-    mean +- t(0.975, n - 1) s / sqrt(n), s with divisor n - 1. Not meant for n < 30 of heavily skewed values: there
-    use `bootstrap_mean`.
+    The limits are NaN for a single value. For fewer than 30 heavily skewed values, use `bootstrap_mean`.
     """
     from scipy.special import stdtrit
 
     sample = np.asarray(values, dtype=np.float64)
     n = len(sample)
     if n < 1:
-        raise ValueError("no values make no mean")
+        raise ValueError("a mean needs at least one value")
     centre = float(sample.mean())
     if n == 1:
         return Estimate(centre, math.nan, math.nan, 1)
@@ -86,20 +92,22 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0, draws: int = 10_000) -> Estimate:
-    """Mean of `values` with a percentile bootstrap interval (Efron 1979), the same for the same `seed`."""
+    """Mean of `values` with a percentile bootstrap interval (Efron 1979), deterministic given `seed`."""
     sample = np.asarray(values, dtype=np.float64)
     if len(sample) < 1:
-        raise ValueError("no values make no mean")
+        raise ValueError("a mean needs at least one value")
     low, high = _bootstrap(sample, seed, draws)
     return Estimate(float(sample.mean()), low, high, len(sample))
 
 
 def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """sum(sums) / sum(counts) over rows, such as nats per token, with a percentile bootstrap interval over rows."""
+    """sum(sums) / sum(counts), such as nats per token, with a percentile bootstrap interval over rows."""
     above, below = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     n = len(above)
     if n < 1 or len(below) != n or below.sum() <= 0:
-        raise ValueError(f"{n} sums and {len(below)} counts make no ratio")
+        raise ValueError(
+            f"invalid ratio: {n} sums, {len(below)} counts; counts must have the same length and a positive sum"
+        )
     if n == 1:
         return Estimate(float(above[0] / below[0]), math.nan, math.nan, 1)
     generator = random_stream("bootstrap ratio", seed)
@@ -112,9 +120,9 @@ def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float], seed: int = 0, draws: int = 10_000) -> Difference:
-    """Mean of `a[i] - b[i]`, two players on the same seeds in the same order, with a percentile bootstrap interval."""
+    """Mean of `a[i] - b[i]`, for two policies on the same seeds, with a percentile bootstrap interval."""
     if len(a) != len(b) or len(a) < 1:
-        raise ValueError(f"pairs need as many values of one as of the other, got {len(a)} and {len(b)}")
+        raise ValueError(f"paired values must have equal, positive lengths, got {len(a)} and {len(b)}")
     sample = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     low, high = _bootstrap(sample, seed, draws)
     return Difference(float(sample.mean()), low, high)
@@ -124,7 +132,7 @@ def _wilson(p: float, trials: float, n: int) -> Estimate:
     scale = 1 + Z**2 / trials
     centre = (p + Z**2 / (2 * trials)) / scale
     half = Z * math.sqrt(p * (1 - p) / trials + Z**2 / (4 * trials**2)) / scale
-    # At p = 0 and p = 1 the limit is p itself; rounding may miss it.
+    # At p = 0 and p = 1 a limit equals p; clip rounding errors.
     return Estimate(p, max(0.0, min(centre - half, p)), min(1.0, max(centre + half, p)), n)
 
 
@@ -135,40 +143,40 @@ def _bootstrap(sample: np.ndarray, seed: int, draws: int) -> tuple[float, float]
     return float(low), float(high)
 
 
-_FEWEST = 10
-"""Differences that a standardised one needs for an interval."""
+_MIN_DIFFERENCES = 10
+"""Fewest differences for an interval of the standardized difference."""
 _ROUNDING = 1e-9
-"""A spread below this share of the values is none."""
+"""A spread below this fraction of the values counts as zero."""
 
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Pairs whose predicted probability of the ranking lies in one stretch of [0.5, 1]."""
+    """Pairs whose predicted probability lies in [`low`, `high`], a part of [0.5, 1]."""
 
     low: float
     high: float
     confidence: float
-    """Mean predicted probability that the answer with the larger reward is the better one."""
+    """Mean predicted probability that the answer with the larger reward is the chosen one."""
     accuracy: Estimate
-    """Share of pairs in which it is."""
+    """Fraction of pairs in which it is."""
 
 
 def pair_accuracy(margins: Sequence[float]) -> Estimate:
-    """Share of pairs whose margin (reward of the better answer minus that of the worse) is above 0; a tie is half."""
+    """Fraction of pairs with a positive margin (reward of chosen minus rejected); ties count half."""
     values = np.asarray(margins, dtype=np.float64)
     return clustered_rate(list((np.sign(values) + 1) / 2), len(values))
 
 
-def ranking_accuracy(good: Sequence[float], bad: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """Chance that a good answer's reward is above a bad one's (area under the ROC curve; Mann and Whitney 1947).
+def ranking_accuracy(chosen: Sequence[float], rejected: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
+    """Probability that a chosen answer's reward exceeds a rejected one's (area under the ROC curve; Mann, Whitney 1947).
 
-    Over all pairs of a good and a bad answer, a tie counting half; percentile bootstrap interval over answers. Where
-    resampling shows no spread, because all pairs come out alike, or cannot, because one side is a single answer, the
-    interval is Wilson's with as many trials as the smaller side has answers: no more of the pairs are independent.
+    Computed over all pairs of a chosen and a rejected answer; ties count half. The interval is a percentile bootstrap
+    over answers. If all pairs have the same result, or one side has a single answer, resampling shows no spread; then
+    the interval is Wilson's with the size of the smaller side as trials, as no more of the pairs are independent.
     """
-    better, worse = np.asarray(good, dtype=np.float64), np.asarray(bad, dtype=np.float64)
+    better, worse = np.asarray(chosen, dtype=np.float64), np.asarray(rejected, dtype=np.float64)
     if not len(better) or not len(worse):
-        raise ValueError("a ranking needs good and bad answers")
+        raise ValueError("a ranking needs chosen and rejected answers")
     wins = (better[:, None] > worse[None]) + 0.5 * (better[:, None] == worse[None])
     value, n = float(wins.mean()), len(better) + len(worse)
     if min(wins.shape) == 1 or wins.min() == wins.max():
@@ -177,7 +185,7 @@ def ranking_accuracy(good: Sequence[float], bad: Sequence[float], seed: int = 0,
     drawn = []
     for _ in range(draws):
         rows, columns = (generator.integers(size, size=size) for size in wins.shape)
-        # The mean over a resample is a weighted mean of the table: weights are how often each answer was drawn.
+        # The mean over a resample is a weighted mean of the table, with the counts of the drawn answers as weights.
         over = np.bincount(rows, minlength=len(better)) / len(better)
         under = np.bincount(columns, minlength=len(worse)) / len(worse)
         drawn.append(float(over @ wins @ under))
@@ -186,17 +194,17 @@ def ranking_accuracy(good: Sequence[float], bad: Sequence[float], seed: int = 0,
 
 
 def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[CalibrationBin], float]:
-    """Bins of equal width over the predicted probability, and the expected calibration error (Guo et al. 2017).
+    """Equal-width bins of the predicted probability, and the expected calibration error (Guo et al. 2017).
 
-    A Bradley-Terry model predicts that the answer with the larger reward is better with probability sigmoid(|margin|).
-    The error is the mean over pairs of |confidence - accuracy| of their bin; empty bins are left out.
+    A Bradley-Terry model predicts that the answer with the larger reward is chosen with probability sigmoid(|margin|).
+    The error is the mean over pairs of |confidence - accuracy| of their bin. Empty bins are omitted.
     """
     values = np.asarray(margins, dtype=np.float64)
     confidence = 1 / (1 + np.exp(-np.abs(values)))
-    place = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
+    index = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     found, error = [], 0.0
     for number in range(bins):
-        inside = place == number
+        inside = index == number
         n = int(inside.sum())
         if not n:
             continue
@@ -208,10 +216,11 @@ def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[Calibrati
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Two-sided exact p of McNemar's test (McNemar 1947): items that only A, and that only B, got right.
+    """Two-sided p-value of McNemar's exact test (McNemar 1947).
 
-    Under no difference each of the n = only_a + only_b discordant items is either's with probability 1/2, so
-    p = min(1, 2 P(X <= min(only_a, only_b))), X ~ Binomial(n, 1/2); without discordant items p = 1.
+    `only_a`, `only_b`: items that only A, or only B, got right. Under the null hypothesis each of the n = only_a + only_b
+    discordant items is A's or B's with probability 1/2, so p = min(1, 2 P(X <= min(only_a, only_b))) with
+    X ~ Binomial(n, 1/2). Without discordant items, p = 1.
     """
     from scipy.special import bdtr
 
@@ -220,15 +229,15 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def paired_rates(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Rate of `b` minus rate of `a`, each 0 or 1 on the same items, by Newcombe's paired score method.
+    """Rate of `b` minus rate of `a` (values 0 or 1 on the same items) with Newcombe's paired score interval.
 
-    Newcombe 1998 (Statistics in Medicine 17, 2635), method 10: the Wilson limits of both rates put together as for
-    independent samples, less what their correlation phi takes away; phi's numerator is corrected for continuity.
+    Newcombe 1998 (Statistics in Medicine 17, 2635), method 10: combines the Wilson limits of both rates and subtracts a
+    term for their correlation phi, whose numerator has a continuity correction.
     """
     first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
     n = len(first)
     if n < 1 or len(second) != n:
-        raise ValueError(f"pairs need as many values of one as of the other, got {n} and {len(second)}")
+        raise ValueError(f"paired values must have equal, positive lengths, got {n} and {len(second)}")
     one, other = success_rate(int(second.sum()), n), success_rate(int(first.sum()), n)
     both, neither = int((first & second).sum()), int((~first & ~second).sum())
     only_a, only_b = int((first & ~second).sum()), int((~first & second).sum())
@@ -244,9 +253,9 @@ def paired_rates(a: Sequence[float], b: Sequence[float]) -> Difference:
 
 
 def odds_ratio(only_a: int, only_b: int) -> Estimate:
-    """Odds that a discordant item is B's, only_b / only_a, with its exact conditional interval (Clopper and Pearson).
+    """Conditional odds ratio of paired rates, only_b / only_a, with its exact interval (Clopper and Pearson 1934).
 
-    Infinite without items of A alone; NaN without any discordant item. `n` is the number of discordant items.
+    Infinite if `only_a` is 0, NaN without discordant items. `n` is the number of discordant items.
     """
     from scipy.special import betaincinv
 
@@ -259,10 +268,11 @@ def odds_ratio(only_a: int, only_b: int) -> Estimate:
     return Estimate(value, limits[0], limits[1], n)
 
 
-def standardised_difference(differences: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """Cohen's d_z of paired differences, mean / standard deviation (divisor n - 1; Cohen 1988), with a percentile
-    bootstrap interval over items. NaN where the differences are all alike but for rounding, or fewer than two. The
-    limits are NaN with fewer than ten, for resamples of so few are often of nearly the same value.
+def standardized_difference(differences: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
+    """Cohen's d_z of paired differences, mean / standard deviation (divisor n - 1; Cohen 1988).
+
+    The interval is a percentile bootstrap over items. The value is NaN for fewer than two differences, or if they are
+    equal up to rounding. The limits are NaN for fewer than ten, whose resamples often have almost no spread.
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
@@ -270,7 +280,7 @@ def standardised_difference(differences: Sequence[float], seed: int = 0, draws: 
     if not deviation or np.ptp(values) <= _ROUNDING * np.abs(values).max():
         return Estimate(math.nan, math.nan, math.nan, n)
     value = float(values.mean())
-    if n < _FEWEST:
+    if n < _MIN_DIFFERENCES:
         return Estimate(value / deviation, math.nan, math.nan, n)
     generator = random_stream("standardised difference", seed)
     drawn = values[generator.integers(n, size=(draws, n))]
@@ -281,13 +291,120 @@ def standardised_difference(differences: Sequence[float], seed: int = 0, draws: 
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's corrected p-values of a family of tests (Holm 1979), in the order given.
+    """Holm's corrected p-values of a family of tests (Holm 1979), in the given order.
 
-    Sorted upwards, the i-th of m (from 1) is multiplied by m - i + 1; none is below one before it or above 1.
+    The i-th smallest of m (from 1) is multiplied by m - i + 1. The results are made monotone and at most 1.
     """
     m = len(p_values)
     found, least = [0.0] * m, 0.0
-    for rank, place in enumerate(sorted(range(m), key=lambda i: p_values[i])):
-        least = max(least, min(1.0, (m - rank) * p_values[place]))
-        found[place] = least
+    for rank, index in enumerate(sorted(range(m), key=lambda i: p_values[i])):
+        least = max(least, min(1.0, (m - rank) * p_values[index]))
+        found[index] = least
     return found
+
+
+Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
+"""Summands per item: (value, 1) for `rate` and `mean`, (nats, tokens) for `perplexity`, sacrebleu's counts otherwise."""
+
+DRAWS = 5_000
+"""Bootstrap resamples."""
+_UNLIMITED_TRIALS = 10**12
+"""No upper bound on the effective trials: the number of samples per item is not known here."""
+
+
+@dataclass(frozen=True)
+class ItemScores:
+    """The summands of one metric: item -> [S] float64."""
+
+    kind: Kind
+    items: Mapping[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def table(self, names: Sequence[str] | None = None) -> np.ndarray:
+        """[n, S] float64: the summands of the items `names` (default: all items in their order)."""
+        return np.stack([self.items[name] for name in (self.items if names is None else names)])
+
+    def values(self, names: Sequence[str] | None = None) -> np.ndarray:
+        """[n] float64: the metric of each item alone."""
+        return combine(self.kind, self.table(names))
+
+
+def item_means(kind: Literal["rate", "mean"], samples: Iterable[tuple[str, float]]) -> ItemScores:
+    """Mean over the samples of each item, so that all items have the same weight."""
+    found: dict[str, list[float]] = {}
+    for item, value in samples:
+        found.setdefault(item, []).append(float(value))
+    return ItemScores(kind, {item: np.array([math.fsum(own) / len(own), 1.0]) for item, own in found.items()})
+
+
+def item_sums(kind: Kind, samples: Iterable[tuple[str, Sequence[float]]]) -> ItemScores:
+    """Sum of the summands [S] over the samples of each item."""
+    found: dict[str, np.ndarray] = {}
+    for item, summands in samples:
+        found[item] = found.get(item, 0.0) + np.asarray(summands, dtype=np.float64)
+    return ItemScores(kind, found)
+
+
+def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
+    """The metric [...] from summands [..., S]: sum / count, exp(nats / tokens), or BLEU or chrF in [0, 100]."""
+    if kind in ("rate", "mean", "perplexity"):
+        ratio = sums[..., 0] / sums[..., 1]
+        return np.exp(ratio) if kind == "perplexity" else ratio
+    metric = sacrebleu_metric(kind)
+    flat = sums.reshape(-1, sums.shape[-1])
+    found = [metric._compute_score_from_stats([round(count) for count in row]).score for row in flat]
+    return np.array(found).reshape(sums.shape[:-1])
+
+
+def estimate(scores: ItemScores, seed: int = 0, draws: int = DRAWS) -> Estimate:
+    """The metric over all items with a 95% interval over items.
+
+    Means have Student's t interval, rates the interval of `clustered_rate`. Other metrics have a percentile bootstrap
+    interval (Efron 1979) whose half-widths are multiplied by t(0.975, n - 1) / z sqrt(n / (n - 1)), because percentile
+    intervals are too narrow by that factor (Hesterberg 2015); for a perplexity, on the logarithm. Except for a rate,
+    the limits are NaN for a single item.
+    """
+    from scipy.special import stdtrit
+
+    if not len(scores):
+        raise ValueError("an estimate needs at least one item")
+    table, n = scores.table(), len(scores)
+    value = float(combine(scores.kind, table.sum(0)))
+    per_item = scores.values()
+    if scores.kind == "rate":
+        known = clustered_rate(per_item.tolist(), n if np.ptp(per_item) == 0 else _UNLIMITED_TRIALS)
+        return Estimate(value, known.low, known.high, n)
+    if n == 1:
+        return Estimate(value, math.nan, math.nan, 1)
+    if scores.kind == "mean":
+        return mean(per_item.tolist())
+    limits = np.quantile(combine(scores.kind, resampled_sums(table, seed, draws)), [0.025, 0.975])
+    # With few items and a skewed metric, the percentiles may not contain the value.
+    low, high = min(float(limits[0]), value), max(float(limits[1]), value)
+    wider = float(stdtrit(n - 1, 0.975)) / Z * math.sqrt(n / (n - 1))
+    if scores.kind == "perplexity":
+        low, high = (value * float(np.exp(wider * math.log(limit / value))) for limit in (low, high))
+        return Estimate(value, low, high, n)
+    return Estimate(value, max(0.0, value + wider * (low - value)), min(100.0, value + wider * (high - value)), n)
+
+
+def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.ndarray:
+    """[draws, S]: sums over the items of bootstrap samples of `table` [n, S].
+
+    The drawn items depend on n and `seed` only, so tables of the same items get the same samples.
+    """
+    n = len(table)
+    generator = random_stream("items", n, seed)
+    found = np.empty((draws, table.shape[1]))
+    for draw in range(draws):
+        found[draw] = np.bincount(generator.integers(n, size=n), minlength=n) @ table
+    return found
+
+
+@lru_cache(maxsize=2)
+def sacrebleu_metric(kind: str) -> Any:
+    """sacrebleu's BLEU or chrF with default settings; raises `InputError` if sacrebleu is not installed."""
+    metrics = require_module("sacrebleu.metrics", f"the metric {kind}")
+    return metrics.BLEU() if kind == "bleu" else metrics.CHRF()

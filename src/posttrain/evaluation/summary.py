@@ -1,4 +1,4 @@
-"""What a set of episodes says about the policy that played them."""
+"""Evaluation of a policy from its episodes: success, return, pass@k, lengths."""
 
 import math
 from collections import defaultdict
@@ -14,16 +14,15 @@ from posttrain.recipe.rollout import SCORES, EvaluationRecipe
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, collect_episodes
 
 PASS = "pass@k/"
-"""What the keys of pass@k begin with in a line of the metrics log."""
+"""Prefix of the pass@k keys in the metrics log."""
 MEAN = "mean@k/"
-"""What the key of mean@k begins with."""
+"""Prefix of the mean@k key."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k attempts, drawn without replacement from n of which c succeeded, succeeded.
+    """Unbiased estimate of pass@k from n attempts with c successes: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021).
 
-    1 - C(n - c, k) / C(n, k), which is unbiased for the chance that k new attempts hold a success; ValueError unless
-    0 <= c <= n and 1 <= k <= n. Computed as a product, for the binomials overflow.
+    Computed as a product, because the binomials overflow. Raises `ValueError` unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} needs at least {k} attempts and 0 to n successes, got n = {n} and c = {c}")
@@ -33,20 +32,20 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, ... and n itself."""
+    """1, 2, 4, ... up to n, and n itself."""
     found = [2**power for power in range(n.bit_length())]
     return found if found[-1] == n else [*found, n]
 
 
 def attempts(successes: Mapping[int, Sequence[bool]]) -> int:
-    """Attempts that every seed has at least; 0 without seeds. `successes`: seed -> whether each attempt succeeded."""
+    """The smallest number of attempts of any seed; 0 without seeds. `successes`: seed -> success of each attempt."""
     return min((len(own) for own in successes.values()), default=0)
 
 
-def passes(successes: Mapping[int, Sequence[bool]]) -> dict[int, Estimate]:
-    """pass@k for k = 1, 2, 4, ... up to the attempts that every seed has, which is the last k.
+def pass_rates(successes: Mapping[int, Sequence[bool]]) -> dict[int, Estimate]:
+    """k -> pass@k for k = 1, 2, 4, ... up to `attempts(successes)`.
 
-    The mean over seeds, with the interval of `clustered_rate`: n attempts of a seed hold n / k that share none.
+    The mean over seeds with the interval of `clustered_rate`; n attempts contain n // k disjoint sets of k.
     """
     found = {}
     for k in powers_up_to(n) if (n := attempts(successes)) else []:
@@ -56,7 +55,7 @@ def passes(successes: Mapping[int, Sequence[bool]]) -> dict[int, Estimate]:
 
 
 def mean_at_k(successes: Mapping[int, Sequence[bool]]) -> Estimate:
-    """Share of a seed's attempts that succeeded, as a mean over seeds: what one attempt gives, whatever k is."""
+    """Mean over seeds of the fraction of successful attempts."""
     rates = [sum(own) / len(own) for own in successes.values()]
     return clustered_rate(rates, sum(map(len, successes.values())))
 
@@ -69,28 +68,28 @@ class Evaluation:
     """Success and return on a set of seeds."""
 
     success: Estimate | None
-    """Over all seeds; a failed episode counts as not successful. None where the environment knows no success."""
+    """Over all seeds; failed episodes count as unsuccessful. None if the environment does not report success."""
     mean_return: Estimate
-    """Over the seeds with an episode that did not fail, for a failed episode's return is unknown; NaN without any."""
+    """Over seeds with an episode that did not fail, since a failed episode has no return; NaN if there are none."""
     n: int
-    """Seeds."""
+    """Number of seeds."""
     episodes: int
-    """Episodes, failed ones included."""
+    """Number of episodes, including failed ones."""
     failed: int
-    """Episodes that failed."""
+    """Number of failed episodes."""
     rejected_share: float
-    """Share of all turns whose answer was not understood, in [0, 1]; NaN without turns."""
+    """Fraction of turns whose answer could not be parsed; NaN without turns."""
     tokens_per_answer: float
-    """Sampled tokens per turn, over the turns whose tokens are known (a server may not tell); NaN without any."""
+    """Sampled tokens per turn, over turns with known tokens (servers may not report them); NaN if there are none."""
     turns: float
     """Turns per episode."""
     scores: Mapping[str, Estimate] = field(default_factory=dict)
-    """What the environment reports besides its reward, by name, over the seeds whose episodes report it."""
+    """Further scores of the environment by name, over the seeds whose episodes report them."""
     attempts: Mapping[str, Estimate] = field(default_factory=dict)
-    """pass@k and mean@k by their keys of the metrics log, where seeds were played several times and success is known."""
+    """pass@k and mean@k by metrics key, if seeds have several episodes and the environment reports success."""
 
     def metrics(self) -> dict[str, float | int]:
-        """Values of an evaluation line of the metrics log."""
+        """The values of an evaluation line of the metrics log."""
         success = {} if self.success is None else _with_limits("success", self.success)
         return (
             success
@@ -105,18 +104,18 @@ class Evaluation:
                 "tokens_per_answer": self.tokens_per_answer,
                 "turns": self.turns,
             }
-            | {key: v for name, own in self.scores.items() for key, v in _with_limits(f"{SCORES}{name}", own).items()}
-            | {key: v for name, own in self.attempts.items() for key, v in _with_limits(name, own).items()}
+            | {key: v for name, one in self.scores.items() for key, v in _with_limits(f"{SCORES}{name}", one).items()}
+            | {key: v for name, one in self.attempts.items() for key, v in _with_limits(name, one).items()}
         )
 
 
-def summarise(episodes: Sequence[Episode]) -> Evaluation:
-    """Success, return and lengths of `episodes`, any number per seed; ValueError without episodes.
+def summarize(episodes: Sequence[Episode]) -> Evaluation:
+    """Success, return and lengths of `episodes`, with any number of episodes per seed.
 
-    Intervals are over seeds: the episodes of one seed count as one mean (see `clustered_rate`).
+    Intervals are over seeds (see `clustered_rate`). Raises `ValueError` without episodes.
     """
     if not episodes:
-        raise ValueError("no episodes to summarise")
+        raise ValueError("no episodes to summarize")
     successes: dict[int, list[bool]] = defaultdict(list)
     returns: dict[int, list[float]] = defaultdict(list)
     for episode in episodes:
@@ -125,12 +124,12 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
             returns[episode.seed].append(episode.total_reward)
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for episode in episodes:
-        for name, value in reported(episode).items():
+        for name, value in environment_scores(episode).items():
             scores[name][episode.seed].append(value)
     turns = [turn for episode in episodes for turn in episode.turns]
     rates = [_average(played) for played in successes.values()]
     return Evaluation(
-        success=clustered_rate(rates, len(episodes)) if knows_success(episodes) else None,
+        success=clustered_rate(rates, len(episodes)) if reports_success(episodes) else None,
         mean_return=mean([_average(paid) for paid in returns.values()]) if returns else _NO_RETURN,
         n=len(successes),
         episodes=len(episodes),
@@ -139,17 +138,17 @@ def summarise(episodes: Sequence[Episode]) -> Evaluation:
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
         turns=len(turns) / len(episodes),
         scores={name: _score(by_seed) for name, by_seed in scores.items()},
-        attempts=_attempts(successes) if knows_success(episodes) else {},
+        attempts=_attempts(successes) if reports_success(episodes) else {},
     )
 
 
-def reported(episode: Episode) -> dict[str, float]:
-    """The scores by name that the environment reports of an episode besides its reward."""
+def environment_scores(episode: Episode) -> dict[str, float]:
+    """The scores that the environment reports for an episode besides its reward, by name."""
     return dict(episode.turns[-1].info.get("scores", {})) if episode.turns else {}
 
 
-def knows_success(episodes: Sequence[Episode]) -> bool:
-    """Whether any episode says if it succeeded; one that all failed counts as if it did."""
+def reports_success(episodes: Sequence[Episode]) -> bool:
+    """Whether the environment reports success in any episode; True if all episodes failed."""
     ended = [episode for episode in episodes if episode.outcome is not Outcome.FAILED and episode.turns]
     return not ended or any("success" in episode.turns[-1].info for episode in ended)
 
@@ -157,11 +156,11 @@ def knows_success(episodes: Sequence[Episode]) -> bool:
 def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
     if (n := attempts(successes)) < 2:
         return {}
-    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": own for k, own in passes(successes).items()}
+    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": own for k, own in pass_rates(successes).items()}
 
 
 def _score(by_seed: Mapping[int, Sequence[float]]) -> Estimate:
-    """The mean over seeds; of a score that is 0 or 1, such as success in one kind of tasks, with a rate's interval."""
+    """Mean over seeds; a score that is always 0 or 1, such as success per task kind, has the interval of a rate."""
     means = [_average(own) for own in by_seed.values()]
     values = {value for own in by_seed.values() for value in own}
     return clustered_rate(means, sum(map(len, by_seed.values()))) if values <= {0.0, 1.0} else mean(means)
@@ -176,18 +175,18 @@ def _average(values: Sequence[float]) -> float:
 
 
 def evaluate(
-    player: EpisodeWorker[Any], recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
+    worker: EpisodeWorker[Any], recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
 ) -> tuple[Evaluation, list[Episode]]:
-    """Play every held-out seed that is not `left_out`; returns the summary and the episodes.
+    """Play every held-out seed not in `left_out`; returns the summary and the episodes.
 
-    The random numbers depend on the run seed and the held-out seed alone, so two evaluations of one run differ by
-    the policy and by nothing else. `player.sampling` should be `recipe.sampling`.
+    Random numbers depend only on the run seed and the held-out seed, so two evaluations of one run differ only by the
+    policy. `worker.sampling` should be `recipe.sampling`.
     """
-    places = [
+    requests = [
         EpisodeRequest(seed, group, index, (run_seed, "evaluation", group, index))
         for group, seed in enumerate(range(recipe.seeds.start, recipe.seeds.stop))
         if seed not in left_out
         for index in range(recipe.episodes_per_seed)
     ]
-    episodes = collect_episodes(player, places)
-    return summarise(episodes), episodes
+    episodes = collect_episodes(worker, requests)
+    return summarize(episodes), episodes

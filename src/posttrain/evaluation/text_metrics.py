@@ -1,63 +1,47 @@
-"""Metrics of predictions that need no model: BLEU, chrF, exact match, and verifiers."""
+"""Metrics of a file of predictions: BLEU, chrF, exact match and verifiers here, model-based ones in `model_metrics`."""
 
 import json
 import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from posttrain.environments.rules import SCORE, Rule, load_rule
 from posttrain.errors import InputError
-from posttrain.evaluation.predictions import Prediction
-from posttrain.evaluation.scores import ItemScores, item_means, item_sums, sacrebleu_metric
-
-Better = Literal["higher", "lower", "neither"]
-"""Which values of a metric are better; `neither` is not compared."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One metric of a file of predictions."""
-
-    name: str
-    scores: ItemScores
-    better: Better = "higher"
-    texts: int = 0
-    """Texts that were scored; an item may have several."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Texts that were not, by reason."""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """What a reader has to know to compare the number: a signature, a layer, a model."""
+from posttrain.evaluation.predictions import Prediction, Predictions, with_reference
+from posttrain.evaluation.results import MetricResult, Results
+from posttrain.evaluation.statistics import item_means, item_sums, sacrebleu_metric
+from posttrain.plugins import require_module
 
 
-def corpus_metric(name: Literal["bleu", "chrf"], rows: Sequence[Prediction]) -> Measured:
+def corpus_metric(name: Literal["bleu", "chrf"], rows: Sequence[Prediction]) -> MetricResult:
     """SacreBLEU's corpus BLEU (Papineni et al. 2002; Post 2018) or chrF2 (Popović 2015), in [0, 100]."""
     metric = sacrebleu_metric(name)
     known, missing = with_reference(rows)
     counts = metric._extract_corpus_statistics([row.text for row in known], [[row.reference for row in known]])
     scores = item_sums(name, ((row.item, own) for row, own in zip(known, counts, strict=True)))
-    return Measured(name, scores, "higher", len(known), missing, {"signature": str(metric.get_signature())})
+    return MetricResult(name, scores, "higher", len(known), missing, {"signature": str(metric.get_signature())})
 
 
-def exact_match(rows: Sequence[Prediction]) -> Measured:
-    """Share of predictions that are the reference, after `normalized`."""
+def exact_match(rows: Sequence[Prediction]) -> MetricResult:
+    """Fraction of predictions equal to the reference after `normalized`."""
     known, missing = with_reference(rows)
     hits = ((row.item, float(normalized(row.text) == normalized(row.reference or ""))) for row in known)
-    about = {"normalized": "Unicode NFKC, case folded, white space as one space, none at the ends"}
-    return Measured("exact", item_means("rate", hits), "higher", len(known), missing, about)
+    about = {"normalized": "Unicode NFKC, case-folded, runs of white space as one space, stripped"}
+    return MetricResult("exact", item_means("rate", hits), "higher", len(known), missing, about)
 
 
 def normalized(text: str) -> str:
-    """NFKC, case folded, runs of white space as one space, none at the ends; punctuation counts."""
+    """`text` in NFKC, case-folded, runs of white space as one space, stripped. Punctuation is kept."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def verified(rows: Sequence[Prediction], verifier: str) -> Measured:
-    """Mean score by a data set of reasoning-gym (`chain_sum`) or by a rule (`module:function`, `file.py:function`).
+def verified(rows: Sequence[Prediction], verifier: str) -> MetricResult:
+    """Mean score by a reasoning-gym data set (`chain_sum`) or by a rule (`module:function`, `file.py:function`).
 
-    A row on which the verifier raises, or gives no finite number, is left out and counted; InputError where that
-    leaves none.
+    Rows on which the verifier raises or returns no finite number are left out and counted. Raises `InputError` if no
+    row remains.
     """
     score = _rule(verifier) if ":" in verifier else _gym_scorer(verifier)
     values: list[tuple[str, float]] = []
@@ -67,7 +51,7 @@ def verified(rows: Sequence[Prediction], verifier: str) -> Measured:
         try:
             value = score(row)
             if not math.isfinite(value):
-                raise ValueError(f"it gave {value}")
+                raise ValueError(f"the score is {value}")
             values.append((row.item, value))
         except Exception as error:
             first = first or f"{type(error).__name__}: {str(error)[:120]}, {row.origin}"
@@ -75,21 +59,11 @@ def verified(rows: Sequence[Prediction], verifier: str) -> Measured:
             left_out[reason] = left_out.get(reason, 0) + 1
     if not values:
         raise InputError(
-            f"--verifier {verifier}: no prediction could be scored ({first}); the rows need what it reads, a reference "
-            "and often `metadata`"
+            f"--verifier {verifier}: no prediction could be scored ({first}); rows need the fields that the verifier reads, "
+            "a reference and often `metadata`"
         )
     kind: Literal["rate", "mean"] = "rate" if {value for _, value in values} <= {0.0, 1.0} else "mean"
-    return Measured("verifier", item_means(kind, values), "higher", len(values), left_out, {"verifier": verifier})
-
-
-def with_reference(rows: Sequence[Prediction]) -> tuple[list[Prediction], dict[str, int]]:
-    """The rows that have a reference, and how many have none; InputError where none has one."""
-    known = [row for row in rows if row.reference is not None]
-    if not known:
-        raise InputError(
-            "no row has a reference to compare with; add the column `reference`, or name yours in `columns.reference`"
-        )
-    return known, {"no reference": len(rows) - len(known)} if len(known) < len(rows) else {}
+    return MetricResult("verifier", item_means(kind, values), "higher", len(values), left_out, {"verifier": verifier})
 
 
 def _rule(where: str) -> Callable[[Prediction], float]:
@@ -107,14 +81,10 @@ def _rule(where: str) -> Callable[[Prediction], float]:
 
 
 def _gym_scorer(name: str) -> Callable[[Prediction], float]:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError as error:
-        raise InputError(f"--verifier {name} needs that package; `pip install reasoning-gym`") from error
-    if name not in DATASETS:
+    reasoning_gym = require_module("reasoning_gym", f"--verifier {name}")
+    if name not in require_module("reasoning_gym.factory", f"--verifier {name}").DATASETS:
         raise InputError(
-            f"--verifier: there is no data set {name!r} in reasoning-gym; use one of its names, or `module:function`"
+            f"--verifier: reasoning-gym has no data set {name!r}; use one of its names, or `module:function`"
         )
     scorer = reasoning_gym.get_score_answer_fn(name)
 
@@ -128,3 +98,112 @@ def _gym_scorer(name: str) -> Callable[[Prediction], float]:
         return float(scorer(row.text.strip(), entry))
 
     return score
+
+
+Metric = Literal["bleu", "chrf", "exact", "verifier", "bertscore", "perplexity"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The metrics to compute and their settings."""
+
+    metrics: tuple[Metric, ...]
+    encoder: str | None = None
+    """Encoder of BERTScore: a directory or hub id."""
+    layer: int | None = None
+    model: str | None = None
+    """Causal language model of the perplexities."""
+    verifier: str | None = None
+    tokens_per_batch: int = 4096
+    """Most tokens of one forward pass."""
+
+
+def select_metrics(
+    metrics: str | None, encoder: str | None, model: str | None, verifier: str | None
+) -> tuple[Metric, ...]:
+    """Parse a list such as `bleu,chrf`; None selects all metrics whose options are given.
+
+    Raises `InputError` for an unknown metric, a metric without its option, and an option without its metric.
+    """
+    needs = {
+        "bertscore": ("--encoder", encoder),
+        "perplexity": ("--model", model),
+        "verifier": ("--verifier", verifier),
+    }
+    if metrics is None:
+        return tuple(name for name in METRICS if name not in needs or needs[name][1] is not None)
+    listed = [name.strip() for name in metrics.split(",") if name.strip()]
+    for name in listed:
+        if name not in METRICS:
+            raise InputError(f"--metrics: unknown metric {name!r}; use some of {', '.join(METRICS)}")
+        if name in needs and needs[name][1] is None:
+            raise InputError(f"--metrics {name} needs {needs[name][0]}; add it, or remove {name}")
+    for name, (option, given) in needs.items():
+        if given is not None and name not in listed:
+            raise InputError(f"{option} has no effect without {name} in --metrics; add {name}, or remove {option}")
+    if not listed:
+        raise InputError(f"--metrics is empty; use some of {', '.join(METRICS)}")
+    return tuple(name for name in METRICS if name in listed)
+
+
+def evaluate_text(
+    predictions: Predictions, options: TextOptions, progress: Callable[[str], None] = lambda _: None
+) -> Results:
+    """Compute every metric of `options`. Failed metrics are in `Results.failed`; the others are still computed."""
+    results = Results(
+        predictions.path,
+        len(predictions.rows),
+        predictions.items,
+        predictions.warnings(),
+        digests=predictions.digests(),
+    )
+    for name in options.metrics:
+        progress(name)
+        try:
+            if name == "perplexity":
+                _perplexities(results, predictions, options)
+            else:
+                results.metrics += _compute(name, predictions, options)
+        except InputError as error:
+            results.failed[name] = str(error)
+    return results
+
+
+def _compute(
+    name: Literal["bleu", "chrf", "exact", "verifier", "bertscore"], predictions: Predictions, options: TextOptions
+) -> Sequence[MetricResult]:
+    rows = predictions.rows
+    if name == "bleu" or name == "chrf":
+        return [corpus_metric(name, rows)]
+    if name == "exact":
+        return [exact_match(rows)]
+    if name == "verifier":
+        assert options.verifier is not None
+        return [verified(rows, options.verifier)]
+    from posttrain.evaluation.model_metrics import Encoder, bert_scores
+
+    assert options.encoder is not None
+    return bert_scores(rows, Encoder(options.encoder, options.layer), options.tokens_per_batch)
+
+
+def _perplexities(results: Results, predictions: Predictions, options: TextOptions) -> None:
+    """Add each perplexity to `results`, or why it failed: they need different columns."""
+    from posttrain.evaluation.model_metrics import LanguageModel, conditional, unconditional
+
+    assert options.model is not None
+    model, rows = LanguageModel(options.model, options.tokens_per_batch), predictions.rows
+    computations: dict[str, Callable[[], MetricResult]] = {
+        "perplexity_prediction": lambda: conditional(rows, model, "prediction")
+    }
+    if any(row.reference is not None for row in rows):
+        computations = {
+            "perplexity_reference": lambda: conditional(rows, model, "reference"),
+            **computations,
+            "perplexity_unconditional": lambda: unconditional(rows, model),
+        }
+    for name, compute in computations.items():
+        try:
+            results.metrics.append(compute())
+        except InputError as error:
+            results.failed[name] = str(error)

@@ -1,25 +1,23 @@
-"""Attention over a layout: which token sees which, in one flat row of tokens without padding.
+"""The attention function of all models: every token attends according to the layout of the current forward pass.
 
-Every decoder of transformers calls its attention through one interface and hands unknown keyword arguments down to
-it. `posttrain` registers one function there, which asks the `Layout` of the current forward pass. Packed training
-and cached decoding are two layouts of the same mechanism.
+transformers calls the attention of every decoder through one interface and passes unknown keyword arguments on to it.
+posttrain registers one function there, which delegates to the `Layout` of the forward pass. Packed training
+(`models.packing`) and cached decoding (`engines.local.cache`) are layouts.
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.errors import InputError
-from posttrain.models.cpu.attention import Masks, attend_segments, segments_of
-from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
 
 ATTENTION_NAME = "posttrain"
+"""Name under which the attention function is registered with transformers."""
 
 
 class Layout(Protocol):
-    """What the tokens of one forward pass attend to."""
+    """Which tokens the T tokens of one forward pass attend to. Tokens of all sequences form one row without padding."""
 
     def attend(
         self,
@@ -30,10 +28,10 @@ class Layout(Protocol):
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Attention outputs of the T tokens of this pass.
+        """Attention outputs [H, T, D] of the T tokens of this pass.
 
-        `query` [H, T, D], `key` and `value` [H_kv, T, D] of the new tokens alone, in one row; `scaling` multiplies the
-        scores; `window` (tokens) limits how far back a token sees, itself included. Returns [H, T, D].
+        `query` [H, T, D], `key` and `value` [H_kv, T, D] are those of the new tokens only. `scaling` multiplies the
+        scores. `window` limits attention to the last `window` tokens, including the token itself.
         """
         ...
 
@@ -41,7 +39,7 @@ class Layout(Protocol):
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Attention of the last Q of K positions to all before them: query [H, Q, D], key and value [H_kv, K, D]."""
+    """Causal attention [H, Q, D] of the last Q of K positions: query [H, Q, D], key and value [H_kv, K, D]."""
     queries, keys = query.shape[1], key.shape[1]
     mask = None
     square = queries == keys and (window is None or window >= keys)
@@ -62,60 +60,9 @@ def causal_attention(
 
 
 def _repeat(heads: torch.Tensor, count: int) -> torch.Tensor:
-    """Key or value heads [H_kv, K, D] as [count, K, D]: each serves count / H_kv query heads."""
+    """Repeat key or value heads [H_kv, K, D] to [count, K, D]: each serves count / H_kv query heads."""
     groups = count // heads.shape[0]
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=0)
-
-
-class PackedLayout:
-    """Bundles side by side in one row: each a prompt, and continuations that see the prompt and themselves.
-
-    The continuations of a bundle do not see each other, so the episodes of a group share one forward of their prompt
-    and get the outputs and gradients that each would get alone. A stream on its own is a bundle with one continuation.
-    """
-
-    def __init__(self, bundles: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """`bundles`: tokens of the prompt and of each continuation (none may be empty), in the order of the row."""
-        self.bundles = [(prompt, list(continuations)) for prompt, continuations in bundles]
-        self._lengths = [length for prompt, continuations in self.bundles for length in (prompt, *continuations)]
-        self._segments = segments_of(self.bundles)
-        self._masks = Masks()
-        self._spans: Spans | None = None
-
-    def positions(self) -> torch.Tensor:
-        """[T] int64: position ids; they restart at 0 with each prompt and at the prompt's end with each continuation."""
-        return torch.cat(
-            [
-                torch.arange(start, start + length)
-                for prompt, continuations in self.bundles
-                for start, length in [(0, prompt), *((prompt, length) for length in continuations)]
-            ]
-        )
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        if supports(query):
-            self._spans = self._spans or spans_of(self.bundles, query.device)
-            return attend_spans(self._spans, query, key, value, scaling, window)
-        if query.device.type == "cpu":
-            return attend_segments(query, key, value, self._segments, scaling, window, self._masks)
-        pieces = zip(*(row.split(self._lengths, dim=1) for row in (query, key, value)), strict=True)
-        outputs = []
-        for _, continuations in self.bundles:
-            query_part, prompt_key, prompt_value = next(pieces)
-            outputs.append(causal_attention(query_part, prompt_key, prompt_value, scaling, window))
-            for _ in continuations:
-                query_part, key_part, value_part = next(pieces)
-                keys, values = torch.cat([prompt_key, key_part], 1), torch.cat([prompt_value, value_part], 1)
-                outputs.append(causal_attention(query_part, keys, values, scaling, window))
-        return torch.cat(outputs, dim=1)
 
 
 def _attention(
@@ -132,19 +79,19 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if layout is None:
         raise RuntimeError(
-            "a model in posttrain attention was called without a layout; use models.forward.hidden_states"
+            "a model with posttrain attention needs a layout in every forward pass; call models.forward.hidden_states"
         )
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if extra.get(name) is not None]
     if unsupported or dropout > 0:
-        what = f"attention with {', '.join(unsupported)}" if unsupported else "dropout in attention"
-        raise InputError(f"model.path: {type(module).__name__} uses {what}, which packed attention does not offer")
+        what = f"attention with {', '.join(unsupported)}" if unsupported else "attention dropout"
+        raise InputError(f"model.path: {type(module).__name__} uses {what}, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = layout.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
 
 
 def use_packed_attention(model: torch.nn.Module) -> None:
-    """Make `model`, any decoder of transformers, attend through layouts."""
+    """Make `model`, any decoder of transformers, attend through the layout that each forward pass receives."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)

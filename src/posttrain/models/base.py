@@ -1,4 +1,4 @@
-"""What every model that is trained has: weights, a tokenizer, adapters or not, saving, restoring and exporting."""
+"""The base of all trained models: weights, tokenizer, optional LoRA adapters, sharding, checkpoints and export."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from posttrain.distributed.sharding import ShardedModel, gathered, set_share
-from posttrain.distributed.world import current, threads
+from posttrain.distributed.sharding import ShardedModel, gather_to_rank0, set_shard
+from posttrain.distributed.world import current, threads_per_process
 from posttrain.errors import InputError
 from posttrain.models.forward import transformer
 from posttrain.models.load import add_adapters, load_end_tokens, load_tokenizer, resolve_device
@@ -19,52 +19,59 @@ T = TypeVar("T")
 
 
 class TrainedModel:
-    """A model with its tokenizer. `version` counts the optimizer updates made to its weights."""
+    """A model with its tokenizer. `version` counts the optimizer updates of its weights."""
 
     task = "CAUSAL_LM"
-    """What peft calls the kind of model."""
+    """The task type of peft."""
 
     def __init__(self, recipe: ModelRecipe, seed: int = 0, trained: bool = True) -> None:
-        """Load the model of `recipe`; `seed` names the stream that initialises adapters and new heads. A model that is not
-        `trained` keeps no masters."""
-        if (own := threads(recipe.threads)) is not None:
-            torch.set_num_threads(own)
+        """Load the model of `recipe`.
+
+        `seed` initializes adapters and new heads. With `trained=False`, sharded weights keep the model's dtype instead
+        of float32 master weights. Raises InputError for a model that cannot be loaded.
+        """
+        if (threads := threads_per_process(recipe.threads)) is not None:
+            torch.set_num_threads(threads)
         self.recipe = recipe
         self.seed = seed
         self.tokenizer: Any = load_tokenizer(recipe)
         self.end_tokens = load_end_tokens(recipe.path, self.tokenizer)
-        """Token ids that end an answer: the tokenizer's and the generation configuration's end tokens."""
+        """Token ids that end a completion: the end tokens of the tokenizer and of the generation configuration."""
         self.model = self.load()
         self.version = 0
         if recipe.lora is not None:
             torch.manual_seed(derive_seed(seed, "adapters"))
-            # peft hands the model back in training mode, with dropout on.
+            # peft returns the model in training mode, with dropout on.
             self.model = add_adapters(self.model, recipe.lora, self.task).eval()
         if recipe.gradient_checkpointing:
             inner = transformer(self.model)
-            # The name changed within the versions of transformers that are supported.
+            # The method has two names in the supported versions of transformers.
             enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             inner.enable_input_require_grads()
         self.sharded = self.shard(self.model, trained)
 
     def load(self) -> torch.nn.Module:
-        """The model as it starts, without adapters."""
+        """Load the initial model, without adapters."""
         raise NotImplementedError
+
+    # -- device and sharding ------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that the model computes on."""
         return next(self.model.parameters()).device if self.sharded is None else resolve_device(self.recipe.device)
 
     @property
-    def place(self) -> torch.device | None:
-        """Where `load` puts the weights: None is where they compute. A model that is to be divided waits beside, so that a
-        GPU never holds all of it."""
+    def load_device(self) -> torch.device | None:
+        """The device that `load` puts weights on; None for the device that computes.
+
+        A model that will be sharded is loaded to CPU memory, so that no GPU ever holds all of it.
+        """
         return torch.device("cpu") if current().sharded else None
 
     def shard(self, model: torch.nn.Module, trained: bool) -> ShardedModel | None:
-        """Divide `model` among the processes, where there are several."""
+        """Shard `model` in place if the run shards models; None otherwise."""
         if not current().sharded:
             return None
         inner = transformer(model)
@@ -72,102 +79,109 @@ class TrainedModel:
         return ShardedModel(model, list(layers), resolve_device(self.recipe.device), trained)
 
     def compute(self, function: Callable[..., T], *arguments: Any) -> T:
-        """`function(*arguments)`, which computes with the model's weights, in whose place there may be shares outside.
-        What has a gradient is returned as a tensor or in a tuple."""
+        """Return `function(*arguments)`; sharded weights are gathered while it computes with them.
+
+        Outputs that need a gradient must be a tensor or a tuple of tensors.
+        """
         return function(*arguments) if self.sharded is None else self.sharded(function, *arguments)
 
-    def settle(self) -> None:
-        """End what a forward pass began whose backward pass will not come."""
+    def reshard(self) -> None:
+        """Free weights that a forward pass without a backward pass left gathered."""
         if self.sharded is not None:
-            self.sharded.settle()
+            self.sharded.reshard()
 
-    def reduce_next(self, last: bool) -> None:
-        """Say before a backward pass whether it is the update's last."""
+    def set_last_backward(self, last: bool) -> None:
+        """Say before a backward pass whether it is the last of the update."""
         if self.sharded is not None:
-            self.sharded.reduce_next(last)
+            self.sharded.set_last_backward(last)
+
+    # -- training -----------------------------------------------------------------------------------------------------
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Names and parameters that the optimizer changes, in a fixed order."""
-        self.settle()
+        self.reshard()
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     @contextmanager
-    def in_training(self) -> Iterator[None]:
-        """Inside, dropout of the adapters and gradient checkpointing are in force."""
+    def training_mode(self) -> Iterator[None]:
+        """Enable adapter dropout and gradient checkpointing inside the block."""
         self.model.train()
         try:
             yield
         finally:
             self.model.eval()
 
+    # -- checkpoints and export ---------------------------------------------------------------------------------------
+
     def save(self, directory: Path) -> None:
-        """Write the trained weights for a checkpoint: the whole model, or the adapters alone. Every process calls it, and
-        the first one writes."""
-        tensors = self.whole_tensors(dict(self.trainable())) if self.recipe.lora is not None else self.whole_tensors()
+        """Write the trained weights for a checkpoint: the whole model, or the adapters alone.
+
+        All ranks call it; rank 0 writes.
+        """
+        tensors = self.gather_weights(dict(self.trainable())) if self.recipe.lora is not None else self.gather_weights()
         current().on_rank0(lambda: self._write(self.model, directory, tensors))
 
-    def whole_tensors(self, chosen: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
-        """The `chosen` tensors, or all of the model's state, gathered in the first process; None where nothing is divided
-        and the model has them itself."""
+    def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
+        """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not sharded."""
         if self.sharded is None:
             return None
-        self.sharded.settle()
-        return gathered(self.model.state_dict(keep_vars=True) if chosen is None else chosen)
+        self.sharded.reshard()
+        return gather_to_rank0(self.model.state_dict(keep_vars=True) if tensors is None else tensors)
 
     def _write(self, model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
         model.save_pretrained(directory, **({} if tensors is None else {"state_dict": tensors}))
         self.tokenizer.save_pretrained(directory)
 
     def restore(self, directory: Path) -> None:
-        """Read back what `save` wrote, bit for bit; InputError when it is of another model."""
+        """Read what `save` wrote, bit for bit. InputError if the files belong to another model."""
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
 
-        self.settle()
+        self.reshard()
         files = sorted(directory.glob("*.safetensors"))
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
         try:
             if self.sharded is not None:
-                strange = self._restore_shares(tensors)
+                mismatched = self._restore_shards(tensors)
             elif self.recipe.lora is not None:
                 loaded: Any = set_peft_model_state_dict(self.model, tensors)
-                strange = [*loaded.unexpected_keys, *([] if tensors else ["nothing"])]
+                mismatched = [*loaded.unexpected_keys, *([] if tensors else ["nothing"])]
             else:
                 loaded = self.model.load_state_dict(tensors, strict=False)
-                # Tied weights are saved and named once.
-                strange = [name for name, _ in self.trainable() if name not in tensors] + loaded.unexpected_keys
+                # Tied weights are saved under one name.
+                mismatched = [name for name, _ in self.trainable() if name not in tensors] + loaded.unexpected_keys
         except RuntimeError as error:
-            raise InputError(f"{directory} holds weights of other shapes than those of {self.recipe.path}") from error
-        if strange:
-            raise InputError(f"{directory} holds another model than {self.recipe.path}: they differ in {strange[0]}")
+            raise InputError(f"{directory}: weights have other shapes than those of {self.recipe.path}") from error
+        if mismatched:
+            raise InputError(f"{directory} holds another model than {self.recipe.path}: they differ in {mismatched[0]}")
 
     def export(self, directory: Path) -> None:
-        """Write the model so that transformers (or peft, for `lora.export: adapter`) loads it from `directory`."""
+        """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""
         if self.recipe.lora is None or self.recipe.lora.export != "merged":
             self.save(directory)
             return
-        tensors = self.whole_tensors()
+        tensors = self.gather_weights()
         current().on_rank0(lambda: self._write(self._merged(tensors), directory, None))
 
-    def _restore_shares(self, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """Set this process's shares; returns names that the file has too many, or lacks."""
-        own = self.model.state_dict(keep_vars=True)
-        lacking = [name for name, _ in self.trainable() if name not in tensors]
+    def _restore_shards(self, tensors: dict[str, torch.Tensor]) -> list[str]:
+        """Set this rank's shards; returns names that only the files or only the model have."""
+        state = self.model.state_dict(keep_vars=True)
+        missing = [name for name, _ in self.trainable() if name not in tensors]
         if self.recipe.lora is not None:
             from peft import get_peft_model_state_dict
 
-            # Under the names that its files have.
-            own = get_peft_model_state_dict(self.model, state_dict=own)
-            lacking = [name for name in own if name not in tensors]
+            # Rename the state as peft does in its files.
+            state = get_peft_model_state_dict(self.model, state_dict=state)
+            missing = [name for name in state if name not in tensors]
         for name, tensor in tensors.items():
-            if name in own and own[name].shape != tensor.shape:
+            if name in state and state[name].shape != tensor.shape:
                 raise RuntimeError(name)
-            if name in own:
-                set_share(own[name], tensor)
-        return [*[name for name in tensors if name not in own], *lacking]
+            if name in state:
+                set_shard(state[name], tensor)
+        return [*[name for name in tensors if name not in state], *missing]
 
     def _merged(self, tensors: dict[str, torch.Tensor] | None) -> Any:
-        """A copy of the whole model with the adapters folded in; the model itself stays as it is."""
+        """A whole copy of the model with its adapters merged. `tensors`: the gathered state of a sharded model."""
         assert self.recipe.lora is not None
         merged = add_adapters(self.load(), self.recipe.lora, self.task)
         merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)

@@ -1,4 +1,4 @@
-"""The critic: a decoder with a scalar head, read before every sampled token; or such a head on the policy's own trunk."""
+"""Critics: a decoder with a scalar head that estimates a value before each sampled token, or a head on the policy."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,19 +14,19 @@ from posttrain.models.reward import RewardModel
 
 
 class Critic(RewardModel):
-    """A model of values. It starts from a language model with a head of zeros, or from a reward model with its own."""
+    """A value model. Its head starts at zero, or is that of the reward model that the recipe names."""
 
-    in_units_of_reward = False
-    """Whether values are scaled by the mean and standard deviation that the reward model kept, as its rewards are."""
+    values_in_reward_units = False
+    """Whether values are normalized by the reward model's stored mean and standard deviation, as its rewards are."""
 
     def load(self) -> torch.nn.Module:
-        return load_reward_model(self.recipe, head_seed=0, head_scale=0.0, place=self.place)
+        return load_reward_model(self.recipe, head_seed=0, head_scale=0.0, device=self.load_device)
 
     def values(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
-        """Values [N] float32, differentiable, of several streams, in one packed forward pass.
+        """Values [N] float32 of all sampled tokens, differentiable, in one packed forward pass.
 
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. There is one for each sampled token, stream by stream:
-        that of the state before it is sampled, read at the position that predicts it. A prompt that streams share is
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Values are ordered stream by stream. Each is that of the
+        state before the token is sampled, read at the position that predicts it. A prompt that streams share is
         computed once.
         """
         row = pack_row(streams, sampled)
@@ -35,31 +35,31 @@ class Critic(RewardModel):
 
         def read() -> torch.Tensor:
             before = hidden_states(self.model, ids, positions, row.layout)[at]
-            # In float32 whatever the weights are in, as rewards are.
+            # Computed in float32 whatever the dtype of the weights, as rewards are.
             return torch.nn.functional.linear(before.float(), self._head().weight.float()).squeeze(1)
 
         raw = self.compute(read)
-        mean, std = (self.in_units_of_reward and self.statistics) or (0.0, 1.0)
+        mean, std = (self.values_in_reward_units and self.statistics) or (0.0, 1.0)
         return (raw - mean) / std
 
 
 class ValueHead(torch.nn.Module):
-    """Values [N] float32 = hidden states [N, hidden] x `weight` [1, hidden], which starts at 0 and is float32."""
+    """A linear head in float32, initialized to zero: hidden states [N, hidden] -> values [N]."""
 
     def __init__(self, hidden: int, device: torch.device) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=torch.float32, device=device))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        # In float32 whatever the trunk is in, as those of a critic of its own are.
+        # Computed in float32 whatever the dtype of the trunk, as a separate critic's values are.
         return torch.nn.functional.linear(states.float(), self.weight)[:, 0]
 
 
 class SharedCritic:
-    """A value head on the policy's last hidden states, as a model in which the head alone is trained.
+    """A value head on the policy's last hidden states, as a model that trains the head alone.
 
-    `Policy.score` with this head is what trains both at once. The head is no part of the policy's model: neither its
-    checkpoint nor its export holds it.
+    To train head and trunk together, pass the head to `Policy.score`. The head is not part of the policy's model, so
+    neither the policy's checkpoint nor its export contains it.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -73,23 +73,23 @@ class SharedCritic:
         return self.policy.device
 
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The head alone, as `TrainedModel.trainable`."""
+        """The parameters of the head, as in `TrainedModel.trainable`."""
         return list(self.head.named_parameters())
 
-    def settle(self) -> None:
-        """As `TrainedModel.settle`, of the trunk."""
-        self.policy.settle()
+    def reshard(self) -> None:
+        """Reshard the trunk, as `TrainedModel.reshard` does."""
+        self.policy.reshard()
 
-    def reduce_next(self, last: bool) -> None:
-        """The trunk has no gradient."""
+    def set_last_backward(self, last: bool) -> None:
+        """No effect: the trunk has no gradient."""
 
     @contextmanager
-    def in_training(self) -> Iterator[None]:
-        """Changes nothing: a trunk that does not learn is read without dropout."""
+    def training_mode(self) -> Iterator[None]:
+        """No effect: the trunk does not learn here, so it runs without dropout."""
         yield
 
     def values(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
-        """Values [N] float32 as `Critic.values` gives them, differentiable in the head alone."""
+        """Values [N] float32, as `Critic.values` returns; differentiable in the head alone."""
         with torch.no_grad():
             states = self.policy.states(streams, sampled)
         return self.head(states)

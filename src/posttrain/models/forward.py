@@ -8,12 +8,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.attention import Layout
-from posttrain.models.cpu.products import product
+from posttrain.models.cpu.backend import matmul
 
 ELEMENTS_IN_CACHE = 1 << 21
-"""Logits in float32 at one time on a CPU: what softmax and its reductions pass over stays in the cache."""
+"""Float32 logits processed at a time on a CPU, so that softmax and its reductions work in the processor's cache."""
 COLUMNS = 256
-"""Slices of the vocabulary are multiples of this."""
+"""Vocabulary slices are multiples of this."""
 
 
 def projected_scores(
@@ -21,8 +21,8 @@ def projected_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of `targets` and entropies, [N] float32 each, in nats, of softmax(hidden @ weight.T / divisor).
 
-    `hidden` [N, h] and `weight` [V, h] have one dtype, `targets` [N] int64. Differentiable in both, any upstream
-    gradient. At most `elements` logits (but one row at least) exist at a time.
+    `hidden` [N, h] and `weight` [V, h] have the same dtype; `targets` [N] int64. Differentiable in `hidden` and `weight`.
+    At most `elements` logits exist at a time, but at least one row of them.
     """
     return _ProjectedScores.apply(hidden, weight, targets, divisor, elements)
 
@@ -40,12 +40,12 @@ class _ProjectedScores(torch.autograd.Function):
         buffer = hidden.new_empty(chunk, vocabulary)
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
-            logits = product(hidden[start:stop], weight.t(), buffer[: stop - start])
+            logits = matmul(hidden[start:stop], weight.t(), buffer[: stop - start])
             for first in range(start, stop, rows):
                 last = min(first + rows, stop)
                 scores = _divided(logits[first - start : last - start].to(wide), divisor)
                 probabilities = torch.softmax(scores, -1)
-                # The largest probability is 1 / sum exp(score - largest score).
+                # The largest probability is 1 / sum exp(score - largest score), which gives the log-sum-exp.
                 normalizer = scores.amax(-1) - probabilities.amax(-1).log()
                 normalizers[first:last] = normalizer
                 logprobs[first:last] = scores.gather(1, targets[first:last, None])[:, 0] - normalizer
@@ -66,7 +66,7 @@ class _ProjectedScores(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         upstream = torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs
         # d logprob / d score_v = [v is the target] - p_v; d entropy / d score_v = -p_v (log p_v + entropy).
-        # p_v = exp(score_v - shift) * rest with a shift that the dtype of the scores holds exactly.
+        # p_v = exp(score_v - shift) * rest, with a shift that is exact in the dtype of the scores.
         shift = normalizers.to(hidden.dtype)
         rest = (shift - normalizers).exp() / divisor
         factor = -upstream * rest
@@ -83,41 +83,41 @@ class _ProjectedScores(torch.autograd.Function):
         for start in range(0, vocabulary, columns):
             stop = min(start + columns, vocabulary)
             part = weight[start:stop]
-            logits = product(hidden, part.t(), buffer[: count * (stop - start)].view(count, stop - start))
+            logits = matmul(hidden, part.t(), buffer[: count * (stop - start)].view(count, stop - start))
             logs = _divided(logits, divisor).sub_(shift[:, None])
             if of_entropies is None:
                 gradient = logs.exp_().mul_(factor)
             else:
                 probabilities = logs.exp()
                 gradient = logs.mul_(slope).add_(factor).mul_(probabilities)
-            # Without a look at which targets are in this slice: on a GPU that would wait for it.
-            place = (targets - start).clamp(0, stop - start - 1)[:, None]
+            # Scatter for all rows, also those whose target is in another slice: selecting them would synchronize a GPU.
+            index = (targets - start).clamp(0, stop - start - 1)[:, None]
             outside = ((targets < start) | (targets >= stop))[:, None]
-            gradient.scatter_(1, place, torch.where(outside, gradient.gather(1, place), at_target[:, None]))
+            gradient.scatter_(1, index, torch.where(outside, gradient.gather(1, index), at_target[:, None]))
             if hidden_gradient is not None:
-                hidden_gradient += product(gradient, part)
+                hidden_gradient += matmul(gradient, part)
             if weight_gradient is not None:
                 columns_gradient = weight_gradient[start:stop]
-                found = product(gradient.t(), hidden, columns_gradient)
-                if found is not columns_gradient:
-                    columns_gradient.copy_(found)
+                result = matmul(gradient.t(), hidden, columns_gradient)
+                if result is not columns_gradient:
+                    columns_gradient.copy_(result)
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         return hidden_gradient, weight_gradient, None, None, None
 
 
 def _divided(scores: torch.Tensor, divisor: float) -> torch.Tensor:
-    """In place; a division by 1 is left out."""
+    """Divide in place; skipped for 1."""
     return scores if divisor == 1.0 else scores.div_(divisor)
 
 
 def transformer(model: torch.nn.Module) -> Any:
-    """The transformers model inside `model`, with adapters in place if it has any."""
+    """The transformers model inside `model`, without the peft wrapper; adapters stay in its modules."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Last hidden states [T, hidden] of a row of tokens: `ids` and `positions` are [T] int64."""
+    """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
     inner = transformer(model)
     decoder = getattr(inner, inner.base_model_prefix)
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
@@ -125,7 +125,7 @@ def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Te
 
 
 def logits_of(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [N, vocabulary] in float32 of hidden states [N, hidden], with the model's own scale and soft cap."""
+    """Logits [N, vocabulary] float32 of hidden states [N, hidden], with the model's logit scale and soft cap."""
     inner = transformer(model)
     logits = inner.get_output_embeddings()(hidden).float()
     config = inner.config
@@ -140,27 +140,27 @@ def logits_of(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model thinks of N tokens: `logprobs` [N] and `entropies` [N], float32, in nats."""
+    """Scores of N tokens: `logprobs` [N] and `entropies` [N], float32, in nats."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
     values: torch.Tensor | None = None
-    """[N] float32: the value before each token is sampled, in units of reward, where a head reads it."""
+    """[N] float32: value of the state before each token is sampled; None without a value head."""
 
-    def at(self, places: torch.Tensor) -> "TokenScores":
-        """Those of the tokens at `places` [n] int64 alone."""
-        values = None if self.values is None else self.values[places]
-        return TokenScores(self.logprobs[places], self.entropies[places], values)
+    def at(self, indices: torch.Tensor) -> "TokenScores":
+        """The scores of the tokens at `indices` [n] int64."""
+        values = None if self.values is None else self.values[indices]
+        return TokenScores(self.logprobs[indices], self.entropies[indices], values)
 
 
 def token_scores(
     model: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, positions_per_chunk: int
 ) -> TokenScores:
-    """Log-probability of each target and entropy of the distribution it was drawn from.
+    """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 
-    `hidden` [N, hidden] are the states that predict `targets` [N]; the distribution is softmax(logits / temperature),
-    as in sampling (temperature 0, greedy, scores at 1). Logits exist for `positions_per_chunk` positions at a time:
-    a chunk's logits are dropped after use and computed again in the backward pass.
+    `hidden` [N, hidden] are the states that predict `targets` [N] int64. Temperature 0 (greedy sampling) scores at 1, as
+    engines do. Logits exist for `positions_per_chunk` positions at a time; they are not kept but recomputed in the
+    backward pass.
     """
     divisor = temperature if temperature > 0 else 1.0
     if not len(targets):
@@ -188,7 +188,7 @@ def token_scores(
 
 
 def _plain_projection(model: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
-    """Weight [vocabulary, hidden] and scale, where logits are nothing but their product with the hidden states."""
+    """Weight [vocabulary, hidden] and scale if logits are just their product with the hidden states; else None."""
     inner = transformer(model)
     head, config = inner.get_output_embeddings(), inner.config
     hooked = head._forward_hooks or head._forward_pre_hooks

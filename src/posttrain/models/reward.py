@@ -9,82 +9,81 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.models.attention import PackedLayout
 from posttrain.models.base import TrainedModel
 from posttrain.models.forward import hidden_states, transformer
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import pack_row
-from posttrain.models.probes import ProbedLayout, WatchedLayout
+from posttrain.models.packing import LastTokenLayout, PackedLayout, ProbedLayout, pack_row
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
 from posttrain.seeds import derive_seed
 
 _UNITS = "posttrain_units"
-"""Key of `config.json` under which a model keeps how answers are cut into the units that it rewards."""
+"""Key of `config.json` that stores how the model divides completions into rewarded units."""
 
 
 @dataclass(frozen=True)
 class UnitValues:
-    """Rewards of the U units of S streams, stream after stream, in order."""
+    """Rewards of the U units of S streams, ordered by stream and position."""
 
     rewards: torch.Tensor
     """[U] float32."""
     stream: torch.Tensor
-    """[U] int64: the stream of each."""
+    """[U] int64: index of the stream of each unit."""
     streams: int
+    """S."""
     """S."""
 
 
 class RewardModel(TrainedModel):
-    """Scores whole streams. It starts from a language model with a new head, or from a reward model with its own."""
+    """Scores whole streams. A language model gets a new head; a reward model keeps its own."""
 
     task = "SEQ_CLS"
 
     def __init__(self, recipe: ModelRecipe, seed: int = 0, new_head: bool = True) -> None:
-        """Without `new_head`, a model that has no head is an `InputError`."""
+        """Load the model. With `new_head=False`, a model without a head raises InputError."""
         self._new_head = new_head
         super().__init__(recipe, seed, trained=new_head)
         self._set_padding()
 
     def load(self) -> torch.nn.Module:
         return load_reward_model(
-            self.recipe, derive_seed(self.seed, "reward head") if self._new_head else None, place=self.place
+            self.recipe, derive_seed(self.seed, "reward head") if self._new_head else None, device=self.load_device
         )
 
     @property
     def statistics(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of the rewards on the validation rows of its training; None without any."""
+        """Mean and standard deviation of rewards on the validation rows of the training run; None if not stored."""
         config = transformer(self.model).config
         mean, std = getattr(config, "mean", None), getattr(config, "std", None)
         return None if mean is None or not std else (float(mean), float(std))
 
     def set_statistics(self, mean: float, std: float) -> None:
-        """Keep the mean and standard deviation with the model, in its `config.json` as `mean` and `std`."""
+        """Store the mean and standard deviation in the model's `config.json`, as `mean` and `std`."""
         config = transformer(self.model).config
         config.mean, config.std = mean, std
 
     @property
     def units(self) -> StoredUnits | None:
-        """How the model's training cut answers into units; None for a model that rewards whole answers."""
-        kept = getattr(transformer(self.model).config, _UNITS, None)
+        """How the model divides completions into units; None for a model that rewards whole completions."""
+        stored = getattr(transformer(self.model).config, _UNITS, None)
         try:
-            return None if kept is None else StoredUnits.model_validate(kept)
+            return None if stored is None else StoredUnits.model_validate(stored)
         except ValidationError as error:
             key = ".".join(str(part) for part in error.errors()[0]["loc"])
             raise InputError(
-                f"{self.recipe.path}/config.json: `{_UNITS}` is wrong at {key!r} ({error.errors()[0]['msg']}); restore the "
-                "file as `posttrain reward` exported it"
+                f"{self.recipe.path}/config.json: invalid `{_UNITS}` at {key!r} ({error.errors()[0]['msg']}); restore the "
+                "file that `posttrain reward` exported"
             ) from error
 
     def set_units(self, units: StoredUnits | None) -> None:
-        """Keep `units` with the model, in its `config.json`; None makes it one that rewards whole answers."""
+        """Store `units` in the model's `config.json`; None for a model that rewards whole completions."""
         setattr(transformer(self.model).config, _UNITS, None if units is None else units.model_dump(mode="json"))
 
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
-        """Rewards [S] float32 of several streams, in one packed forward pass, each read at its last token.
+        """Rewards [S] float32 of several streams, each read at its last token, in one packed forward pass.
 
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the answers. A prompt that streams share is computed
-        once. The same numbers as `AutoModelForSequenceClassification(num_labels=1)` gives for each stream alone.
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. A prompt that streams share is computed
+        once. Equal to what `AutoModelForSequenceClassification(num_labels=1)` returns for each stream alone.
         """
         row = pack_row(streams, sampled)
         return self._read(row.ids, row.layout, row.last)
@@ -92,79 +91,83 @@ class RewardModel(TrainedModel):
     def unit_rewards(
         self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], ends: Sequence[np.ndarray]
     ) -> UnitValues:
-        """As `rewards`, read at the last token of each unit: `ends` [K_i] int64 are their places in each stream, from
-        its first sampled token on. Each reward is that of `rewards` for the stream cut after the unit.
+        """Rewards of units, each equal to the reward of the stream cut after the unit.
+
+        `streams` and `sampled` as in `rewards`. `ends`: [K_i] int64, the index in each stream of the last token of each
+        unit, at or after the first sampled token.
         """
         row = pack_row(streams, sampled)
-        # The answers of a stream stand together in the row, and `last` is the place of their last token.
-        places = [last - (len(ids) - 1) + end for last, ids, end in zip(row.last, streams, ends, strict=True)]
+        # The tokens after a stream's prompt are contiguous in the row and end at `last`.
+        positions = [last - (len(ids) - 1) + end for last, ids, end in zip(row.last, streams, ends, strict=True)]
         counts = [len(end) for end in ends]
         owner = torch.from_numpy(np.repeat(np.arange(len(streams)), counts)).to(self.device)
-        return UnitValues(self._read(row.ids, row.layout, np.concatenate(places)), owner, len(streams))
+        return UnitValues(self._read(row.ids, row.layout, np.concatenate(positions)), owner, len(streams))
 
-    def prefix_rewards(self, streams: Sequence[np.ndarray], seen: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Per stream [P_i] float32, without gradient: the rewards of its beginnings, all in one pass over the stream.
+    def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Rewards of prefixes of the streams, without gradient, in one forward pass: per stream [P_i] float32.
 
-        `streams`: token ids [T_i] int64; `seen` [P_i] int64: tokens of each beginning, 1 to T_i. A beginning is read as
-        `rewards` would read it with the end token behind it, or, where it ends with an end token already, as it is.
+        `streams`: token ids [T_i] int64; `lengths`: [P_i] int64, the length of each prefix, 1 to T_i. A prefix is scored
+        with the end token appended, unless it ends with an end token already.
         """
-        rows, counts, places = [], [], []
+        rows, counts, positions = [], [], []
         start = 0
-        for ids, lengths in zip(streams, seen, strict=True):
-            ended = np.isin(ids[lengths - 1], list(self.end_tokens))
-            probed = lengths[~ended]
-            at = start + lengths - 1
+        for ids, prefixes in zip(streams, lengths, strict=True):
+            ended = np.isin(ids[prefixes - 1], list(self.end_tokens))
+            probed = prefixes[~ended]
+            at = start + prefixes - 1
             at[~ended] = start + len(ids) + np.arange(len(probed))
             rows += [ids, np.full(len(probed), self.end_token)]
             counts.append((len(ids), probed.tolist()))
-            places.append(at)
+            positions.append(at)
             start += len(ids) + len(probed)
         with torch.no_grad():
-            values = self._read(np.concatenate(rows), ProbedLayout(counts), np.concatenate(places))
-        return np.split(values.cpu().numpy(), np.cumsum([len(at) for at in places])[:-1])
+            values = self._read(np.concatenate(rows), ProbedLayout(counts), np.concatenate(positions))
+        return np.split(values.cpu().numpy(), np.cumsum([len(at) for at in positions])[:-1])
 
-    def attention_paid(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Per stream [T_i] float32, sums to 1: the attention of the last token, where the reward is read, as the last
-        layer pays it, a mean over its heads. `streams`: token ids [T_i] int64, at least 2 each."""
-        layout = WatchedLayout([len(ids) for ids in streams], transformer(self.model).config.num_hidden_layers - 1)
+    def last_token_attention(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Attention of the last token, where the reward is read, in the last layer: per stream [T_i] float32.
+
+        Probabilities are averaged over heads and sum to 1. `streams`: token ids [T_i] int64, at least 2 each.
+        """
+        layout = LastTokenLayout([len(ids) for ids in streams], transformer(self.model).config.num_hidden_layers - 1)
         with torch.no_grad():
             self._read(np.concatenate(streams), layout, np.zeros(0, dtype=np.int64))
-        return [paid.cpu().numpy() for paid in layout.paid]
+        return [attention.cpu().numpy() for attention in layout.attention]
 
     @property
     def end_token(self) -> int:
-        """The end token that the model's own template ends an answer with."""
-        own = self.tokenizer.eos_token_id
-        return own if own in self.end_tokens else min(self.end_tokens)
+        """The end token that the model's chat template puts after a completion."""
+        eos = self.tokenizer.eos_token_id
+        return eos if eos in self.end_tokens else min(self.end_tokens)
 
-    def _read(self, row_ids: np.ndarray, layout: PackedLayout | ProbedLayout, places: np.ndarray) -> torch.Tensor:
-        """The head's values [n] at `places` [n] of a row of token ids [T]."""
+    def _read(self, row_ids: np.ndarray, layout: PackedLayout | ProbedLayout, indices: np.ndarray) -> torch.Tensor:
+        """The head's values [n] float32 at `indices` [n] of a row of token ids [T]."""
         ids, positions = torch.from_numpy(row_ids).to(self.device), layout.positions().to(self.device)
-        at = torch.from_numpy(places).to(self.device)
+        at = torch.from_numpy(indices).to(self.device)
 
         def read() -> torch.Tensor:
             hidden = hidden_states(self.model, ids, positions, layout)[at]
-            # In float32 whatever the weights are in: rewards that are close should not become equal.
+            # Computed in float32 whatever the dtype of the weights, so that close rewards do not become equal.
             return torch.nn.functional.linear(hidden.float(), self._head().weight.float()).squeeze(1)
 
         return self.compute(read)
 
     def _head(self) -> torch.nn.Linear:
         head = transformer(self.model).score
-        # peft keeps a trained copy of the head beside the original one.
+        # peft keeps a trained copy of the head beside the original.
         return head.modules_to_save[head.active_adapters[0]] if hasattr(head, "modules_to_save") else head
 
     def export(self, directory: Path) -> None:
         if self.recipe.lora is not None and self.recipe.lora.export == "adapter":
-            # peft keeps the adapters and the head; the statistics and the padding token are in the configuration.
+            # peft exports adapters and head; statistics and padding token are in the configuration.
             transformer(self.model).config.save_pretrained(directory)
         super().export(directory)
 
     def _set_padding(self) -> None:
-        """Pad with a token that never ends an answer.
+        """Pad with a token that never ends a completion.
 
-        transformers reads the reward at the last token that is not padding, so where padding and end token are the
-        same it would read it one token early.
+        transformers reads the reward at the last token that is not padding. If the padding token were the end token, it
+        would read one token early.
         """
         tokenizer = self.tokenizer
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in self.end_tokens:

@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.models.load import packaged_file
+from posttrain.plugins import require_module
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,10 @@ def model_sizes(path: str) -> ModelSizes | None:
     `InputError` for a file or directory that is there and is no model.
     """
     if path.startswith("packaged:"):
-        try:
-            return _of_gguf(packaged_file(path.removeprefix("packaged:")))
-        except InputError as error:
-            if "needs the weights" in str(error):
-                return None
-            raise
+        name = path.removeprefix("packaged:")
+        if name not in PACKAGED_SIZES:
+            packaged_file(name)
+        return PACKAGED_SIZES[name]
     local = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not local.is_file():
@@ -139,10 +138,9 @@ def _of_directory(directory: Path) -> ModelSizes:
 
 
 def _of_gguf(file: Path) -> ModelSizes:
-    from gguf import GGUFReader
-
+    gguf = require_module("gguf", f"model.path: {file}")
     try:
-        reader = GGUFReader(str(file))
+        reader = gguf.GGUFReader(str(file))
         fields: dict[str, Any] = {
             name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name
         }
@@ -192,6 +190,8 @@ def _sized(sizes: ModelSizes) -> ModelSizes:
     return replace(sizes, parameters=sizes.computed_parameters)
 
 
+PACKAGED_SIZES = {"smollm2-135m": ModelSizes(134_515_008, 30, 576, 1536, 9, 3, 64, 49_152)}
+"""Name of a packaged model -> its sizes, which plans need before its weights are installed."""
 QWEN3_4B = _sized(ModelSizes(0, 36, 2560, 9728, 32, 8, 128, 151_936))
 QWEN3_32B = _sized(ModelSizes(0, 64, 5120, 25_600, 64, 8, 128, 151_936, tied=False))
 QWEN3_235B = _sized(ModelSizes(0, 94, 4096, 1536, 64, 4, 128, 151_936, experts=128, experts_per_token=8, tied=False))

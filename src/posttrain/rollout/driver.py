@@ -12,10 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
-from posttrain.engines.openai import RemoteFailure
+from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.opening import open_environment
-from posttrain.environments.protocol import Environment, Message
+from posttrain.environments.protocol import Environment, Message, open_environment
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError, WorkersLost
 from posttrain.recipe.components import EnvironmentRecipe
@@ -92,7 +91,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
     async def answer(self, transcript: TranscriptT, request: EpisodeRequest, attempt: int) -> str | None:
         """Generate the next answer and append it to `transcript` as a turn.
 
-        Returns its text, or None if the token budget leaves no room for one. Raises RemoteFailure if a remote model
+        Returns its text, or None if the token budget leaves no room for one. Raises ChatRequestError if a remote model
         does not answer.
         """
 
@@ -129,8 +128,8 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
                 if step.terminated or step.truncated:
                     outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
                     break
-                transcript.observe(step.messages, step.state, step.fresh)
-        except (EnvironmentFailure, RemoteFailure) as error:
+                transcript.observe(step.messages, step.state, step.new_conversation)
+        except (EnvironmentFailure, ChatRequestError) as error:
             failure = str(error)
         return Episode(
             seed=request.seed,
@@ -151,7 +150,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         """
         seconds = self.rollout.environment_timeout
         try:
-            if seconds is None and not environment.waits:
+            if seconds is None and not environment.blocking:
                 return function()
             return await asyncio.wait_for(asyncio.to_thread(function), seconds)
         except (InputError, WorkersLost):

@@ -145,7 +145,7 @@ def remove_batches(directory: Path, first: int, last: int | None = None) -> None
 class WeightUpdate:
     """The engine loaded new weights while a batch was sampled."""
 
-    before_pass: int
+    before_forward: int
     """Index of the first forward pass of the batch that used the weights."""
     step: int
     """The weights are those after this step."""

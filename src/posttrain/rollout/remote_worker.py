@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
 
-from posttrain.engines.openai import Written, complete
+from posttrain.engines.openai import ChatCompletion, complete
 from posttrain.environments.protocol import Message
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
@@ -55,9 +55,11 @@ class TextTranscript:
         turn = self.turns[-1]
         turn.reward, turn.info = reward, turn.info | info
 
-    def observe(self, messages: Sequence[dict[str, Any]], state: str | None = None, fresh: bool = False) -> None:
+    def observe(
+        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
+    ) -> None:
         self._state = state
-        if fresh:
+        if new_conversation:
             self._first = len(self.messages)
         self.messages.extend(messages)
 
@@ -130,20 +132,20 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         return episode
 
     async def answer(self, transcript: TextTranscript, request: EpisodeRequest, attempt: int) -> str:
-        """Request the next answer and append it. RemoteFailure if the server returns none."""
+        """Request the next answer and append it. ChatRequestError if the server returns none."""
         seed = server_seed(request, attempt, len(transcript.turns))
         completion = await self._complete(transcript.context, seed)
         thinking = has_thinking(self.environment)
-        full_text = completion.with_thoughts() if thinking else completion.text
+        full_text = completion.text_with_reasoning() if thinking else completion.text
         text, at_stop_string = self._cut_at_stop_string(completion, full_text)
-        reason = StopReason.END_TOKEN if completion.ended else StopReason.TURN_BUDGET
+        reason = StopReason.END_TOKEN if completion.finished else StopReason.TURN_BUDGET
         reason = StopReason.STOP_STRING if at_stop_string else reason
-        transcript.answer(text, completion.tokens or 0, reason, "" if thinking else completion.thoughts)
+        transcript.answer(text, completion.tokens or 0, reason, "" if thinking else completion.reasoning)
         return text
 
-    async def _complete(self, messages: Sequence[dict[str, Any]], seed: int) -> Written:
+    async def _complete(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
         """Send the request from a daemon thread, so an interrupted program does not wait for the server."""
-        result: Future[Written] = Future()
+        result: Future[ChatCompletion] = Future()
 
         def send() -> None:
             result.set_running_or_notify_cancel()
@@ -155,7 +157,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         Thread(target=send, name="remote model", daemon=True).start()
         return await asyncio.wrap_future(result)
 
-    def _send(self, messages: Sequence[dict[str, Any]], seed: int) -> Written:
+    def _send(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
         engine, sampling, max_tokens = self.engine, self.sampling, self.rollout.tokens_per_turn
         extra = dict(engine.extra_body)
         if sampling.top_p < 1:
@@ -174,7 +176,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
             extra=extra,
         )
 
-    def _cut_at_stop_string(self, completion: Written, text: str) -> tuple[str, bool]:
+    def _cut_at_stop_string(self, completion: ChatCompletion, text: str) -> tuple[str, bool]:
         """`text` up to and including its first stop string, and whether there is one.
 
         Servers omit the stop string from the text, which changes the meaning of the answer, so it is added back.
@@ -185,11 +187,11 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         ends = [start + len(stop) for stop in stops if (start := text.find(stop, after)) >= 0]
         if ends:
             return text[: min(ends)], True
-        if not stops or self.engine.stop_at == "here" or not completion.ended:
+        if not stops or self.engine.stop_at == "here" or not completion.finished:
             return text, False
-        if completion.stopped_at is None:
+        if completion.stop_string is None:
             raise InputError(
                 f"the server at {self.engine.url} omits the stop string and does not report which of rollout.stop_strings "
                 "it stopped at; set engine.stop_at=here"
             )
-        return text + completion.stopped_at, bool(completion.stopped_at)
+        return text + completion.stop_string, bool(completion.stop_string)

@@ -86,7 +86,7 @@ def write_episodes(
             )
     returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
     path = episodes_file(directory, step, split)
-    if not current().first:
+    if not current().is_rank0:
         return path
     header = {
         "format": FORMAT,

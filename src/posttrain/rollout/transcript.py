@@ -20,7 +20,9 @@ class Transcript(Protocol):
         """Set the reward and the `info` of the last turn."""
         ...
 
-    def observe(self, messages: Sequence[dict[str, Any]], state: str | None = None, fresh: bool = False) -> None:
+    def observe(
+        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
+    ) -> None:
         """Append the environment's next messages. The other arguments are those of `Step`."""
         ...
 
@@ -83,17 +85,17 @@ class TokenTranscript:
         turn.info = info
         self._streams[turn.stream].rewards[turn.stop - 1] += reward
 
-    def observe(self, messages: Sequence[Message], state: str | None = None, fresh: bool = False) -> None:
+    def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
         """Append the environment's next messages and the start of the next answer.
 
-        `state` names the state in which that answer is given. `fresh` starts a new conversation in a new stream.
+        `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new stream.
         """
         self._state = state
         answer = self.messages[-1]["content"]
-        if fresh:
+        if new_conversation:
             self._first = len(self.messages)
         self.messages.extend(messages)
-        if fresh or self.renderer.must_split(answer):
+        if new_conversation or self.renderer.must_split(answer):
             self._streams.append(_StreamBuilder())
             self._streams[-1].append(self.renderer.prompt(self.messages[self._first :], self.primer))
         else:

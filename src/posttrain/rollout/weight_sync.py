@@ -38,7 +38,7 @@ class WeightSnapshot:
         If the weights are sharded over processes, all processes must call this together, and rank 0 gets the tensors.
         """
         trained: dict[str, torch.Tensor] = dict(policy.trainable())
-        whole = policy.whole_tensors(trained)
+        whole = policy.gather_weights(trained)
         return cls(
             step, policy.version, {n: t.detach().clone() for n, t in trained.items()} if whole is None else whole
         )
@@ -134,8 +134,8 @@ class WeightSync:
         """Weight updates of the current batch."""
         self._remaining: list[WeightUpdate] = []
         """Recorded updates of the current batch that are still to be replayed."""
-        if hasattr(engine, "before_pass"):
-            engine.before_pass = self.poll
+        if hasattr(engine, "before_forward"):
+            engine.before_forward = self.poll
         elif on_new_weights != "finish":
             in_flight.poll = self.poll
 
@@ -159,7 +159,7 @@ class WeightSync:
     def poll(self) -> None:
         """Load newer weights, if there are any and the recipe allows it. Called between two forward passes."""
         if self._replayed is not None:
-            while self._remaining and self._remaining[0].before_pass == self.forward_passes:
+            while self._remaining and self._remaining[0].before_forward == self.forward_passes:
                 self._update(self._published.after(self._remaining.pop(0).step))
         elif self._on_new_weights != "finish":
             newest = self._published.newest()

@@ -3,7 +3,6 @@
 A curve is one run, or the mean over seeds of the runs that differ by their seed alone.
 """
 
-import importlib
 import json
 import math
 import textwrap
@@ -21,6 +20,7 @@ from matplotlib.figure import Figure
 from scipy.special import stdtrit
 
 from posttrain.errors import InputError
+from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import (
     SMOOTHED_STEPS,
@@ -92,13 +92,9 @@ def read_events(path: Path) -> list[Line]:
 
 def _scalars(path: Path) -> dict[str, dict[int, float]]:
     """Tag -> step -> value."""
-    try:
-        accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-        tensor_util = importlib.import_module("tensorboard.util.tensor_util")
-    except ImportError as error:
-        raise InputError(
-            f"{path}: reading event files needs tensorboard; `pip install 'posttrain[tensorboard]'`"
-        ) from error
+    purpose = f"{path}: an event file"
+    accumulator = require_module("tensorboard.backend.event_processing.event_accumulator", purpose)
+    tensor_util = require_module("tensorboard.util.tensor_util", purpose)
     everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
     events = accumulator.EventAccumulator(str(path), size_guidance=everything)
     try:

@@ -1,6 +1,5 @@
 """The metrics log `metrics.jsonl`, append-only JSON lines, and the optional sinks TensorBoard, W&B and trackio."""
 
-import importlib
 import io
 import json
 import math
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.errors import InputError, RunError
+from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors, write_atomically
 
@@ -219,12 +219,7 @@ def open_sink(name: str, run: RunDirectory) -> Sink:
 
 
 def _load(module: str, sink: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(
-            f"sinks: {sink!r} is not installed; `pip install 'posttrain[{sink}]'` or remove it from `sinks`"
-        ) from error
+    return require_module(module, f"sinks: {sink}")
 
 
 def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:

@@ -270,7 +270,7 @@ class Ahead:
             with self.playing.policy.as_reference():
                 pass
         with single_process() as world:
-            replica = self.playing.policy.replica() if world.first else None
+            replica = self.playing.policy.replica() if world.is_rank0 else None
         if replica is not None:
             self._sampler.start(replica, self.tasks, self.trainer.step + 1)
         return self
@@ -310,7 +310,7 @@ class Ahead:
         for old in [known for known in self._versions if known < step - self.recipe.rollout.async_rollouts]:
             del self._versions[old]
         weights = WeightSnapshot.capture(self.playing.policy, step)
-        if self._world.first:
+        if self._world.is_rank0:
             self._published.publish(weights)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -329,14 +329,14 @@ class Ahead:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._versions = dict(map(tuple, state["versions"]))
-        if self._world.first:
+        if self._world.is_rank0:
             for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
                 self._published.publish(WeightSnapshot(step, version, read.tensors))
 
     def _pending(self) -> list[WeightSnapshot]:
         """The weights 1, 2, ... `ahead` steps ago in the first process, where they are needed; room for them where a
         checkpoint is to be read."""
-        if not (self._exact and self._world.first):
+        if not (self._exact and self._world.is_rank0):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
         steps = [max(0, self.trainer.step - back) for back in range(1, self.recipe.rollout.async_rollouts + 1)]
@@ -344,7 +344,7 @@ class Ahead:
 
     def _remove_covered(self) -> None:
         """Delete from the buffer what no resume will ask for."""
-        if self._world.first:
+        if self._world.is_rank0:
             remove_batches(journals_of(self.playing.run), 0, max(self.trainer.checkpoints.steps(), default=0))
 
     def _check_bound(self, step: int, collected: RolloutBatch) -> None:

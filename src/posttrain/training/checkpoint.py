@@ -75,7 +75,7 @@ class Checkpoints:
                 write_tensors(aside / "tensors", tensors)
                 world.on_rank0(conclude)
             except BaseException:
-                if world.first:
+                if world.is_rank0:
                     shutil.rmtree(aside, ignore_errors=True)
                 raise
         return target

@@ -146,5 +146,5 @@ def _own_critic(recipe: RlRecipe, policy: Policy) -> Critic:
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
     # A critic that starts from the reward model then begins at what the rewards are.
-    critic.in_units_of_reward = recipe.reward is not None and recipe.reward.normalize == "stored"
+    critic.values_in_reward_units = recipe.reward is not None and recipe.reward.normalize == "stored"
     return critic

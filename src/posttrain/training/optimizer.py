@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from posttrain.distributed.sharding import dtype_in_use, is_sharded, like, share
+from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
 from posttrain.distributed.world import current
 from posttrain.recipe.model import OptimizerRecipe
 
@@ -67,7 +67,7 @@ class Optimizer:
         """Add the gradients of the last backward pass to those of the masters, in float32."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:
-                gradient = share(parameter.grad).float()
+                gradient = local_shard(parameter.grad).float()
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 
@@ -118,10 +118,10 @@ class Optimizer:
         found: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             state = self._adamw.state[master]
-            found |= {f"{name}/{moment}": like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            found |= {f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
             found[f"{name}/step"] = state["step"]
-            if dtype_in_use(parameter) != torch.float32:
-                found[f"{name}/master"] = like(master.detach(), parameter)
+            if compute_dtype(parameter) != torch.float32:
+                found[f"{name}/master"] = shard_like(master.detach(), parameter)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,5 +145,5 @@ class Optimizer:
 
 def _master(parameter: torch.nn.Parameter) -> torch.Tensor:
     if is_sharded(parameter):
-        return share(parameter).requires_grad_()
+        return local_shard(parameter).requires_grad_()
     return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()

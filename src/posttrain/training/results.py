@@ -1,15 +1,16 @@
 """The beginning and the end of a training run: what it is compared with, and the tables that say what came of it."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from posttrain.plugins import pip_command
 from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.plots import draw_plots
 from posttrain.runs.report import write_report
 from posttrain.runs.tables import Table, write_results
 from posttrain.training.evaluators import START, TRAINED, EpisodeEvaluator, Evaluator
@@ -43,6 +44,10 @@ def finish(trainer: "Trainer", console: Console) -> None:
         chosen = "best on the curve's data" if trainer.choice is not None else "the last one"
         line = {"policy": TRAINED, "best_step": step, "chosen": chosen, **values}
         trainer.log.write(trainer.step, "final", line)
+    if find_spec("matplotlib") is None:
+        trainer.warn(
+            [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
+        )
     directory = trainer.run.path / "model"
     trainer.model.export(directory)
     trainer.world.on_rank0(lambda: _report(trainer, directory, console))
@@ -59,6 +64,15 @@ def _report(trainer: "Trainer", directory: Path, console: Console) -> None:
         for text in measure.artefacts():
             console.print(text, highlight=False, markup=False)
     console.print(f"report: {trainer.run.report}\nmodel: {directory}", highlight=False)
+
+
+def draw_plots(run: RunDirectory) -> None:
+    """The run's figures; none where matplotlib is not installed, which `finish` has reported."""
+    if find_spec("matplotlib") is None:
+        return
+    from posttrain.runs import plots
+
+    plots.draw_plots(run)
 
 
 def write_tables(run: RunDirectory, measures: Sequence[Evaluator]) -> list[Table]:

@@ -13,7 +13,7 @@ from posttrain.engines.protocol import EngineCounters
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError, RunError
-from posttrain.evaluation.summary import knows_success, reported
+from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe
@@ -164,7 +164,7 @@ def check_tasks(recipe: RlRecipe | EvaluateRecipe) -> list[str]:
     """What the environment has to say of the recipe's seeds, before a model is loaded; InputError where one of them
     has no task.
     """
-    if recipe.reward is None and not environment_class(recipe.environment.type).pays(recipe.environment):
+    if recipe.reward is None and not environment_class(recipe.environment.type).has_reward(recipe.environment):
         raise InputError(
             "nothing scores the answers; name a rule or a judge in environment.rule or environment.judge, or a reward "
             "model in reward.path"
@@ -240,11 +240,11 @@ def rollout_metrics(collected: RolloutBatch, recipe: RlRecipe) -> dict[str, floa
         "rollout/rejected_share": _mean([bool(turn.info.get("rejected")) for turn in turns]),
         "policy/repeated_share": sum(repeated for repeated, _ in repeats) / max(pairs, 1),
     }
-    if knows_success(episodes):
+    if reports_success(episodes):
         metrics["rollout/success"] = _mean([e.success for e in episodes])
     by_name: dict[str, list[float]] = defaultdict(list)
     for episode in played:
-        for name, value in reported(episode).items():
+        for name, value in environment_scores(episode).items():
             by_name[name].append(value)
     metrics |= {f"rollout/score/{name}": _mean(found) for name, found in by_name.items()}
     if played:

@@ -144,7 +144,7 @@ class Trainer(Generic[Output]):
     @contextmanager
     def working(self, title: str) -> Iterator[None]:
         """Signals, display and log around the loop. A stop that was asked for ends with a checkpoint."""
-        console = None if self.world.first else Console(file=StringIO())
+        console = None if self.world.is_rank0 else Console(file=StringIO())
         with self.interrupts, self.log, Progress(self.total_steps, title, self.step, console) as self.progress:
             try:
                 self.warn([] if self.evaluated >= 0 else [*notes(self.recipe), *self.messages])

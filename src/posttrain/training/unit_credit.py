@@ -123,7 +123,7 @@ class UnitValuer:
         """Per answer [K] float64: the attention paid to each of its units where the reward is read."""
         found: list[np.ndarray] = []
         for group in self._groups(answers, [len(a.stream) for a in answers]):
-            for answer, paid in zip(group, self.model.attention_paid([a.stream.ids for a in group]), strict=True):
+            for answer, paid in zip(group, self.model.last_token_attention([a.stream.ids for a in group]), strict=True):
                 own = paid[answer.stream.sampled].astype(np.float64)
                 found.append(np.add.reduceat(own, answer.units.cuts[:-1]))
         return found

@@ -27,7 +27,6 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.recipe.units import LearnedCredit, UnitCreditRecipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.figures import draw_profile
 from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.training.reward_scorer import RewardScorer
 from posttrain.training.rows import load_data, samples_of_row
@@ -146,6 +145,9 @@ def fit_run(run: RunDirectory, data: str | None) -> Fitted:
     grid = np.geomspace(profile.positions[0], 1, 200)
     curves = (grid, normalizer.mean(grid), normalizer.sigma(grid))
     said = (f"fit, R² {_shown(fit.r2_mean)}", f"fit, R² {_shown(fit.r2_std)}")
+    # Not at the top: runs that only apply a normalizer do without matplotlib.
+    from posttrain.runs.plots import draw_profile
+
     draw_profile(plot, str(key), (profile.positions, profile.means, profile.stds, profile.counts), curves, said)
     return Fitted(fit, key, len(rewards), sum(map(len, rewards)), params, plot)
 

@@ -13,10 +13,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from posttrain.distributed.sharding import share
+from posttrain.distributed.sharding import local_shard
 from posttrain.distributed.world import current
 from posttrain.errors import RunError
-from posttrain.models.cpu.products import keep_freed_memory
+from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.batches import Sample, pack
 from posttrain.training.optimizer import Optimizer
@@ -37,11 +37,11 @@ class Learning(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def in_training(self) -> AbstractContextManager[None]: ...
+    def training_mode(self) -> AbstractContextManager[None]: ...
 
-    def reduce_next(self, last: bool) -> None: ...
+    def set_last_backward(self, last: bool) -> None: ...
 
-    def settle(self) -> None: ...
+    def reshard(self) -> None: ...
 
 
 class Objective(Protocol[Read]):
@@ -99,14 +99,14 @@ class Updater(Generic[Output]):
         shares = list(self._shares(self._groups([samples[i] for i in signal])))
         for number, (group, own) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
-            with self.model.in_training():
+            with self.model.training_mode():
                 output = self.forward(chosen)
             loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
             spoilt = own and not bool(torch.isfinite(loss))
             stop = self.world.any(spoilt)
             if stop and self.world.size == 1:
                 return self._skip(chosen, objective)
-            self.model.reduce_next(stop or number == len(shares) - 1)
+            self.model.set_last_backward(stop or number == len(shares) - 1)
             (loss / divisor if own else loss * 0).backward()
             for optimizer in self._optimizers():
                 optimizer.collect()
@@ -193,10 +193,10 @@ class Updater(Generic[Output]):
         loss, _ = objective(self.forward(samples), samples, [1.0] * len(samples))
         finite = not self.world.any(not bool(torch.isfinite(loss)))
         if finite:
-            self.model.reduce_next(True)
+            self.model.set_last_backward(True)
             loss.backward()
             trained = [p for optimizer in self._optimizers() for p in optimizer.parameters]
-            finite = all(bool(torch.isfinite(share(p.grad)).all()) for p in trained if p.grad is not None)
+            finite = all(bool(torch.isfinite(local_shard(p.grad)).all()) for p in trained if p.grad is not None)
         self._clear()
         return not self.world.any(not finite)
 
@@ -204,7 +204,7 @@ class Updater(Generic[Output]):
         return [self.optimizer, *self.beside.values()]
 
     def _clear(self) -> None:
-        self.model.settle()
+        self.model.reshard()
         for optimizer in self._optimizers():
             optimizer.clear()
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from posttrain.engines.openai import RemoteFailure, chat_client, complete
+from posttrain.engines.openai import ChatRequestError, chat_client, complete
 from posttrain.environments.protocol import Message
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
@@ -159,11 +159,11 @@ class RemoteSpeaker:
                 max_tokens=self._most,
                 stop=STOPS,
             )
-        except RemoteFailure as failure:
+        except ChatRequestError as failure:
             raise RunError(f"{failure}; check that the server runs, the address and the name of the model") from None
         text = written.text
-        if self._thinking and written.thoughts and not text.lstrip().startswith("<think>"):
-            text = f"<think>{written.thoughts}</think>{text}"
+        if self._thinking and written.reasoning and not text.lstrip().startswith("<think>"):
+            text = f"<think>{written.reasoning}</think>{text}"
         self._messages.append({"role": "assistant", "content": text})
         return text
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from posttrain import __version__
 from posttrain.errors import InputError, PosttrainError
+from posttrain.plugins import require_module
 from posttrain_memory.mcp.answers import Refusal, Work
 from posttrain_memory.mcp.notes import PIECE, SharedNotes
 from posttrain_memory.vault.limits import VaultError
@@ -45,15 +46,11 @@ Answerer = Callable[[str, Work], str]
 
 def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool = False) -> "Server[Any]":
     """The server. `answerer` None: `ask` is not offered. `read_only`: it says of `ask` that it changes nothing."""
-    try:
-        import anyio
-        import mcp_types as types
-        from mcp.server import Server, ServerRequestContext
-        from mcp.shared.exceptions import MCPError
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"the MCP server needs the package {error.name}; run `pip install 'posttrain[memory]'`"
-        ) from error
+    require_module("mcp.server", "posttrain memory mcp")
+    import anyio
+    import mcp_types as types
+    from mcp.server import Server, ServerRequestContext
+    from mcp.shared.exceptions import MCPError
 
     # With standing privacy rules the agent works on a copy, and changes nothing.
     read_only = read_only or bool(notes.rules)

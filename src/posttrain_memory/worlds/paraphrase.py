@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from posttrain.engines.openai import RemoteFailure, chat_client, complete
+from posttrain.engines.openai import ChatRequestError, chat_client, complete
 from posttrain.errors import RunError
 from posttrain.recipe.base import Part
 from posttrain_memory.worlds.generation import tasks_of
@@ -64,10 +64,10 @@ def writer(recipe: ParaphraseRecipe) -> Writer:
         asked = [{"role": "user", "content": _TASK.format(text=text)}]
         try:
             written = complete("paraphrase", client, recipe.model, asked, temperature=recipe.temperature)
-        except RemoteFailure as error:
+        except ChatRequestError as error:
             raise RunError(str(error)) from error
         # Half a text is no text in other words; an empty one is never kept.
-        return written.text.strip() if written.ended else ""
+        return written.text.strip() if written.finished else ""
 
     return write
 

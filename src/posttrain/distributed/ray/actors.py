@@ -64,14 +64,14 @@ def digest(said: Observation | Step) -> str:
     """Of what an environment said: all but its info, which may hold times."""
     parts: list[Any] = [said.messages, said.state]
     if isinstance(said, Step):
-        parts += [said.reward, said.terminated, said.truncated, said.fresh]
+        parts += [said.reward, said.terminated, said.truncated, said.new_conversation]
     return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
 
 class RayEnvironment(Environment):
     """One episode's environment, in the worker `member`."""
 
-    waits = True
+    blocking = True
 
     def __init__(self, recipe: EnvironmentRecipe, member: Member) -> None:
         super().__init__(recipe)
@@ -172,7 +172,7 @@ class EngineWorker(Worker):
         self._episodes: list[Any] = []
 
     def _opened(self) -> Any:
-        from posttrain.engines.make import open_engine
+        from posttrain.engines.factory import open_engine
 
         recipe, engine = self.recipe, self.recipe.engine
         if engine.type == "local":
@@ -186,11 +186,11 @@ class EngineWorker(Worker):
 
     async def load_weights(self, version: int, pieces: list[Any]) -> EngineCounters:
         """Take the weights, and forget whoever asked before; returns the work done so far."""
-        from posttrain.distributed.ray.engine import take_piece
+        from posttrain.distributed.ray.engine import load_bucket
 
         await self._forget()
         for reference in pieces:
-            take_piece(self.policy, await reference)
+            load_bucket(self.policy, await reference)
         await asyncio.to_thread(self.engine.load_weights, version)
         return replace(self.engine.counters)
 

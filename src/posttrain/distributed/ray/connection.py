@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.errors import InputError, RunError
+from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
 
 OWNED = "posttrain_run"
@@ -22,13 +23,7 @@ _ANSWER_SECONDS = 10.0
 def load_ray() -> ModuleType:
     """The package; `InputError` where it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise InputError(
-            "hardware.ray needs the package ray; install it with `pip install 'posttrain[ray]'`, or leave hardware.ray out"
-        ) from error
-    return ray
+    return require_module("ray", "hardware.ray")
 
 
 @contextmanager

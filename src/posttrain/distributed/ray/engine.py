@@ -24,7 +24,7 @@ Packed = list[tuple[str, str, tuple[int, ...], Any]]
 """Name, type, shape and bytes of tensors; the bytes are numpy arrays, which readers on one machine share."""
 
 
-def pieces_of(policy: Policy, keep: bool) -> list[Any]:
+def weight_buckets(policy: Policy, keep: bool) -> list[Any]:
     """References to the pieces in the object store; of weights that are divided among processes, gathered by all of them.
 
     Only what is trained is sent: an engine starts from the same files. Not `keep`: the process helps to gather and keeps
@@ -57,7 +57,7 @@ def _packed(policy: Policy, keep: bool) -> Iterator[Packed]:
         yield piece
 
 
-def take_piece(policy: Policy, piece: Packed) -> None:
+def load_bucket(policy: Policy, piece: Packed) -> None:
     """Copy the tensors of a piece into a policy of the same recipe."""
     import torch
 
@@ -227,7 +227,7 @@ class RayEngine:
 
     def load_weights(self, version: int) -> None:
         """Put the weights into the object store once; every engine takes them from there."""
-        pieces = pieces_of(self.policy, self.first)
+        pieces = weight_buckets(self.policy, self.first)
         if not self.first:
             return
         for link in self._links:

@@ -78,7 +78,7 @@ class LearnerWorker(Worker):
 
     def run(self, job: Job) -> Ended:
         """Run the stage to its end."""
-        from posttrain.distributed.world import AlreadyReported, Lost
+        from posttrain.distributed.world import AlreadyReported, RankLost
         from posttrain.stages import run_stage
 
         os.environ.update(job.variables)
@@ -94,7 +94,7 @@ class LearnerWorker(Worker):
             return Ended(INTERRUPTED)
         except AlreadyReported as error:
             return Ended(error.exit_code)
-        except Lost as error:
+        except RankLost as error:
             return Ended(error.exit_code, str(error), lost=True)
         except PosttrainError as error:
             return Ended(error.exit_code, str(error))
@@ -102,8 +102,8 @@ class LearnerWorker(Worker):
 
     def _place(self, recipe: Any, crew: WorkerGroup, placed: ExitStack) -> None:
         """Let the crew make what it makes, until `placed` closes."""
-        from posttrain.engines.make import open_engine
-        from posttrain.environments.opening import open_environment
+        from posttrain.engines.factory import open_engine
+        from posttrain.environments.protocol import open_environment
         from posttrain.training.reward_scorer import open_scorer
 
         def members(seats: Sequence[WorkerHandle]) -> list[Member]:

@@ -1,4 +1,4 @@
-"""What the engine computes a pass with: the model's own modules, or the same mathematics with less around it."""
+"""The forward pass of the local engine: through the model's modules, or as fewer and larger operations."""
 
 from typing import Any, Protocol
 
@@ -8,27 +8,27 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.linear import SamplingLinear
-from posttrain.models.cpu.layers import turn
+from posttrain.models.cpu.layers import rotate
 from posttrain.models.forward import hidden_states, logits_of, transformer
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose decoder is the one written out here: RMS norms, rotary positions, gated SiLU."""
+"""Model types that `StreamlinedDecoder` supports: RMS norms, rotary positions, gated SiLU."""
 
 
 class Decoder(Protocol):
-    """The weights of one policy version, as the engine uses them."""
+    """The weights of one policy version, in the form that the engine computes with."""
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
-        """Last hidden states [T, hidden] of a row of tokens: `ids` and `positions` are [T] int64."""
+        """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, vocabulary] float32."""
+        """Logits [N, vocabulary] float32 of hidden states [N, hidden]."""
         ...
 
 
 def decoder_of(model: torch.nn.Module) -> Decoder:
-    """The fastest decoder there is for `model`, with its weights as they are now."""
+    """The fastest decoder for `model`, with its current weights."""
     inner = transformer(model)
     config = inner.config
     known = config.model_type in STREAMLINED and config.hidden_act == "silu"
@@ -36,7 +36,7 @@ def decoder_of(model: torch.nn.Module) -> Decoder:
 
 
 class ModuleDecoder:
-    """Any decoder of transformers, through its modules."""
+    """Runs any decoder of transformers through its modules."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -49,8 +49,10 @@ class ModuleDecoder:
 
 
 class StreamlinedDecoder:
-    """A decoder of the `STREAMLINED` types as ten operations a layer: projections that share an input are one, and
-    what follows a product (SiLU, gate, residual) is part of it. Weights are those at the time of construction.
+    """Runs a decoder of the `STREAMLINED` types with ten operations per layer.
+
+    Projections of the same input are one product, and the operation after a product (SiLU, gate, residual) is fused into
+    it. Weights are read at construction.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -73,15 +75,15 @@ class StreamlinedDecoder:
 
 
 class _Layer:
-    """One layer: attention and the gated network, each after a norm and around a residual."""
+    """One layer: attention and gated MLP, each with a norm before it and a residual around it."""
 
     def __init__(self, layer: Any, config: Any) -> None:
-        attention, network = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, layer.mlp
         self.index = attention.layer_idx
         self.head = attention.head_dim
         self.scaling = attention.scaling
         mistral = config.model_type == "mistral"
-        # Mistral keeps its window in the configuration, the others say per layer whether they have one.
+        # Mistral sets the window in the configuration, the others per layer.
         self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None) if mistral else None)
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
         self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
@@ -94,14 +96,14 @@ class _Layer:
         base = self.before.weight
         self.kernel = decoding_kernel(base.dtype, self.head, self.queries // self.keys) if base.is_cpu else None
         self.combine = SamplingLinear(attention.o_proj)
-        self.gate, self.up = SamplingLinear(network.gate_proj), SamplingLinear(network.up_proj)
-        self.down = SamplingLinear(network.down_proj)
+        self.gate, self.up = SamplingLinear(mlp.gate_proj), SamplingLinear(mlp.up_proj)
+        self.down = SamplingLinear(mlp.down_proj)
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         """`x` [T, hidden], `cos` and `sin` [T, D] -> [T, hidden]."""
         heads = self.project(self._normed(self.before, x)).view(len(x), -1, self.head)
         if self.kernel is not None:
-            seen = layout.attend_placed(
+            attended = layout.attend_fused(
                 self.index,
                 heads,
                 self.keys,
@@ -113,20 +115,18 @@ class _Layer:
                 self.window,
             )
         else:
-            seen = self._attended(heads, cos[:, None], sin[:, None], layout)
-        x = self.combine.plus(seen.flatten(1), x)
+            attended = self._attend(heads, cos[:, None], sin[:, None], layout)
+        x = self.combine.plus(attended.flatten(1), x)
         inputs = self._normed(self.between, x)
         return self.down.plus(self.up.times(inputs, self.gate.silu(inputs)), x)
 
-    def _attended(
-        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout
-    ) -> torch.Tensor:
-        turned = heads[:, : self.queries + self.keys]
+    def _attend(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
+        rotated = heads[:, : self.queries + self.keys]
         if self.head_norms is not None:
-            parts = turned.split([self.queries, self.keys], dim=1)
-            turned = torch.cat([_normed(norm, part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=1)
-        turned = turn(turned, cos, sin)
-        query, key = turned[:, : self.queries], turned[:, self.queries :]
+            parts = rotated.split([self.queries, self.keys], dim=1)
+            rotated = torch.cat([_normed(norm, part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=1)
+        rotated = rotate(rotated, cos, sin)
+        query, key = rotated[:, : self.queries], rotated[:, self.queries :]
         value = heads[:, self.queries + self.keys :]
         return layout.attend_tokens(self.index, query, key, value, self.scaling, self.window)
 

@@ -1,8 +1,8 @@
-"""The in-process engine: the policy's own weights, continuous batching, a cache shared across turns and groups.
+"""The in-process engine: it samples with the policy's own weights, batches continuously and caches across turns and groups.
 
-What is computed together is a function of the requests alone: a forward pass starts only when every open episode
-waits for the engine, and requests that arrive between two passes are ordered by their seeds. So the same run gives
-the same bits whatever the environments' timing.
+Which sequences are computed together depends on the requests alone: a forward pass starts only when every open episode
+waits for the engine, and requests that arrive between two passes are ordered by their seeds. So a run gives the same bits
+whatever the timing of its environments.
 """
 
 import asyncio
@@ -14,19 +14,20 @@ import torch
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Placement, Slots, common_prefix
 from posttrain.engines.local.decoder import Decoder, decoder_of
-from posttrain.engines.local.plan import Segment
-from posttrain.engines.local.sampler import StopStrings, sample
+from posttrain.engines.local.paged_attention import Segment
+from posttrain.engines.local.sampler import sample
 from posttrain.engines.protocol import Completion, EngineCounters, Request
+from posttrain.engines.stop_strings import StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import RunError
-from posttrain.models.cpu.products import keep_freed_memory
+from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.seeds import random_stream
 
 
 class _Sequence:
-    """A request in flight: its prompt and answer so far, and the slot it runs in."""
+    """A request in flight: its prompt, the tokens sampled so far, and its slot."""
 
     def __init__(
         self, request: Request, stops: StopStrings, future: "asyncio.Future[Completion]", arrived: int
@@ -40,20 +41,21 @@ class _Sequence:
         self.tokens = np.empty(self.prompt + request.max_tokens, dtype=np.int64)
         self.tokens[: self.prompt] = request.prompt_ids
         self.length = self.prompt
-        """Tokens known."""
+        """Number of prompt and sampled tokens."""
         self.computed = 0
-        """Tokens whose keys and values are in the cache."""
+        """Number of tokens whose keys and values are in the cache."""
         self.slot = -1
         self.logprobs: list[float] = []
         self.versions: list[int] = []
 
     @property
     def pending(self) -> int:
-        """Tokens that stand in the context and are not in the cache yet."""
+        """Number of tokens that are not in the cache yet."""
         return self.length - self.computed
 
     @property
-    def answer(self) -> np.ndarray:
+    def sampled(self) -> np.ndarray:
+        """The sampled token ids [n] int64."""
         return self.tokens[self.prompt : self.length]
 
     def append(self, token: int, logprob: float, version: int) -> None:
@@ -64,7 +66,7 @@ class _Sequence:
 
 
 class LocalEngine:
-    """Engine over a `Policy` in this process."""
+    """An `Engine` over a `Policy` in this process."""
 
     def __init__(self, policy: Policy, recipe: EngineRecipe) -> None:
         if policy.device.type == "cpu":
@@ -74,7 +76,7 @@ class LocalEngine:
         self.counters = EngineCounters()
         self.capacity = recipe.slots
         self.version = 0
-        self.before_pass: Callable[[], None] | None = None
+        self.before_forward: Callable[[], None] | None = None
         self._cache = KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
         self._decoder: Decoder | None = None
@@ -105,23 +107,22 @@ class LocalEngine:
             self._open_episodes -= 1
 
     def load_weights(self, version: int) -> None:
-        """The weights are the policy's own, as they are now, and gathered until `sleep` where it is divided among processes; what
-        was cached under the old ones is forgotten.
+        """Sample with the policy's current weights. A sharded policy keeps them gathered until `sleep`.
 
-        A pass computes without yielding to the event loop, so this is always between two. What runs has its keys and
-        values computed anew: then every token is sampled by one version of the weights, given all tokens before it,
-        and its log-probability is one that a learner with that version finds too.
+        A pass computes without yielding to the event loop, so this call is always between two passes. Cached keys and
+        values are discarded, and those of running sequences are recomputed: every token is sampled by one version of the
+        weights given all tokens before it, so its log-probability is what a learner with that version computes.
         """
         self.version = version
         self._decoder = None
         if self.policy.sharded is not None:
             self.policy.sharded.hold()
-        self._slots.forget()
+        self._slots.invalidate()
         for sequence in self._running:
             sequence.computed = 0
 
     def sleep(self) -> None:
-        """Nothing to give back but gathered weights: others are the learner's, and the cache is wanted in the next step."""
+        """Reshard gathered weights. The cache is kept, because the next step needs it; other weights are the learner's."""
         if self.policy.sharded is not None:
             self._decoder = None
             self.policy.sharded.release()
@@ -129,33 +130,33 @@ class LocalEngine:
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Compute until nothing is in flight."""
+        """Run forward passes until nothing is in flight."""
         while self._waiting or self._running:
-            await self._until_all_wait()
+            await self._wait_for_episodes()
             try:
-                if self.before_pass is not None:
-                    self.before_pass()
+                if self.before_forward is not None:
+                    self.before_forward()
                     self._drop_cancelled()
-                    if not self._all_wait():
-                        continue  # those that were given up begin again, or others take their places
+                    if not self._all_waiting():
+                        continue  # cancelled episodes start again, or others take their place
                 self._step()
             except Exception as error:
-                self._abandon(error)
+                self._fail(error)
                 return
             await asyncio.sleep(0)
 
-    async def _until_all_wait(self) -> None:
-        """Let the environments move until every open episode has asked for its next answer or closed."""
-        looks = 0
-        while not self._all_wait():
-            looks += 1
-            await asyncio.sleep(0 if looks < 100 else 0.001)
+    async def _wait_for_episodes(self) -> None:
+        """Let environments run until every open episode has sent its next request or closed."""
+        polls = 0
+        while not self._all_waiting():
+            polls += 1
+            await asyncio.sleep(0 if polls < 100 else 0.001)
 
-    def _all_wait(self) -> bool:
+    def _all_waiting(self) -> bool:
         return len(self._waiting) + len(self._running) >= self._open_episodes
 
-    def _abandon(self, error: Exception) -> None:
-        """Hand a failure of the engine to everyone who waits for it."""
+    def _fail(self, error: Exception) -> None:
+        """Fail all requests in flight with the error of the engine."""
         for sequence in self._waiting + self._running:
             if not sequence.future.done():
                 sequence.future.set_exception(RunError(f"the engine failed: {type(error).__name__}: {error}"))
@@ -163,7 +164,7 @@ class LocalEngine:
         self._slots = Slots(self.recipe.slots)
 
     def _step(self) -> None:
-        """Admit what fits, run one forward pass, sample, and hand out what is finished."""
+        """Admit requests, run one forward pass, sample, and return finished completions."""
         self._clock += 1
         self._drop_cancelled()
         if not self._waiting and not self._running:
@@ -175,7 +176,7 @@ class LocalEngine:
         ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
         positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
         ends = np.cumsum([segment.count for _, segment in ordered]) - 1
-        # A prompt that is computed in pieces has nothing to sample until its last piece.
+        # A prompt that is computed in chunks samples nothing before its last chunk.
         ready = [i for i, (sequence, segment) in enumerate(ordered) if segment.count == sequence.pending]
         device = self.policy.device
         with torch.no_grad():
@@ -188,7 +189,7 @@ class LocalEngine:
             for sequence, _, end in spans:
                 sequence.computed = end
                 if end <= sequence.prompt:
-                    self._slots[sequence.slot].held = sequence.tokens[:end]
+                    self._slots[sequence.slot].ids = sequence.tokens[:end]
             if not ready:
                 return
             sequences = [ordered[i][0] for i in ready]
@@ -205,7 +206,7 @@ class LocalEngine:
                 self._finish(sequence, reason)
 
     def _schedule(self) -> tuple[CachedLayout, list[tuple[_Sequence, Segment]]]:
-        """The next pass in the order of its row: every decoding sequence, then prompts as far as the budget goes."""
+        """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`."""
         segments, budget = [], self.recipe.tokens_per_forward
         by_slot = {}
         for sequence in sorted(self._running, key=lambda s: s.pending > 1):
@@ -219,18 +220,18 @@ class LocalEngine:
         return layout, [(by_slot[segment.slot], segment) for segment in layout.segments]
 
     def _admit(self) -> None:
-        """Give waiting requests a slot, in order of arrival and then of seed, as long as slots are free."""
+        """Assign free slots to waiting requests, in order of arrival, then of seed."""
         self._waiting.sort(key=lambda s: (s.arrived, s.request.seed))
         computing = [s for s in self._running if s.computed < s.prompt]
         kept_waiting = []
         free = len(self._slots.free)
-        for place, sequence in enumerate(self._waiting):
+        for index, sequence in enumerate(self._waiting):
             if not free:
-                kept_waiting += self._waiting[place:]
+                kept_waiting += self._waiting[index:]
                 break
             prompt = sequence.tokens[: sequence.prompt]
-            coming = max((common_prefix(s.tokens[: s.prompt], prompt[:-1]) for s in computing), default=0)
-            placement = self._slots.place(prompt, coming)
+            pending = max((common_prefix(s.tokens[: s.prompt], prompt[:-1]) for s in computing), default=0)
+            placement = self._slots.place(prompt, pending)
             if placement is None:
                 kept_waiting.append(sequence)
                 continue
@@ -240,35 +241,35 @@ class LocalEngine:
         self._waiting = kept_waiting
 
     def _start(self, sequence: _Sequence, placement: Placement) -> None:
-        """Let `sequence` run in the slot of `placement`."""
+        """Start `sequence` in the slot of `placement`."""
         if placement.source != placement.slot:
             self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
-        self._slots.take(placement, sequence.tokens[: sequence.prompt], self._clock)
+        self._slots.acquire(placement, sequence.tokens[: sequence.prompt], self._clock)
         sequence.slot, sequence.computed = placement.slot, placement.shared
         self.counters.reused += placement.shared
         self.counters.prefilled += sequence.prompt - placement.shared
         self._running.append(sequence)
 
     def _close_gaps(self) -> None:
-        """Move what runs to the first slots: sequences that decode together are read together."""
+        """Move running sequences to the first slots, so that decoding reads contiguous memory."""
         by_slot = {sequence.slot: sequence for sequence in self._running}
         for free, busy in self._slots.gaps():
-            self._cache.swap(free, busy, max(len(self._slots[free].held), by_slot[busy].computed))
+            self._cache.swap(free, busy, max(len(self._slots[free].ids), by_slot[busy].computed))
             self._slots.swap(free, busy)
             by_slot[busy].slot = free
 
     def _stop_reason(self, sequence: _Sequence) -> StopReason | None:
-        answer = sequence.answer
-        if int(answer[-1]) in self.policy.end_tokens:
+        sampled = sequence.sampled
+        if int(sampled[-1]) in self.policy.end_tokens:
             return StopReason.END_TOKEN
-        if sequence.request.stop_strings and sequence.stops.found(answer.tolist()):
+        if sequence.request.stop_strings and sequence.stops.matched(sampled.tolist()):
             return StopReason.STOP_STRING
-        return StopReason.TURN_BUDGET if len(answer) >= sequence.request.max_tokens else None
+        return StopReason.TURN_BUDGET if len(sampled) >= sequence.request.max_tokens else None
 
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
         self._release(sequence)
         if not sequence.future.done():
-            ids = tuple(sequence.answer.tolist())
+            ids = tuple(sequence.sampled.tolist())
             sequence.future.set_result(Completion(ids, tuple(sequence.logprobs), tuple(sequence.versions), reason))
 
     def _release(self, sequence: _Sequence) -> None:

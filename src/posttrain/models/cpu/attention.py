@@ -1,9 +1,9 @@
-"""Exact attention with its own backward pass for CPUs, where the library's backward costs several times its products.
+"""Exact attention on a CPU with its own backward pass; the library's backward pass costs several times its products.
 
-Queries go in blocks, each against the keys up to its end, so the upper triangle is mostly skipped; the query heads
-that share a key head are rows of one matrix product. Only queries, keys and values are kept for the backward pass: it
-computes the probabilities again, as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory is linear in
-the number of tokens.
+Queries are processed in blocks, each against the keys up to its end, so most of the upper triangle is skipped. The query
+heads that share a key head are rows of one matrix product. Only queries, keys and values are kept for the backward pass,
+which recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory is linear in the
+number of tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 BLOCK = 128
-"""Queries at a time: short enough to skip what they do not see, long enough for the matrix units."""
+"""Queries per block: short enough to skip unseen keys, long enough for the matrix units."""
 LANES = 32
-"""Keys are padded to a multiple of this: the softmax kernels are about twice as slow on ragged rows."""
+"""Keys are padded to a multiple of this: softmax kernels take about twice as long on rows of other lengths."""
 
 
-class Segment(NamedTuple):
-    """Tokens [start, stop) of the row that see themselves causally, and all of the prompt [prompt_start, prompt_stop)
-    before that."""
+class AttentionSegment(NamedTuple):
+    """Tokens [start, stop) of a row; each sees all of the prompt [prompt_start, prompt_stop) and, causally, the segment."""
 
     start: int
     stop: int
@@ -33,7 +32,7 @@ class Segment(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Queries [start, stop) of the row, and the columns [first, last) of the segment's keys that they may see."""
+    """Queries [start, stop) of the row and the columns [first, last) of the segment's keys that they may see."""
 
     start: int
     stop: int
@@ -43,8 +42,8 @@ class _Block(NamedTuple):
     """[G * (stop - start), last - first]: 0 where a query sees a key, minus infinity elsewhere."""
 
 
-class Masks:
-    """Masks for one layout, kept from layer to layer."""
+class MaskCache:
+    """Attention masks of one layout, shared by all layers."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
@@ -52,30 +51,30 @@ class Masks:
     def __call__(
         self, queries: int, ahead: int, columns: int, window: int | None, groups: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """For queries that stand at columns `ahead`, `ahead` + 1, ... of `columns` keys."""
+        """The mask [G * queries, columns] for queries at columns `ahead`, `ahead` + 1, ... of `columns` keys."""
         key = (queries, ahead, columns, window, groups, dtype)
         if key not in self._kept:
-            place, column = torch.arange(ahead, ahead + queries)[:, None], torch.arange(columns)[None]
-            hidden = column > place
+            position, column = torch.arange(ahead, ahead + queries)[:, None], torch.arange(columns)[None]
+            hidden = column > position
             if window is not None:
-                hidden |= column <= place - window
+                hidden |= column <= position - window
             mask = torch.zeros(queries, columns, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self._kept[key] = mask.repeat(groups, 1)
         return self._kept[key]
 
 
-def segments_of(bundles: Sequence[tuple[int, Sequence[int]]]) -> list[Segment]:
-    """The segments of the bundles of a `PackedLayout`; a prompt with one continuation is one of them."""
+def segments_of(bundles: Sequence[tuple[int, Sequence[int]]]) -> list[AttentionSegment]:
+    """The segments of the bundles of a `PackedLayout`; a prompt with a single continuation is one segment."""
     segments = []
     start = 0
     for prompt, continuations in bundles:
         rest = list(continuations)
         end = start + prompt
         first = end + rest.pop(0) if len(rest) == 1 else end
-        segments.append(Segment(start, first, start, start))
+        segments.append(AttentionSegment(start, first, start, start))
         start = first
         for length in rest:
-            segments.append(Segment(start, start + length, end - prompt, end))
+            segments.append(AttentionSegment(start, start + length, end - prompt, end))
             start += length
     return segments
 
@@ -84,10 +83,10 @@ def attend_segments(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[AttentionSegment],
     scaling: float,
     window: int | None,
-    masks: Masks,
+    masks: MaskCache,
 ) -> torch.Tensor:
     """Attention outputs [H, T, D] of `query` [H, T, D] over `key` and `value` [H_kv, T, D].
 
@@ -103,15 +102,15 @@ class _SegmentAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[AttentionSegment],
         scaling: float,
         window: int | None,
-        masks: Masks,
+        masks: MaskCache,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.how = (segments, scaling, window, masks)
         heads, tokens, width = query.shape
-        # Token by token in memory, as the output projection reads it.
+        # Token-major memory layout, as the output projection reads it.
         out = query.new_empty(tokens, heads, width).transpose(0, 1)
         for segment in segments:
             keys, values = _keys_of(key, segment), _keys_of(value, segment)
@@ -129,12 +128,12 @@ class _SegmentAttention(torch.autograd.Function):
         heads, tokens, width = query.shape
         shared = len(key)
         query_gradient = query.new_empty(tokens, heads, width).transpose(0, 1)
-        # Several blocks and continuations add to the same keys.
+        # Several blocks and continuations add to the same keys, so sum in float32.
         wide = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
         key_gradient, value_gradient = (
             torch.zeros(tokens, shared, width, dtype=wide).transpose(0, 1) for _ in range(2)
         )
-        nothing = query.new_empty(())
+        unused = query.new_empty(())
         for segment in segments:
             keys, values = _keys_of(key, segment), _keys_of(value, segment)
             for block in _blocks(segment, window, heads // shared, query.dtype, masks):
@@ -142,17 +141,19 @@ class _SegmentAttention(torch.autograd.Function):
                 rows, above = _rows(query, block, shared), _rows(gradient, block, shared)
                 probabilities = _probabilities(rows, keys[:, seen], block.mask, scaling)
                 _add_columns(value_gradient, segment, block, torch.bmm(probabilities.transpose(1, 2), above))
-                of_probabilities = torch.bmm(above, values[:, seen].transpose(1, 2))
-                of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, query.dtype)
+                grad_probabilities = torch.bmm(above, values[:, seen].transpose(1, 2))
+                grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, query.dtype)
                 _put_rows(
-                    query_gradient, block, torch.baddbmm(nothing, of_scores, keys[:, seen], beta=0, alpha=scaling)
+                    query_gradient, block, torch.baddbmm(unused, grad_scores, keys[:, seen], beta=0, alpha=scaling)
                 )
-                of_keys = torch.baddbmm(nothing, of_scores.transpose(1, 2), rows, beta=0, alpha=scaling)
-                _add_columns(key_gradient, segment, block, of_keys)
+                grad_keys = torch.baddbmm(unused, grad_scores.transpose(1, 2), rows, beta=0, alpha=scaling)
+                _add_columns(key_gradient, segment, block, grad_keys)
         return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None, None
 
 
-def _blocks(segment: Segment, window: int | None, groups: int, dtype: torch.dtype, masks: Masks) -> Iterator[_Block]:
+def _blocks(
+    segment: AttentionSegment, window: int | None, groups: int, dtype: torch.dtype, masks: MaskCache
+) -> Iterator[_Block]:
     for start in range(segment.start, segment.stop, BLOCK):
         stop = min(start + BLOCK, segment.stop)
         ahead = segment.prompt + start - segment.start
@@ -170,18 +171,18 @@ def _padded(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-def _keys_of(heads: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """Keys or values that the segment sees, its prompt's first, then zeros: [H_kv, K, D] of heads [H_kv, T, D]."""
-    own, prompt = segment.stop - segment.start, segment.prompt
-    found = heads.new_empty(len(heads), _padded(prompt + own), heads.shape[2])
-    found[:, :prompt] = heads[:, segment.prompt_start : segment.prompt_stop]
-    found[:, prompt : prompt + own] = heads[:, segment.start : segment.stop]
-    found[:, prompt + own :] = 0
-    return found
+def _keys_of(heads: torch.Tensor, segment: AttentionSegment) -> torch.Tensor:
+    """Keys or values that the segment sees, prompt first, zero-padded: [H_kv, K, D] from `heads` [H_kv, T, D]."""
+    count, prompt = segment.stop - segment.start, segment.prompt
+    out = heads.new_empty(len(heads), _padded(prompt + count), heads.shape[2])
+    out[:, :prompt] = heads[:, segment.prompt_start : segment.prompt_stop]
+    out[:, prompt : prompt + count] = heads[:, segment.start : segment.stop]
+    out[:, prompt + count :] = 0
+    return out
 
 
 def _rows(heads: torch.Tensor, block: _Block, shared: int) -> torch.Tensor:
-    """Tokens of the block as rows [H_kv, G * Q, D], the query heads of a key head one after the other."""
+    """The block's tokens as rows [H_kv, G * Q, D], with the query heads of a key head one after the other."""
     return heads[:, block.start : block.stop].reshape(shared, -1, heads.shape[2])
 
 
@@ -190,11 +191,11 @@ def _put_rows(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:
     heads[:, block.start : block.stop] = rows.view(len(heads), block.stop - block.start, heads.shape[2])
 
 
-def _add_columns(heads: torch.Tensor, segment: Segment, block: _Block, columns: torch.Tensor) -> None:
-    """Add gradients [H_kv, last - first, D] of the block's columns to those of the tokens, `heads` [H_kv, T, D]."""
+def _add_columns(heads: torch.Tensor, segment: AttentionSegment, block: _Block, columns: torch.Tensor) -> None:
+    """Add gradients [H_kv, last - first, D] of the block's columns to the gradients `heads` [H_kv, T, D] of the tokens."""
     prompt, last = segment.prompt, segment.prompt + block.stop - segment.start
     if block.first < prompt:
         heads[:, segment.prompt_start + block.first : segment.prompt_stop] += columns[:, : prompt - block.first]
-    own = max(block.first, prompt)
-    start = segment.start + own - prompt
-    heads[:, start : block.stop] += columns[:, own - block.first : last - block.first]
+    first = max(block.first, prompt)
+    start = segment.start + first - prompt
+    heads[:, start : block.stop] += columns[:, first - block.first : last - block.first]

@@ -1,8 +1,8 @@
-"""Norms, gates and rotary positions of known decoders in fewer passes over memory, each with its own backward pass.
+"""Norms, gates and rotary positions of known decoders on a CPU, each as one autograd function.
 
-transformers writes these as chains of small operations, every one of which reads and writes all activations and keeps
-some for the backward pass; on a CPU they cost as much as the matrix products. Here each is one autograd function that
-keeps its inputs alone. Weights, names of modules and results (but for rounding) stay as they are.
+transformers writes these as chains of small operations. Each operation reads and writes all activations, and some keep
+results for the backward pass; on a CPU they cost as much as the matrix products. The functions here keep only their
+inputs. Weights, module names and results (up to rounding) do not change.
 """
 
 import re
@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from posttrain.models.attention import ATTENTION_NAME
-from posttrain.models.cpu.products import OneDnnLinear, prefers_onednn
+from posttrain.models.cpu.backend import OneDnnLinear, prefers_onednn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Decoders whose norm, gated network and attention are those written out here."""
+"""Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
 
 ELEMENTS_IN_CACHE = 1 << 17
-"""Numbers in float32 at one time in a norm."""
+"""Float32 numbers that a norm processes at a time."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -57,13 +57,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _parts(rows: torch.Tensor) -> list[slice]:
-    """Spans of rows whose intermediate results stay in the cache."""
+    """Row slices small enough that intermediate results stay in the processor's cache."""
     count = max(1, ELEMENTS_IN_CACHE // rows.shape[1])
     return [slice(start, start + count) for start in range(0, len(rows), count)]
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up: the gate of Shazeer 2020, arXiv 2002.05202. It keeps its inputs alone."""
+    """silu(gate) * up, the gated unit of Shazeer 2020, arXiv 2002.05202."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -78,31 +78,31 @@ class _Gated(torch.autograd.Function):
         return of_gate, silu(gate).mul_(gradient)
 
 
-class _Rotated(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):
     """Rotary positions (Su et al. 2021, arXiv 2104.09864) of `heads` [..., T, H, D] with `cos`, `sin` [T, 1, D]."""
 
     @staticmethod
     def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return turn(heads, cos, sin, 1.0)
+        return rotate(heads, cos, sin, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return turn(gradient, cos, sin, -1.0), None, None
+        return rotate(gradient, cos, sin, -1.0), None, None
 
 
-def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float = 1.0) -> torch.Tensor:
-    """`heads` [..., T, H, D] with each pair (i, i + D / 2) turned by its angle, backwards for `direction` -1.
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float = 1.0) -> torch.Tensor:
+    """Rotate each pair (i, i + D / 2) of `heads` [..., T, H, D] by its angle, backwards with `direction` -1.
 
-    The two halves of `cos` and of `sin` [T, 1, D] are the same.
+    `cos` and `sin` [T, 1, D] have two equal halves.
     """
     half = heads.shape[-1] // 2
-    turned = heads * cos
-    turned[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-direction)
-    turned[..., half:].addcmul_(heads[..., :half], sin[..., half:], value=direction)
-    return turned
+    rotated = heads * cos
+    rotated[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-direction)
+    rotated[..., half:].addcmul_(heads[..., :half], sin[..., half:], value=direction)
+    return rotated
 
 
 class _Norm(torch.nn.Module):
@@ -112,7 +112,7 @@ class _Norm(torch.nn.Module):
         return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 
-class _Network(torch.nn.Module):
+class _Mlp(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
             return super().forward(x)
@@ -123,34 +123,36 @@ class _Attention(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any = None, **keywords: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        own: Any = self
+        attention: Any = self
         layout = keywords.get("layout")
-        if hidden_states.device.type != "cpu" or layout is None or own.config._attn_implementation != ATTENTION_NAME:
+        installed = attention.config._attn_implementation == ATTENTION_NAME
+        if hidden_states.device.type != "cpu" or layout is None or not installed:
             return super().forward(hidden_states, position_embeddings=position_embeddings, **keywords)
-        shape = (*hidden_states.shape[:-1], -1, own.head_dim)
-        query, key, value = (project(hidden_states).view(shape) for project in (own.q_proj, own.k_proj, own.v_proj))
-        if hasattr(own, "q_norm"):
-            query, key = own.q_norm(query), own.k_norm(key)
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (project(hidden_states).view(shape) for project in projections)
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
         cos, sin = (part[0, :, None] for part in position_embeddings)
-        query, key = _Rotated.apply(query, cos, sin), _Rotated.apply(key, cos, sin)
+        query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
         heads = (rows[0].transpose(0, 1) for rows in (query, key, value))
-        # Qwen has its window in the layers that it is for, Mistral in the configuration, Llama none.
-        where = own.config if own.config.model_type == "mistral" else own
-        window = getattr(where, "sliding_window", None)
-        out = layout.attend(own.layer_idx, *heads, own.scaling, window)
-        return own.o_proj(out.transpose(0, 1).reshape(*hidden_states.shape[:-1], -1)), None
+        # Qwen sets the window per layer, Mistral in the configuration; Llama has none.
+        owner = attention.config if attention.config.model_type == "mistral" else attention
+        window = getattr(owner, "sliding_window", None)
+        out = layout.attend(attention.layer_idx, *heads, attention.scaling, window)
+        return attention.o_proj(out.transpose(0, 1).reshape(*hidden_states.shape[:-1], -1)), None
 
 
-_PARTS = {"RMSNorm": _Norm, "MLP": _Network, "Attention": _Attention}
+_REPLACEMENTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
 
 
 def use_fused_layers(model: torch.nn.Module) -> None:
-    """Make the known parts of `model` compute in fewer passes on a CPU, and its products with the faster library.
+    """Replace the norms, MLPs and attention of known decoders in `model` by the functions of this file, in place.
 
-    Whatever else it holds stays as it is.
+    Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
     """
     module: Any
-    # The output projection is computed together with what follows it.
+    # The output projection is computed together with the log-probabilities.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     for module in model.modules():
         cls = type(module)
@@ -158,12 +160,12 @@ def use_fused_layers(model: torch.nn.Module) -> None:
             module.__class__ = OneDnnLinear
             continue
         known = re.fullmatch(rf"transformers\.models\.({'|'.join(FAMILIES)})\.modeling_\1", cls.__module__)
-        part = _PARTS.get(re.sub(r"^(Llama|Mistral|Qwen2|Qwen3)", "", cls.__name__)) if known else None
+        part = _REPLACEMENTS.get(re.sub(r"^(Llama|Mistral|Qwen2|Qwen3)", "", cls.__name__)) if known else None
         if part is None:
             continue
-        if part is _Network and module.config.hidden_act != "silu":
+        if part is _Mlp and module.config.hidden_act != "silu":
             continue
         if part is _Attention and module.attention_dropout > 0:
             continue
-        # A subclass rather than a method of the object: copies of a module then compute with their own weights.
+        # A subclass, not a method on the instance: copies of a module then compute with their own weights.
         module.__class__ = type(cls.__name__, (part, cls), {"__module__": __name__})

@@ -1,9 +1,8 @@
-"""Packed attention on a GPU: one call of the variable-length flash kernel for a whole row, whatever it holds.
+"""Packed attention on a GPU: one call of the variable-length flash kernel for the whole row.
 
-The kernel takes spans of queries and, for each, a span of keys, and aligns their last positions; so a continuation
-whose keys are those of its prompt and its own is one span. Where continuations share a prompt, the prompt's keys are
-laid out once more for each of them (key and value heads alone, for the time of the call); streams with a prompt of
-their own need no copy.
+The kernel takes spans of queries and, for each, a span of keys, aligned at their ends. So a continuation is one span
+whose keys are those of its prompt and its own. If several continuations share a prompt, the prompt's keys and values are
+copied for each of them during the call; streams with a prompt of their own need no copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,23 +20,23 @@ Kernel = Callable[["Spans", torch.Tensor, torch.Tensor, torch.Tensor, float, int
 
 @dataclass(frozen=True)
 class Spans:
-    """S spans of queries side by side in a row of T tokens, each with its span among K keys, on one device.
+    """S spans of queries side by side in a row of T tokens, each with its span of the K keys, on one device.
 
-    The i-th last query of a span sees the keys of its span up to the i-th last.
+    The i-th last query of a span sees the keys of the span up to the i-th last.
     """
 
     query_ends: torch.Tensor
-    """[S + 1] int32: 0, then where each span of queries ends."""
+    """[S + 1] int32: 0, then the end of each span of queries."""
     key_ends: torch.Tensor
-    """[S + 1] int32: the same of the keys."""
+    """[S + 1] int32: 0, then the end of each span of keys."""
     longest_query: int
     longest_key: int
     gathered: torch.Tensor | None
-    """[K] int64: the token of the row that each key is taken from; None where the keys are the row as it is."""
+    """[K] int64: the row index of each key; None if the keys are the row itself."""
 
 
 def spans_of(bundles: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Spans:
-    """The spans of the bundles of a `PackedLayout`; they are sent to `device` without waiting for it."""
+    """The spans of the bundles of a `PackedLayout`, copied to `device` without synchronization."""
     queries: list[int] = []
     keys: list[int] = []
     taken: list[np.ndarray] = []
@@ -49,25 +48,25 @@ def spans_of(bundles: Sequence[tuple[int, Sequence[int]]], device: torch.device)
         queries.append(first)
         keys.append(first)
         taken.append(np.arange(start, start + first))
-        own = start + first
+        position = start + first
         for length in rest:
             queries.append(length)
             keys.append(prompt + length)
-            taken += [np.arange(start, start + prompt), np.arange(own, own + length)]
-            own += length
-        start = own
+            taken += [np.arange(start, start + prompt), np.arange(position, position + length)]
+            position += length
+        start = position
     shared = sum(keys) > start
     return Spans(
-        query_ends=_sent(np.cumsum([0, *queries], dtype=np.int32), device),
-        key_ends=_sent(np.cumsum([0, *keys], dtype=np.int32), device),
+        query_ends=_to_device(np.cumsum([0, *queries], dtype=np.int32), device),
+        key_ends=_to_device(np.cumsum([0, *keys], dtype=np.int32), device),
         longest_query=max(queries),
         longest_key=max(keys),
-        gathered=_sent(np.concatenate(taken), device) if shared else None,
+        gathered=_to_device(np.concatenate(taken), device) if shared else None,
     )
 
 
 def supports(query: torch.Tensor) -> bool:
-    """Whether the flash kernel takes `query` [H, T, D]: bfloat16 or float16 on a GPU since Ampere, D of 8 to 256."""
+    """Whether the flash kernel supports `query` [H, T, D]: bfloat16 or float16, Ampere or newer, D from 8 to 256."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -83,8 +82,8 @@ def flash(
     """The `Kernel` of PyTorch: flash attention 2 (Dao 2023, arXiv 2307.08691)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel always took fewer key heads than query heads; newer versions of the function want to be told.
-    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    # The kernel always accepted fewer key heads than query heads; newer versions of the function need a flag for it.
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(
         query,
         key,
@@ -94,9 +93,9 @@ def flash(
         spans.longest_query,
         spans.longest_key,
         scale=scaling,
-        # It counts the tokens before, we count the token itself too.
+        # `window_size` does not count the token itself; `window` does.
         window_size=(-1 if window is None else window - 1, 0),
-        **told,
+        **options,
     )
     assert isinstance(out, torch.Tensor)
     return out
@@ -115,21 +114,21 @@ def attend_spans(
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if spans.gathered is not None:
-            key, value = _Gathered.apply(key, spans.gathered), _Gathered.apply(value, spans.gathered)
+            key, value = _Gather.apply(key, spans.gathered), _Gather.apply(value, spans.gathered)
         return kernel(spans, query, key, value, scaling, window)
 
     rows = [heads.transpose(0, 1) for heads in (query, key, value)]
     if spans.gathered is not None and torch.is_grad_enabled():
-        # The copies of a prompt's keys are made again in the backward pass: kept for every layer they would take
-        # more memory than the shared prompt saves. Nothing here is random, so no generator needs to be kept.
+        # Copies of a prompt's keys are recomputed in the backward pass: kept for every layer, they would take more
+        # memory than the shared prompt saves. No random numbers are drawn, so the generator state is not saved.
         out = checkpoint(attend, *rows, use_reentrant=False, preserve_rng_state=False)
     else:
         out = attend(*rows)
     return out.transpose(0, 1)
 
 
-class _Gathered(torch.autograd.Function):
-    """rows[index], rows [T, H, D]; the gradients of a row that was taken often are added up in float32."""
+class _Gather(torch.autograd.Function):
+    """rows[index] for rows [T, H, D]; gradients of a row that was gathered several times are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -145,7 +144,7 @@ class _Gathered(torch.autograd.Function):
         return sums.to(gradient.dtype), None
 
 
-def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On `device`; from pinned memory, so that the processor goes on while the copy waits for the GPU's turn."""
+def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to `device`, from pinned memory, so that the CPU does not wait for the GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

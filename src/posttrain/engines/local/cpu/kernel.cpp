@@ -1,8 +1,8 @@
-// What a decoder does between its matrix products, for sampling: norms, rotary positions, filling a paged key/value
-// cache, and the attention of decoding sequences over it.
+// What a decoder computes between its matrix products when sampling: norms, rotary positions, writing to a paged
+// key/value cache, and the attention of decoding sequences over it.
 //
-// Built for one shape: TYPE_BF16 (0 or 1), HEAD (numbers of a head), GROUPS (query heads of a key head) and PAGE
-// (tokens of a page) are macros, so that the loops over them unroll. Everything is computed in float32.
+// Compiled for one shape: TYPE_BF16 (0 or 1), HEAD (head size), GROUPS (query heads per key head) and PAGE (tokens per
+// page) are macros, so that the loops over them unroll. All arithmetic is in float32.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -20,8 +20,8 @@ static inline floats load(const float* from) {
     return x;
 }
 
-// Reads and writes 2 x LANES numbers of a head. Those in bfloat16 come apart into the even and the odd ones, which are
-// the lower and upper halves of 32-bit words: a float32 is a bfloat16 with 16 more bits.
+// Load and store 2 x LANES numbers of a head. In bfloat16 they are split into even and odd ones, the lower and upper halves
+// of 32-bit words: a float32 is a bfloat16 with 16 more bits.
 #if TYPE_BF16
 typedef uint16_t number;
 static inline void load(const number* from, floats* to) {
@@ -47,7 +47,7 @@ static inline void load(const number* from, floats* to) {
 static inline void store(number* to, const floats* x) { std::memcpy(to, x, 2 * sizeof *x); }
 #endif
 
-// The sums of the lanes of 16 vectors, as one vector: pairs are halved and interleaved four times over.
+// The lane sums of 16 vectors, as one vector: pairs are halved and interleaved four times.
 static inline floats sums(floats* x) {
 #define HALVE(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
     for (int i = 0; i < 8; i++)
@@ -63,10 +63,10 @@ static inline floats sums(floats* x) {
            HALVE(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-// e^x for x <= 0 to about 1e-7: 2^n times a polynomial of the rest.
+// e^x for x <= 0 with a relative error of about 1e-7: 2^n times a polynomial of the remainder.
 static inline floats exponential(floats x) {
     x = x < -87.0f ? floats{} - 87.0f : x;
-    // Truncation rounds to nearest after 0.5 is taken away, since x is negative.
+    // x is negative, so truncation after subtracting 0.5 rounds to nearest.
     ints whole = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
     floats n = __builtin_convertvector(whole, floats);
     floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -109,25 +109,25 @@ extern "C" void normalize(const number* x, const number* weight, number* out, in
     for (int64_t row = 0; row < rows; row++) norm(x + row * size, weight, out + row * size, size, epsilon);
 }
 
-// heads [tokens, queries + 2 x keyed, HEAD]: queries, keys, values. Queries and keys are normed, where there are weights
-// for that, and turned in place by cosines and sines [tokens, HEAD]; keys and values then also go to rows
-// places[token] + key head x PAGE of the cache.
-extern "C" void place(number* heads, const number* cosines, const number* sines, const number* query_weight,
-                      const number* key_weight, float epsilon, number* keys, number* values, const int64_t* places,
-                      int64_t tokens, int64_t queries, int64_t keyed, int threads) {
+// heads [tokens, queries + 2 x kv_heads, HEAD]: queries, keys, values. Queries and keys are normalized, if weights are
+// given, and rotated in place by cosines and sines [tokens, HEAD]. Keys and values are then copied to rows
+// rows[token] + key head x PAGE of the cache.
+extern "C" void rotate_and_store(number* heads, const number* cosines, const number* sines, const number* query_weight,
+                      const number* key_weight, float epsilon, number* keys, number* values, const int64_t* rows,
+                      int64_t tokens, int64_t queries, int64_t kv_heads, int threads) {
     constexpr int HALF = HEAD / 2;
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 4)
     for (int64_t token = 0; token < tokens; token++) {
-        for (int64_t h = 0; h < queries + 2 * keyed; h++) {
-            number* mine = heads + (token * (queries + 2 * keyed) + h) * HEAD;
-            if (h < queries + keyed) {
+        for (int64_t h = 0; h < queries + 2 * kv_heads; h++) {
+            number* mine = heads + (token * (queries + 2 * kv_heads) + h) * HEAD;
+            if (h < queries + kv_heads) {
                 const number* weight = h < queries ? query_weight : key_weight;
                 if (weight) norm(mine, weight, mine, HEAD, epsilon);
                 for (int i = 0; i < HALF; i += 2 * LANES) {
                     floats a[2], b[2], cosine[2], sine[2];
                     load(mine + i, a);
                     load(mine + HALF + i, b);
-                    // The two halves of the angles are the same.
+                    // The two halves of the angles are equal.
                     load(cosines + token * HEAD + i, cosine);
                     load(sines + token * HEAD + i, sine);
                     const floats first[2] = {a[0] * cosine[0] - b[0] * sine[0], a[1] * cosine[1] - b[1] * sine[1]};
@@ -137,8 +137,8 @@ extern "C" void place(number* heads, const number* cosines, const number* sines,
                 }
             }
             if (h >= queries) {
-                number* store_in = h < queries + keyed ? keys : values;
-                const int64_t row = places[token] + (h - queries) % keyed * PAGE;
+                number* store_in = h < queries + kv_heads ? keys : values;
+                const int64_t row = rows[token] + (h - queries) % kv_heads * PAGE;
                 std::memcpy(store_in + row * HEAD, mine, HEAD * sizeof(number));
             }
         }
@@ -147,13 +147,13 @@ extern "C" void place(number* heads, const number* cosines, const number* sines,
 
 struct Row {
     int64_t slot;    // of the sequence
-    int64_t source;  // slot whose first pages are read in place of the sequence's own
-    int64_t shared;  // how many pages those are
-    int64_t first;   // first token that is seen
+    int64_t source;  // slot whose first pages are read instead of the sequence's own
+    int64_t shared;  // number of those pages
+    int64_t first;   // first visible token
     int64_t stop;    // one past the last
 };
 
-// Row r of queries [count, heads, GROUPS, HEAD] begins at queries + r x stride. out has the same shape, without gaps;
+// Row r of queries [count, heads, GROUPS, HEAD] begins at queries + r x stride. out has the same shape and is contiguous;
 // keys and values are [pages, slots, heads, PAGE, HEAD].
 extern "C" void attend(const number* queries, int64_t stride, const number* keys, const number* values, number* out, const Row* rows,
                        int64_t count, int64_t heads, int64_t slots, float scaling, int threads) {
@@ -167,8 +167,8 @@ extern "C" void attend(const number* queries, int64_t stride, const number* keys
         for (int64_t item = 0; item < count * heads; item++) {
             const Row row = rows[item / heads];
             const int64_t head = item % heads, begin = row.first / LANES * LANES;
-            // Tokens of a page, PAGE x HEAD numbers, of which the kernel reads LANES at a time.
-            auto place = [&](const number* from, int64_t token) {
+            // Address of a token's row in its page; the kernel reads LANES tokens of a page at a time.
+            auto row_of = [&](const number* from, int64_t token) {
                 const int64_t page = token / PAGE, slot = page < row.shared ? row.source : row.slot;
                 return from + (((page * slots + slot) * heads + head) * PAGE + token % PAGE) * HEAD;
             };
@@ -177,7 +177,7 @@ extern "C" void attend(const number* queries, int64_t stride, const number* keys
             for (int g = 0; g < GROUPS; g++)
                 for (int d = 0; d < PARTS; d += 2) load(mine + g * HEAD + d * LANES, query[g] + d);
             for (int64_t token = begin; token < row.stop; token += LANES) {
-                const number* key = place(keys, token);
+                const number* key = row_of(keys, token);
                 floats products[GROUPS][LANES];
                 for (int t = 0; t < LANES; t++) {
                     floats wide[PARTS];
@@ -220,7 +220,7 @@ extern "C" void attend(const number* queries, int64_t stride, const number* keys
                 for (int d = 0; d < PARTS; d++) sum[g][d] = floats{};
             for (int64_t token = row.first; token < row.stop;) {
                 const int64_t end = (token / PAGE + 1) * PAGE < row.stop ? (token / PAGE + 1) * PAGE : row.stop;
-                for (const number* value = place(values, token); token < end; token++, value += HEAD) {
+                for (const number* value = row_of(values, token); token < end; token++, value += HEAD) {
                     floats wide[PARTS];
 #pragma GCC unroll 16
                     for (int d = 0; d < PARTS; d += 2) load(value + d * LANES, wide + d);

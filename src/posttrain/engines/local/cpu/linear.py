@@ -1,4 +1,4 @@
-"""Linear layers for sampling: the weights of one or several modules, laid out once for many small products."""
+"""Linear layers for sampling: the weights of one or several modules, packed once for many small products."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
-from posttrain.models.cpu.products import onednn_multiplies
+from posttrain.models.cpu.backend import onednn_multiplies
 
 ROWS = 32
-"""Rows of the products that the packed layout is chosen for; any other number is as right, and nearly as fast."""
+"""Number of rows that the packed layout is optimized for. Results are the same for any number, nearly as fast."""
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """A low-rank addition to the outputs `columns`."""
+    """A low-rank adapter that adds to the outputs `columns`."""
 
     columns: slice
     down: torch.Tensor
@@ -27,12 +27,12 @@ class _Adapter:
 
 
 class SamplingLinear:
-    """What the given linear modules (of torch, or with peft's adapters) compute, side by side, without gradients.
+    """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients.
 
-    On a processor whose matrix kernels handle the weights' precision, the weights are copied into the layout that those
-    kernels want. Otherwise every call would repeat the copy, which makes products at decoding sizes about twice as slow.
-    Adapters stay separate, because folding a small one into bfloat16 weights would round it away. On other devices, and
-    in bfloat16 on processors without AVX-512, the modules' own weights are used.
+    On a CPU whose matrix kernels support the weights' dtype, weights are copied into the layout of those kernels.
+    Otherwise every call would repeat that copy, which makes products of decoding size about twice as slow. Adapters stay
+    separate, because merging a small one into bfloat16 weights would round it away. On other devices, and in bfloat16 on
+    CPUs without AVX-512, the modules' own weights are used.
     """
 
     def __init__(self, *modules: Any) -> None:
@@ -48,23 +48,23 @@ class SamplingLinear:
             self._weights = []
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [T, in] -> [T, out]."""
+        """The product [T, out] for `x` [T, in]."""
         return self._product(x, "none")
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """silu of the product, [T, out]."""
+        """SiLU of the product: [T, out]."""
         if self._packed is not None and not self._adapters:
             return self._product(x, "swish")
         return silu(self(x))
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The product times `factor` [T, out]."""
+        """The product times `factor`: [T, out]."""
         if self._packed is not None and not self._adapters:
             return self._with(x, factor, "mul")
         return self(x) * factor
 
     def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        """The product plus `summand` [T, out]."""
+        """The product plus `summand`: [T, out]."""
         if self._packed is not None and not self._adapters:
             return self._with(x, summand, "add")
         return self(x) + summand
@@ -87,7 +87,7 @@ class SamplingLinear:
 
 
 def _joined_bias(bases: Sequence[Any]) -> torch.Tensor | None:
-    """The biases of all modules in a row; zeros for those that have none beside one that has."""
+    """The concatenated biases of all modules, zeros for modules without one; None if no module has a bias."""
     if all(base.bias is None for base in bases):
         return None
     parts = [base.weight.new_zeros(base.out_features) if base.bias is None else base.bias.detach() for base in bases]
@@ -95,12 +95,12 @@ def _joined_bias(bases: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _adapters(modules: Sequence[Any], widths: Sequence[int]) -> list[_Adapter]:
-    found = []
+    adapters = []
     start = 0
     for module, width in zip(modules, widths, strict=True):
         for name in getattr(module, "active_adapters", ()) if hasattr(module, "lora_A") else ():
             if name in module.lora_A:
                 down, up = module.lora_A[name].weight.detach(), module.lora_B[name].weight.detach()
-                found.append(_Adapter(slice(start, start + width), down, up, float(module.scaling[name])))
+                adapters.append(_Adapter(slice(start, start + width), down, up, float(module.scaling[name])))
         start += width
-    return found
+    return adapters

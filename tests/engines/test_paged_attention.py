@@ -8,9 +8,15 @@ import torch
 
 from posttrain.engines.local.cache import KeyValuePages
 from posttrain.engines.local.cpu import kernel
-from posttrain.engines.local.cpu.kernel import decoding_kernel
-from posttrain.engines.local.plan import PAGE, Prefix, Segment, plan_decoding, shared_pages
-from posttrain.engines.local.reading import CompiledReader, TorchReader
+from posttrain.engines.local.cpu.kernel import PAGE, decoding_kernel
+from posttrain.engines.local.paged_attention import (
+    CompiledDecodingAttention,
+    Prefix,
+    Segment,
+    TorchDecodingAttention,
+    plan_decoding,
+    shared_pages,
+)
 
 SLOTS, HEADS, GROUPS, SIZE = 12, 2, 3, 64
 
@@ -19,12 +25,12 @@ def compiled(singles, window, dtype):
     built = decoding_kernel(dtype, SIZE, GROUPS)
     if built is None:
         pytest.skip("there is no C++ compiler")
-    return CompiledReader(built, singles, window)
+    return CompiledDecodingAttention(built, singles, window)
 
 
-READERS = {
+IMPLEMENTATIONS = {
     "compiled": compiled,
-    "torch": lambda singles, window, dtype: TorchReader(singles, window, torch.device("cpu")),
+    "torch": lambda singles, window, dtype: TorchDecodingAttention(singles, window, torch.device("cpu")),
 }
 
 
@@ -61,15 +67,15 @@ def ragged():
     return sorted([*alone, *group], key=lambda s: s.slot)
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("window", [None, 1, 50, PAGE, 10_000])
-def test_attention_is_the_plain_formula(reader, dtype, bound, window):
+def test_attention_is_the_plain_formula(implementation, dtype, bound, window):
     segments = ragged()
     cache, queries = filled(dtype, segments)
     # A window that hides nothing is no window.
     window = None if window == 10_000 else window
-    out = READERS[reader](segments, window, dtype)(cache.keys[0], cache.values[0], queries, 0.1)
+    out = IMPLEMENTATIONS[implementation](segments, window, dtype)(cache.keys[0], cache.values[0], queries, 0.1)
     assert out.dtype == dtype
     assert (out.double() - plain(cache, queries, segments, window)).abs().max() < bound
 
@@ -82,7 +88,7 @@ def test_what_slots_share_is_read_in_one_of_them():
     expected = plain(cache, queries, segments, None)
     for slot in group.slots[1:]:
         cache.keys[0][0, slot] = cache.values[0][0, slot] = 1e3
-    for make in READERS.values():
+    for make in IMPLEMENTATIONS.values():
         out = make(segments, None, torch.float32)(cache.keys[0], cache.values[0], queries, 0.1)
         assert (out.double() - expected).abs().max() < 2e-6
 

@@ -1,7 +1,7 @@
-"""Matrix products in float32 on processors that MKL is slow on.
+"""CPU backend: the library for float32 matrix products, oneDNN's kernel cache, and the C heap.
 
 PyTorch computes float32 products with MKL, which on AMD processors runs at half the speed of oneDNN or less (measured
-on Zen 5: 108 against 250 GFLOP/s a core). Which library is taken depends on the processor alone, so it is the same in
+on Zen 5: 108 against 250 GFLOP/s per core). The processor alone decides which library is used, so it is the same in
 every run and after every resume on a machine.
 """
 
@@ -17,21 +17,21 @@ from torch.autograd.function import once_differentiable
 
 PROCESSORS = Path("/proc/cpuinfo")
 KERNELS_KEPT = 128
-"""Compiled products of oneDNN that are kept, each for one shape; a step of equal shapes needs about thirty."""
+"""Capacity of oneDNN's cache of compiled products, one per shape. A step of equal shapes needs about thirty."""
 
 
 def bound_kept_kernels() -> None:
-    """Let oneDNN keep few of the kernels that it compiles for each new shape, unless the user says how many.
+    """Limit oneDNN's cache of compiled kernels, unless the environment already sets its capacity.
 
-    It keeps 1,024, in bfloat16 of 3 MB each, so that a training whose rows are never twice of one length grew by
-    gigabytes. What is thrown away is compiled again where its shape comes back. Takes effect before the first product.
+    The default of 1,024 kernels, 3 MB each in bfloat16, makes a training run whose row lengths never repeat grow by
+    gigabytes. Evicted kernels are compiled again on their next use. Takes effect before the first product.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
 
 
 @cache
 def prefers_onednn() -> bool:
-    """Whether this machine's processor is AMD's, and both libraries are there."""
+    """Whether this machine has an AMD processor and PyTorch has both libraries."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and PROCESSORS.exists()):
         return False
     return "AuthenticAMD" in PROCESSORS.read_text() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -55,15 +55,15 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
     return True
 
 
-def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a [M, K] @ b [K, N], without gradient. The result is in `out` [M, N], where that is given, or is a new tensor."""
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a [M, K] @ b [K, N], without gradient. Returns a new tensor, or `out` [M, N] if it is given and MKL computes."""
     if a.dtype == torch.float32 and a.device.type == "cpu" and prefers_onednn():
         return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
     return torch.mm(a, b, out=out)
 
 
 class OneDnnLinear(torch.nn.Linear):
-    """A linear layer whose products, forward and backward, are `product`s."""
+    """A linear layer that computes its forward and backward products with `matmul`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dtype != torch.float32 or input.device.type != "cpu":
@@ -77,28 +77,27 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight.t())
+        return matmul(x, weight.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        of_x = product(gradient, weight) if ctx.needs_input_grad[0] else None
-        return of_x, product(gradient.t(), x) if ctx.needs_input_grad[1] else None
+        grad_x = matmul(gradient, weight) if ctx.needs_input_grad[0] else None
+        return grad_x, matmul(gradient.t(), x) if ctx.needs_input_grad[1] else None
 
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt` in the GNU C library."""
 LARGEST_FROM_HEAP = 32 << 20
-"""Bytes: the most that the library allows; larger blocks always go back to the system."""
+"""Bytes: the library's maximum. Larger blocks are always mapped and returned to the system."""
 
 
 def keep_freed_memory() -> None:
-    """From here on, blocks of up to 32 MiB come from the heap, and what is freed of the heap stays there.
+    """Keep freed blocks of up to 32 MiB in the heap of this process instead of returning them to the system.
 
-    Otherwise the activations of a training step go back to the system at its end, and are handed out page by page,
-    each cleared first, in the next one: on a CPU that was a tenth of the step. The most memory that is ever in use is
-    the same. Does nothing where the C library is not GNU's.
+    Otherwise the activations of a training step are returned at its end and mapped again, page by page and zeroed, in the
+    next one: a tenth of the step on a CPU. The peak of memory in use stays the same. No effect without the GNU C library.
     """
     if sys.platform != "linux":
         return

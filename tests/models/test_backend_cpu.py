@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from posttrain.models.cpu import products
-from posttrain.models.cpu.products import OneDnnLinear, product
+from posttrain.models.cpu import backend
+from posttrain.models.cpu.backend import OneDnnLinear, matmul
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
 def library(request, monkeypatch):
-    monkeypatch.setattr(products, "prefers_onednn", lambda: request.param)
+    monkeypatch.setattr(backend, "prefers_onednn", lambda: request.param)
     return request.param
 
 
@@ -27,16 +27,16 @@ def test_products_of_any_strides(library, rows, inner, columns):
     truth = (a.double() @ b.double()).float()
     for left in (a, a.t().contiguous().t()):
         for right in (b, b.t().contiguous().t()):
-            torch.testing.assert_close(product(left, right), truth, atol=1e-5, rtol=1e-5)
-            assert torch.equal(product(left, right), product(left, right))
+            torch.testing.assert_close(matmul(left, right), truth, atol=1e-5, rtol=1e-5)
+            assert torch.equal(matmul(left, right), matmul(left, right))
     out = torch.empty(rows, columns)
-    assert (product(a, b, out) is out) == (not library)
+    assert (matmul(a, b, out) is out) == (not library)
 
 
 def test_bfloat16_and_float64_go_the_usual_way(library):
     for dtype in (torch.bfloat16, torch.float64):
         a = torch.randn(3, 4).to(dtype)
-        assert torch.equal(product(a, a.t()), a @ a.t())
+        assert torch.equal(matmul(a, a.t()), a @ a.t())
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -63,12 +63,12 @@ def test_a_precision_counts_as_multiplied_only_where_a_product_works(error, monk
         return weight
 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", pack)
-    assert products.onednn_multiplies.__wrapped__(torch.float32) is (error is None)
+    assert backend.onednn_multiplies.__wrapped__(torch.float32) is (error is None)
 
 
 def test_the_processor_decides(tmp_path, monkeypatch):
     for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
         file = tmp_path / vendor
         file.write_text(f"vendor_id\t: {vendor}\n")
-        monkeypatch.setattr(products, "PROCESSORS", file)
-        assert products.prefers_onednn.__wrapped__() is (expected and torch.backends.mkl.is_available())
+        monkeypatch.setattr(backend, "PROCESSORS", file)
+        assert backend.prefers_onednn.__wrapped__() is (expected and torch.backends.mkl.is_available())

@@ -1,4 +1,4 @@
-"""From the `engine` section of a recipe to an engine."""
+"""Create the engine that the `engine` section of a recipe describes."""
 
 from pathlib import Path
 
@@ -14,18 +14,18 @@ from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 def open_engine(
     policy: Policy,
     recipe: EngineRecipe | VllmEngineRecipe,
-    longest: int | None = None,
+    max_context: int | None = None,
     sampling: SamplingRecipe | None = None,
     logs: Path | None = None,
 ) -> Engine:
-    """The engine of the recipe, which samples with the weights of `policy` as they are at each `load_weights`.
+    """The engine of the recipe. It samples with the weights of `policy` at each `load_weights`.
 
-    An engine outside this process is told the `longest` context in tokens that it will see, null for what the model
-    knows; the `sampling` for which its log-probabilities have to be right, null for temperature 1; and where to keep
-    its `logs`.
+    For engines outside this process: `max_context` is the longest context in tokens (default: the model's limit),
+    `sampling` the settings for which log-probabilities must be exact (default: temperature 1), and `logs` the directory
+    of their log files.
     """
     if isinstance(recipe, EngineRecipe):
         return LocalEngine(policy, recipe)
     from posttrain.engines.vllm.engine import open_vllm
 
-    return open_vllm(policy, recipe, longest, sampling, logs)
+    return open_vllm(policy, recipe, max_context, sampling, logs)

@@ -1,0 +1,529 @@
+"""A language model as a judge: predictions scored by a rubric, or compared in pairs, through a chat server.
+
+A rubric makes a prompt of every prediction. Each row gives a record, and the scores a mean with its interval.
+"""
+
+import difflib
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from pydantic import ValidationError
+
+from posttrain.environments.judge import (
+    ChoiceReply,
+    ClaimsReply,
+    JudgeFailure,
+    Judgment,
+    PointsReply,
+    ReplyForm,
+    ask_judge,
+)
+from posttrain.environments.untrusted import Prompt, Texts, template_prompt
+from posttrain.errors import InputError
+from posttrain.evaluation.predictions import Prediction, Predictions, digest_of
+from posttrain.evaluation.results import MetricResult, Results
+from posttrain.evaluation.statistics import item_means
+from posttrain.recipe.judge import FIELD, Anchor, JudgeServerRecipe, PointsScale, Rubric
+from posttrain.recipe.sources import Layer, read_text
+from posttrain.recipe.validation import validation_errors
+
+_PACKAGED = Path(__file__).parent.parent / "rubrics"
+_SCORE_TASK = (
+    "You judge one prediction, `prediction`, by a rubric. It and what there is to judge it by, such as the messages that "
+    "it answers, stand in frames"
+)
+_COMPARE_TASK = (
+    "You compare two predictions for the same prompt, `first` and `second`, by a rubric. Which of them comes first says "
+    "nothing about them. They and what there is to judge them by, such as the messages that they answer, stand in frames"
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request to the judge, and the form of its reply."""
+
+    prompt: Prompt
+    form: ReplyForm
+    in_part: tuple[str, ...]
+    """The truncated fields."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the prompt, 16 hexadecimal digits."""
+        return digest_of(self.prompt)
+
+
+class MissingField(Exception):
+    """Raised for a row without a field of the rubric's template; the message is `no FIELD`."""
+
+
+def packaged_rubrics() -> list[str]:
+    """Names of the rubrics in the package."""
+    return sorted(file.stem for file in _PACKAGED.glob("*.yaml"))
+
+
+def load_rubric(name: str) -> Rubric:
+    """Load a packaged rubric by name, or a YAML file; raises `InputError` with the line of the mistake."""
+    names = packaged_rubrics()
+    file = _PACKAGED / f"{name}.yaml" if name in names else Path(name)
+    if not file.is_file():
+        near = difflib.get_close_matches(name, names, 1, 0.6)
+        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(names)}, or a .yaml file"
+        raise InputError(f"--rubric: there is no rubric or file {name!r}; {hint}")
+    try:
+        layer = read_text(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--rubric: {file} cannot be read as text ({error}); name a YAML file") from error
+    errors = _anchor_errors(layer)
+    try:
+        if not errors:
+            return Rubric.model_validate_json(json.dumps(layer.values, default=str), strict=True)
+    except ValidationError as error:
+        errors = validation_errors(error, Rubric, layer, Rubric)
+    raise InputError("\n".join(one if one.startswith(str(file)) else f"{file}: {one}" for one in errors))
+
+
+def rubric_digest(rubric: Rubric) -> str:
+    """Digest of the rubric, 16 hexadecimal digits."""
+    return digest_of(rubric.model_dump(mode="json"))
+
+
+def score_question(rubric: Rubric, row: Prediction, longest: int) -> Question:
+    """The request to score one prediction, with every text cut to `longest` characters.
+
+    Raises `MissingField` if the row lacks a field of the template.
+    """
+    scale = rubric.scale
+    form: ReplyForm = ClaimsReply()
+    if isinstance(scale, PointsScale):
+        form = PointsReply(scale.anchors[0].points, scale.anchors[-1].points)
+    return _question(rubric, row, _SCORE_TASK, [("prediction", row.text)], form, longest, "Judge the framed prediction")
+
+
+def comparison_question(rubric: Rubric, row: Prediction, first: str, second: str, longest: int) -> Question:
+    """The request to compare two predictions for the prompt of `row`; otherwise like `score_question`."""
+    texts = [("first", first), ("second", second)]
+    return _question(rubric, row, _COMPARE_TASK, texts, ChoiceReply(), longest, "Compare the framed first and second")
+
+
+def describe_scale(rubric: Rubric) -> str:
+    """The range of scores in words."""
+    scale = rubric.scale
+    if isinstance(scale, PointsScale):
+        return f"{scale.anchors[0].points} to {scale.anchors[-1].points}, more is better"
+    return "share of claims that are supported, 0 to 1"
+
+
+def _question(
+    rubric: Rubric, row: Prediction, task: str, judged: Texts, form: ReplyForm, longest: int, request: str
+) -> Question:
+    fields: dict[str, Texts] = {"prediction": judged}
+    for name in set(FIELD.findall(rubric.template)) - {"prediction"}:
+        texts = _prompt(row) if name == "prompt" else [("reference", row.reference or "")]
+        if not any(text.strip() for _, text in texts):
+            raise MissingField(f"no {name}")
+        fields[name] = texts
+    cut = {name: [(who, _cut(text, longest)) for who, text in texts] for name, texts in fields.items()}
+    in_part = tuple(name for name, texts in sorted(fields.items()) if any(len(text) > longest for _, text in texts))
+    prompt = template_prompt(task, _instructions(rubric, form), form.instructions, rubric.template, cut, request)
+    return Question(prompt, form, in_part)
+
+
+def _instructions(rubric: Rubric, form: ReplyForm) -> str:
+    """What the judge has to assess."""
+    scale, parts = rubric.scale, [rubric.measures.strip(), ""]
+    if isinstance(scale, PointsScale):
+        alone = "The points that each alone would get" if isinstance(form, ChoiceReply) else "The points"
+        parts += [f"{alone}:", *(f"{anchor.points}: {anchor.means.strip()}" for anchor in scale.anchors)]
+    else:
+        parts += [f"A claim: {scale.claim.strip()}", f"A claim is supported when: {scale.supported.strip()}"]
+        parts += [
+            "The better one has the larger share of claims that are supported."
+            if isinstance(form, ChoiceReply)
+            else "List every claim of the framed prediction, and say of each whether it is supported."
+        ]
+    return "\n".join(parts)
+
+
+def _anchor_errors(layer: Layer) -> list[str]:
+    """Errors in single anchors, which are sections in a list and so have no dotted keys."""
+    scale = layer.values.get("scale")
+    anchors = scale.get("anchors") if isinstance(scale, dict) else None
+    errors: list[str] = []
+    for index, anchor in enumerate(anchors if isinstance(anchors, list) else []):
+        if isinstance(anchor, dict):
+            try:
+                Anchor.model_validate_json(json.dumps(anchor, default=str), strict=True)
+            except ValidationError as error:
+                part = layer.part("scale", "anchors", str(index))
+                errors += validation_errors(error, Anchor, part, Anchor)
+    return errors
+
+
+def _prompt(row: Prediction) -> Texts:
+    texts = []
+    for message in row.prompt or []:
+        calls = message.get("tool_calls")
+        content = message["content"] + (f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else "")
+        texts.append((message["role"], content))
+    return texts
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}\n({len(text) - longest} more characters)"
+
+
+UNREADABLE, NO_REPLY, NOT_ASKED = "unreadable reply", "no reply from the server", "not asked"
+"""Reasons for a missing score."""
+_MIN_FAILURES = 3
+"""Fewest consecutive failures after which the server is given up."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of one request."""
+
+    judged: Judgment | None
+    kind: str = ""
+    """UNREADABLE, NO_REPLY or NOT_ASKED if there is no verdict."""
+    failure: str = ""
+    """Description of the failure."""
+
+
+Progress = Callable[[int, int, int], None]
+"""Called with the number of finished requests, of all requests, and of finished requests without a verdict."""
+
+
+def ask_all(
+    server: JudgeServerRecipe, questions: Sequence[Question], workers: int, progress: Progress = lambda *_: None
+) -> list[Reply]:
+    """Send all questions with `workers` concurrent requests; returns the replies in order.
+
+    Gives up after as many consecutive failures as there are workers (at least three), or twice as many once the server
+    has replied. Requests in flight at that time are abandoned.
+    """
+    replies = [Reply(None, NOT_ASKED, "the server failed repeatedly before this request") for _ in questions]
+    indices, lock, stop = iter(range(len(questions))), threading.Lock(), threading.Event()
+    done: SimpleQueue[tuple[int, Reply | BaseException]] = SimpleQueue()
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                index = next(indices, None)
+            if index is None:
+                return
+            try:
+                done.put((index, _ask(server, questions[index])))
+            except BaseException as error:
+                done.put((index, error))
+                return
+
+    # Daemon threads, so that an interrupted command ends at once; the cache is safe against kills at any time.
+    for _ in range(min(workers, len(questions))):
+        threading.Thread(target=work, daemon=True).start()
+    failed = in_a_row = 0
+    answered = False
+    try:
+        for count in range(1, len(questions) + 1):
+            index, reply = done.get()
+            if isinstance(reply, BaseException):
+                raise reply
+            replies[index] = reply
+            failed += reply.judged is None
+            in_a_row = in_a_row + 1 if reply.kind == NO_REPLY else 0
+            answered = answered or reply.kind != NO_REPLY
+            progress(count, len(questions), failed)
+            if in_a_row >= max(_MIN_FAILURES, workers) * (2 if answered else 1):
+                break
+    finally:
+        stop.set()
+    return replies
+
+
+def _ask(server: JudgeServerRecipe, question: Question) -> Reply:
+    try:
+        return Reply(ask_judge(server, question.prompt, question.form))
+    except JudgeFailure as error:
+        return Reply(None, UNREADABLE if error.unreadable else NO_REPLY, str(error))
+
+
+Record = dict[str, Any]
+"""JSON values of one row or one pair."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a judgement."""
+
+    rubric: Rubric
+    server: JudgeServerRecipe
+    workers: int = 8
+    """Concurrent requests."""
+    longest: int = 50_000
+    """Characters of each text that the judge sees."""
+
+    def about(self) -> dict[str, Any]:
+        """Settings that a reader of the scores needs."""
+        return {
+            "judge": self.server.model,
+            "rubric": f"{self.rubric.name} {rubric_digest(self.rubric)}",
+            "scale": describe_scale(self.rubric),
+        }
+
+    def source(self) -> Record:
+        """The rubric and the judge, as every record holds them."""
+        rubric = self.rubric
+        return {"rubric": rubric.name, "rubric_hash": rubric_digest(rubric), "judge": self.server.model}
+
+
+@dataclass
+class Judgement:
+    """The judged rows of a file."""
+
+    records: list[Record]
+    """One per row or pair, in order."""
+    results: Results
+    """Without metrics if nothing could be scored."""
+    unanswered: int = 0
+    """Rows without a score because the server failed; a repeated run asks for these only."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def judge_predictions(predictions: Predictions, options: Options, progress: Progress = lambda *_: None) -> Judgement:
+    """Score every prediction. Rows without a readable reply have no score and are counted."""
+    asked = [_try(options, row) for row in predictions.rows]
+    questions = [question for question in asked if isinstance(question, Question)]
+    replies = iter(ask_all(options.server, questions, options.workers, progress))
+    records, samples = [], []
+    for row, question in zip(predictions.rows, asked, strict=True):
+        reply = next(replies) if isinstance(question, Question) else Reply(None, question, f"the row has {question}")
+        score = None if reply.judged is None else reply.judged.score
+        records.append(
+            {
+                **location(row),
+                **options.source(),
+                "prompt_hash": question.digest if isinstance(question, Question) else None,
+                "score": score,
+                "reason": reply.judged.reason if reply.judged else None,
+                "shown_in_part": list(question.in_part) if isinstance(question, Question) else [],
+                **failure(reply),
+            }
+        )
+        if score is not None:
+            samples.append((row.item, score))
+    results, warnings = empty_results(predictions), record_warnings(records, options.longest)
+    if samples:
+        scores = item_means("mean", samples)
+        if len(scores) > 1 and len(set(scores.values().tolist())) == 1:
+            warnings.append(
+                "all prompts have the same mean score, so the interval has zero width, which does not mean certainty"
+            )
+        missing = left_out(records)
+        results.metrics = [MetricResult(options.rubric.name, scores, "higher", len(samples), missing, options.about())]
+    return Judgement(records, results, unanswered(records), warnings)
+
+
+def questions_of(predictions: Predictions, options: Options) -> list[Question]:
+    """The requests of `judge_predictions`."""
+    return [question for row in predictions.rows if isinstance(question := _try(options, row), Question)]
+
+
+def _try(options: Options, row: Prediction) -> Question | str:
+    """The request for a row, or the reason why there is none."""
+    try:
+        return score_question(options.rubric, row, options.longest)
+    except MissingField as error:
+        return str(error)
+
+
+def location(row: Prediction) -> Record:
+    """Id, sample and origin of a row."""
+    return {"id": row.item, "sample": row.row.get("sample"), "row": row.origin}
+
+
+def failure(reply: Reply) -> Record:
+    """Why there is no score; None if there is one."""
+    return {"left_out": reply.kind or None, "failure": reply.failure or None}
+
+
+def left_out(records: Sequence[Record]) -> dict[str, int]:
+    """Number of records without a score, by reason."""
+    kinds = [record["left_out"] for record in records if record["left_out"]]
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def unanswered(records: Sequence[Record]) -> int:
+    """Number of records without a score because the server did not reply."""
+    return sum(record["left_out"] in (NO_REPLY, NOT_ASKED) for record in records)
+
+
+def empty_results(judged: Predictions, against: Predictions | None = None) -> Results:
+    """Results without metrics for a file, or for one file against another."""
+    files = [judged] if against is None else [judged, against]
+    problems = [line for file in files for line in file.problems.summary()]
+    name = " against ".join(file.path for file in files)
+    return Results(name, len(judged.rows), judged.items, problems, digests=judged.digests())
+
+
+def record_warnings(records: Sequence[Record], longest: int) -> list[str]:
+    """Messages on truncated texts, and on the first rows without a score for each reason."""
+    warnings = []
+    if truncated := sum(bool(record["shown_in_part"]) for record in records):
+        warnings.append(
+            f"{truncated} rows have a text of more than {longest:,} characters; the judge did not see its end"
+        )
+    for kind, count in left_out(records).items():
+        rows = [record for record in records if record["left_out"] == kind]
+        warnings += [f"{kind}: {record['row']}: {_printable(record['failure'])}" for record in rows[:3]]
+        if count > 3:
+            warnings.append(f"{kind}: {count - 3:,} more")
+    return warnings
+
+
+def _printable(text: str) -> str:
+    """`text` on one line without control characters, because it may quote the reply of a judge."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+Pair = tuple[Prediction, Prediction]
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Predictions of two files for the same prompts."""
+
+    pairs: list[Pair]
+    left_out: dict[str, int]
+    """Predictions that are in no pair, by reason."""
+
+
+def pair_up(one: Predictions, other: Predictions) -> Pairing:
+    """Pairs with equal item and sample, in the order of `one`; raises `InputError` if there are none.
+
+    Rows without `sample` are paired in order within an item.
+    """
+    mine, theirs = _numbered(one.rows), _numbered(other.rows)
+    shared = [key for key in mine if key in theirs]
+    pairs = [(mine[key], theirs[key]) for key in shared if mine[key].prompt == theirs[key].prompt]
+    missing = {
+        f"only in {one.path}": len(mine) - len(shared),
+        f"only in {other.path}": len(theirs) - len(shared),
+        "another prompt": len(shared) - len(pairs),
+    }
+    if not pairs:
+        raise InputError(
+            f"{one.path} and {other.path} have no prediction for the same prompt ({len(mine)} and {len(theirs)} rows, "
+            f"{len(shared)} of the same id and sample); give files that answer the same rows"
+        )
+    return Pairing(pairs, {reason: count for reason, count in missing.items() if count})
+
+
+def judge_pairs(
+    one: Predictions, other: Predictions, options: Options, progress: Progress = lambda *_: None
+) -> Judgement:
+    """Win rate of `one` against `other`. Pairs without two readable replies have no value."""
+    pairing = pair_up(one, other)
+    asked = [_try_pairs(options, pair) for pair in pairing.pairs]
+    questions = [question for pair in asked if not isinstance(pair, str) for question in pair]
+    replies = iter(ask_all(options.server, questions, options.workers, progress))
+    records = []
+    for pair, pair_questions in zip(pairing.pairs, asked, strict=True):
+        verdicts = [] if isinstance(pair_questions, str) else [next(replies) for _ in pair_questions]
+        records.append(_record(pair, pair_questions, verdicts, options))
+    results = empty_results(one, other)
+    missing = {**pairing.left_out, **left_out(records)}
+    if any(record["value"] is not None for record in records):
+        results.metrics = _pair_metrics(pairing.pairs, records, missing, options)
+    return Judgement(records, results, unanswered(records), record_warnings(records, options.longest))
+
+
+def questions_of_pairs(one: Predictions, other: Predictions, options: Options) -> list[Question]:
+    """The requests of `judge_pairs`."""
+    asked = [_try_pairs(options, pair) for pair in pair_up(one, other).pairs]
+    return [question for pair in asked if not isinstance(pair, str) for question in pair]
+
+
+def _numbered(rows: Sequence[Prediction]) -> dict[tuple[str, str], Prediction]:
+    """Rows by item and sample, or by item and position within the item."""
+    found: dict[tuple[str, str], Prediction] = {}
+    counts: dict[str, int] = {}
+    for row in rows:
+        position = counts.get(row.item, 0)
+        counts[row.item] = position + 1
+        sample = row.row.get("sample")
+        found.setdefault((row.item, str(position if sample is None else sample)), row)
+    return found
+
+
+def _try_pairs(options: Options, pair: Pair) -> list[Question] | str:
+    """The two requests for a pair (none for equal texts), or the reason why there are none."""
+    first, second = (row.text for row in pair)
+    if first == second:
+        return []
+    try:
+        orders = ((first, second), (second, first))
+        return [comparison_question(options.rubric, pair[0], *texts, options.longest) for texts in orders]
+    except MissingField as error:
+        return str(error)
+
+
+def _record(pair: Pair, asked: list[Question] | str, replies: Sequence[Reply], options: Options) -> Record:
+    """`first_shown`: per order, the preference for the text shown first (1, 1/2 or 0)."""
+    questions = [] if isinstance(asked, str) else asked
+    outcome = Reply(None)
+    if isinstance(asked, str):
+        outcome = Reply(None, asked, f"the row has {asked}")
+    elif missing := [reply for reply in replies if reply.judged is None]:
+        outcome = missing[0]
+    judged = [reply.judged for reply in replies if reply.judged is not None]
+    value = None
+    if not outcome.kind:
+        value = (judged[0].score + 1 - judged[1].score) / 2 if questions else 0.5
+    return {
+        **location(pair[0]),
+        "against": pair[1].origin,
+        **options.source(),
+        "prompt_hashes": [question.digest for question in questions],
+        "value": value,
+        "first_shown": [one.score for one in judged] if len(judged) == 2 else None,
+        "reasons": [one.reason for one in judged],
+        "shown_in_part": sorted({name for question in questions for name in question.in_part}),
+        **failure(outcome),
+    }
+
+
+def _pair_metrics(
+    pairs: Sequence[Pair], records: Sequence[Record], missing: dict[str, int], options: Options
+) -> list[MetricResult]:
+    judged = [
+        (pair[0].item, record) for pair, record in zip(pairs, records, strict=True) if record["value"] is not None
+    ]
+    values = [record["value"] for _, record in judged]
+    asked = [(item, record["first_shown"]) for item, record in judged if record["first_shown"]]
+    counts = {
+        "wins": sum(value > 0.5 for value in values),
+        "ties": values.count(0.5),
+        "losses": sum(value < 0.5 for value in values),
+        "same text": len(judged) - len(asked),
+    }
+    about = {**options.about(), "scale": "1: this file wins, 1/2: tie, 0: the other file wins; mean of both orders"}
+    rated = item_means("rate", ((item, record["value"]) for item, record in judged))
+    found = [MetricResult("win_rate", rated, "higher", len(judged), missing, {**about, **counts})]
+    if not asked:
+        return found
+    bias: Iterable[tuple[str, float]] = ((item, sum(shown) - 1) for item, shown in asked)
+    agreed = ((item, float(shown[0] + shown[1] == 1)) for item, shown in asked)
+    found.append(MetricResult("position_bias", item_means("mean", bias), "neither", len(asked), {}, _BIAS))
+    found.append(MetricResult("orders_agree", item_means("rate", agreed), "higher", len(asked), {}, _AGREE))
+    return found
+
+
+_BIAS = {
+    "measures": "fraction of verdicts for the text shown first minus that for the second; 0: no bias, 1: always the first"
+}
+_AGREE = {"measures": "fraction of pairs on which both orders agree"}

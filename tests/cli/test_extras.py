@@ -1,0 +1,125 @@
+"""A light installation: everything works without the packages of the extras, or names the extra in one sentence."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import InputError
+from posttrain.plugins import require_module
+from posttrain.recipe.sources import read_file
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "games": "gymnasium",
+    "gguf": "gguf",
+    "hub": "datasets",
+    "memory": "pydantic_monty",
+    "plots": "matplotlib",
+    "ray": "ray",
+    "remote": "openai",
+    "tasks": "reasoning_gym",
+    "tensorboard": "tensorboard",
+    "text": "sacrebleu",
+    "trackio": "trackio",
+    "tune": "optuna",
+    "vllm": "vllm",
+    "wandb": "wandb",
+}
+"""Extra -> the module that it is for."""
+BLOCKED = (*PACKAGES.values(), "mcp", "pandas", "trl")
+
+
+def light(folder, commands):
+    """Exit code and stderr of each command of `posttrain`, run in `folder` without the packages of the extras."""
+    script = Path(__file__).with_name("extras_blocked.py")
+    done = subprocess.run(
+        [sys.executable, str(script), ",".join(BLOCKED), json.dumps([list(map(str, words)) for words in commands])],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "300", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_optional_package_has_an_extra_and_is_no_dependency_of_the_core():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name = re.compile(r"[\w-]+")
+    core = {name.match(one)[0].replace("-", "_") for one in project["dependencies"]}
+    assert not core & set(BLOCKED)
+    for extra, package in PACKAGES.items():
+        wanted = {name.match(one)[0].replace("-", "_") for one in project["optional-dependencies"][extra]}
+        assert package in wanted, extra
+    collected = re.search(r"\[(.*)\]", project["optional-dependencies"]["all"][0])[1].split(",")
+    assert set(collected) <= set(project["optional-dependencies"])
+
+
+def test_what_needs_no_extra_runs_without_any(tmp_path, tiny_model):
+    run = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "steps=1", "rollout.groups_per_step=2"]
+    run += ["rollout.episodes_per_group=2", "rollout.tokens_per_turn=4", "evaluation.seeds.count=2"]
+    run += ["evaluation.final_seeds.count=2", "learner.updates_per_step=1"]
+    commands = [
+        ["--help"],
+        ["rl", "environment.type=bandit", "--dry-run"],
+        ["sft", "environment.type=bandit", "--dry-run"],
+        ["rl", "environment.type=frozen_lake", "--dry-run"],
+        ["recipe", "loss.type"],
+        ["env", "list", "--seeds", "2"],
+        run,
+    ]
+    for words, (code, said) in zip(commands, light(tmp_path, commands), strict=True):
+        assert code == 0, (words, said)
+    kept = tmp_path / "runs" / "run"
+    assert (kept / "report.md").is_file()
+    assert not list(kept.glob("plots/*"))
+    assert (kept / "metrics.jsonl").read_text().count("no figures are drawn without matplotlib") == 1
+
+
+def test_a_missing_package_is_one_sentence_with_the_pip_command(tiny_model, tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "prediction": "a b", "reference": "a c"}\n')
+    (tmp_path / "vault").mkdir()
+    (tmp_path / "vault" / "user.md").write_text("# Me\n")
+    bandit = ["environment.type=bandit", f"model.path={tiny_model}"]
+    remote = "engine={type: openai, url: 'http://127.0.0.1:9/v1', model: m}"
+    gym = ["environment.type=text_task", "environment.reasoning_gym.dataset=chain_sum"]
+    study = ROOT / "recipes" / "rlhf" / "tune_sft.yaml"
+    wanted = [
+        ("gymnasium", ["env", "validate", "frozen_lake"]),
+        ("gguf", ["rl", "model.path=x.gguf", "--dry-run"]),
+        ("datasets", ["sft", "data.train=owner/rows", "data.held_out=1", f"model.path={tiny_model}", "name=hub"]),
+        ("matplotlib", ["plot", "x"]),
+        ("matplotlib", ["report", "x"]),
+        ("optuna", ["tune", study, "--dry-run"]),
+        ("ray", ["rl", *bandit, "hardware.ray=auto", "name=ray"]),
+        ("openai", ["evaluate", "environment.type=bandit", "environment.format.prime=false", remote, "name=remote"]),
+        ("reasoning-gym", ["evaluate", *gym, f"model.path={tiny_model}", "name=gym"]),
+        ("wandb", ["rl", *bandit, "sinks=[wandb]", "name=wandb"]),
+        ("tensorboard", ["rl", *bandit, "sinks=[tensorboard]", "name=tensorboard"]),
+        ("sacrebleu", ["evaluate", "text", "rows.jsonl", "--metrics", "bleu"]),
+        ("pydantic-monty", ["env", "validate", "memory", "--seeds", "1"]),
+        ("mcp", ["memory", "mcp", "vault"]),
+    ]
+    outcomes = light(tmp_path, [words for _, words in wanted])
+    for (package, words), (code, said) in zip(wanted, outcomes, strict=True):
+        last = (said.strip().splitlines() or [""])[-1]
+        assert code in (1, 2), (words, said)
+        assert package.replace("-", "_") in last.replace("-", "_"), (words, said)
+        assert "run `pip install " in last, (words, said)
+
+
+def test_the_sentence_names_what_needs_the_module():
+    with pytest.raises(InputError, match=r"some.key needs the package no-such-module, .* `pip install no-such-module`"):
+        require_module("no_such_module.part", "some.key")
+
+
+def test_recipes_of_examples_are_read_without_extras():
+    assert read_file(str(ROOT / "recipes" / "demo" / "pipeline.yaml")).values["stage"] == "pipeline"
