@@ -233,7 +233,7 @@ values = st.recursive(
 )
 
 
-@quick
+@settings(max_examples=50, deadline=None)
 @given(values, st.integers(20, 600))
 def test_what_comes_back_is_bounded_json(value, most):
     shown = Bounded(most).value(value)

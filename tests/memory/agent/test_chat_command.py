@@ -75,6 +75,7 @@ def test_lines_are_answered_and_notes_are_changed_on_disk(notes):
     assert "You have 8 messages in all" in server.asked[0]["messages"][0]["content"]
 
 
+@pytest.mark.slow
 def test_settings_reach_the_model(notes):
     with serving(lambda _: "<reply>Yes.</reply>") as server:
         words = (
@@ -98,6 +99,7 @@ def test_settings_reach_the_model(notes):
     assert len(system) < 1_000
 
 
+@pytest.mark.slow
 def test_a_rule_holds_for_every_line(notes):
     with serving(turns(LOOK, reply(f"It is {PHONE}."))) as server:
         words = "--url", server.url, "--model", "m", "--filter", "Do not reveal Ada's phone number."
@@ -109,6 +111,7 @@ def test_a_rule_holds_for_every_line(notes):
     assert done.stdout.count("It is [hidden].") == 2
 
 
+@pytest.mark.slow
 def test_a_memory_that_is_only_read(notes):
     with serving(turns(MOVE, reply("I cannot."))) as server, written_to(notes):
         done = piped(notes, "--url", server.url, "--model", "m", "--read-only", typed="Ada moved.\n")
@@ -127,6 +130,7 @@ def written_to(folder):
         held.close()
 
 
+@pytest.mark.slow
 def test_a_new_memory_is_filled(tmp_path):
     script = code('append_file("user.md", "- name: Kim\\n")'), reply("Hello Kim.")
     with serving(turns(*script)) as server:
@@ -135,6 +139,7 @@ def test_a_new_memory_is_filled(tmp_path):
     assert (tmp_path / "a/b/user.md").read_text() == "# User\n- name: Kim\n"
 
 
+@pytest.mark.slow
 def test_a_local_model_chats(notes, tiny_model):
     done = piped(notes, "--model", tiny_model, "--prompt", "brief", "--max-turns", 2, typed="Where does Ada live?\n")
     assert done.returncode == 1
@@ -144,6 +149,7 @@ def test_a_local_model_chats(notes, tiny_model):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down(notes):
     with serving(lambda _: "") as server:
         pass

@@ -22,7 +22,6 @@ for path in {paths}:
         texts = texts + read_file(path)
 hits = search_files("a")
 """
-WORLDS = 6
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +72,14 @@ def shown(events):
     return "\n".join(lines(event) for event in events)
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 6), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("knows", [False, True], ids=["honest", "knows them"])
 @pytest.mark.parametrize("standing", [True, False], ids=["standing", "in the question"])
-def test_hidden_facts_of_worlds_stay_hidden(interpreter, standing, knows):
+def test_hidden_facts_of_worlds_stay_hidden(interpreter, standing, knows, seeds):
     # What stands in sentences is hidden as a whole; its values are known only where facts have labels.
     recipe = MemoryRecipe.model_validate({"worlds": {**ONLY_FILTERS, "styles": ["bullets"] if knows else []}})
     checked = told_without = 0
-    for seed in range(WORLDS):
+    for seed in seeds:
         given = assignment(recipe, seed)
         words, rules = split_question(given.task.question)
         secrets = [answer(record) for record in given.task.truth["hidden"]]
@@ -102,5 +102,5 @@ def test_hidden_facts_of_worlds_stay_hidden(interpreter, standing, knows):
             assert not told(shown(events), secret), (seed, given.task.question)
             # What it makes its own code say comes back to it; what it did not know may not.
             assert knows or not any(told(text, secret) for text in speaker.heard)
-    assert checked >= WORLDS // 2
+    assert checked >= len(seeds) // 2
     assert standing or told_without >= 0.8 * checked, "without the rule the same model tells it all"

@@ -216,7 +216,7 @@ def test_many_threads_share_the_workers():
 
 def test_an_interpreter_that_does_not_start_is_our_fault(functions, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with Interpreter() as interpreter, pytest.raises(InterpreterFault, match="pip install pydantic-monty"):
+    with Interpreter() as interpreter, pytest.raises(InterpreterFault, match=r"posttrain\[memory\]"):
         interpreter.run("1", functions)
 
 

@@ -210,6 +210,7 @@ def test_two_clients_ask_at_once(server):
     assert talked(server, both) == ["Kim, [hidden]."] * 2
 
 
+@pytest.mark.slow
 def test_a_cancelled_question_ends_after_its_turn(memory):
     """In both ways in which versions of the protocol say it: a notice, and the end of the request."""
     held = {}
@@ -243,6 +244,7 @@ def test_a_cancelled_question_ends_after_its_turn(memory):
     assert (memory / "user.md").read_text() == NOTES["user.md"]
 
 
+@pytest.mark.slow
 def test_a_token_is_made_where_none_is_given(memory):
     with running(memory) as (port, process):
         (token,) = re.findall(r"Bearer (\S+)", "".join(process.said))
@@ -278,6 +280,7 @@ def test_it_listens_on_this_machine_alone():
         assert found.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_what_is_no_http_request_is_refused():
     async def app(*_):
         raise AssertionError("let in")

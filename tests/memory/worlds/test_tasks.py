@@ -112,13 +112,12 @@ def test_every_variant_of_every_kind_is_made():
     assert made == set(MAKERS)
 
 
-@pytest.mark.parametrize("variant", sorted(MAKERS))
-def test_a_recipe_can_name_the_variants(variant):
-    kind = next(kind for kind, variants in VARIANTS.items() if variant in variants)
-    recipe = WorldRecipe(notes=16, variants=(variant,), **dict.fromkeys(KINDS, 3))
-    tasks = [task for seed in range(6) for task in tasks_of(make_world(seed, recipe), recipe)]
-    assert tasks
-    assert {(task.kind, task.variant) for task in tasks} == {(kind, variant)}
+def test_a_recipe_can_name_the_variants():
+    for kind, variants in VARIANTS.items():
+        for variant in variants:
+            recipe = WorldRecipe(notes=16, variants=(variant,), **dict.fromkeys(KINDS, 3))
+            tasks = [task for seed in range(3) for task in tasks_of(make_world(seed, recipe), recipe)]
+            assert {(task.kind, task.variant) for task in tasks} == {(kind, variant)}
 
 
 def test_tasks_of_one_kind_do_not_depend_on_the_others():
