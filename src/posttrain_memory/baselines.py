@@ -1,18 +1,13 @@
-"""A memory agent without a model: it answers, asks and changes notes by names and labels that it finds in the question.
+"""Baseline policies without a language model, which put scores into context. Each reads the vault and replies by a
+fixed rule.
 
-It knows no theme: only lines with a label are facts to it, and only the labels of the vault are words to it. A chain
-such as `the phone of my emergency vet` is followed from the user or a named note along relations.
+- `random`: replies with a random fact of the vault.
+- `always asks`: says that it does not know and asks back.
+- `one note`: recites the note that matches the question best.
+- `bm25`: replies with the fact whose words match the question best (Robertson and Zaragoza 2009).
+- `rule agent`: looks for names and labels in the question; can answer, ask, decline and change facts.
 
-
-Players without a model, which show what a score is worth: they read the vault and reply by a fixed rule.
-
-- `random` tells a fact of the vault at random;
-- `always asks` says that it does not know and asks back, whatever the question;
-- `one note` recites the note that matches the question best;
-- `bm25` tells the fact whose words match the question best (Robertson and Zaragoza 2009);
-- `rule agent` looks for names and labels in the question (see `rule_agent.py`); it can ask, decline and change facts.
-
-They see what a model would see: where a privacy rule holds, the view without what it hides.
+They see what a model would see: under a privacy rule, the view without the hidden parts.
 """
 
 import math
@@ -42,7 +37,11 @@ _GIVEN = re.compile(r"\b(?:is|are|to)(?: now)? (?P<value>.+?)(?: (?:now|these da
 
 
 def rule_agent(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The reply to `question`, and the notes (path -> text) after what it changed."""
+    """The reply to `question`, and the notes (path -> text) after its changes.
+
+    It knows no theme: facts are lines with a label, and only labels of the vault are recognised. A chain such as `the
+    phone of my emergency vet` is followed along relations, from the user or from a named note.
+    """
     facts = facts_of(files)
     path, rest = _subject(question, files, facts)
     label = _label(rest, {label for fact in facts if fact.kind != "link" for label in fact.labels})
@@ -71,7 +70,7 @@ def _subject(question: str, files: dict[str, str], facts: Sequence[Fact]) -> tup
     """The note that the question is about, and the question without the words that name it."""
     lowered = " ".join(question.casefold().split())
     named = [(name, path) for name, path in names_of(files).items() if re.search(rf"\b{re.escape(name)}\b", lowered)]
-    # A longer name may hold a shorter one; the title of the vault itself only says whose notes are meant.
+    # A longer name may contain a shorter one. The title of the vault only says whose notes are meant.
     named.sort(key=lambda item: (item[1] == USER, -len(item[0])))
     path: str | None = None
     rest = lowered
@@ -96,13 +95,13 @@ def _values(facts: Sequence[Fact]) -> set[str]:
 
 
 def _label(text: str, labels: set[str]) -> str | None:
-    """The longest of `labels` that stands in `text`."""
+    """The longest of `labels` that occurs in `text`."""
     found = [label for label in labels if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)]
     return max(found, key=lambda label: (len(label), label), default=None)
 
 
 def _by_relation(rest: str, path: str, files: dict[str, str], facts: Sequence[Fact]) -> str:
-    """An answer from the links of a note: the names of a relation, or how many there are."""
+    """An answer from the links of a note: the targets of a relation, or their number."""
     label = _label(rest, {label for fact in facts if fact.kind == "link" for label in fact.labels})
     found = [fact.value for fact in facts if fact.kind == "link" and fact.about == path and label in fact.labels]
     if label is None or not found:
@@ -114,7 +113,9 @@ def _by_relation(rest: str, path: str, files: dict[str, str], facts: Sequence[Fa
 def _changed(
     question: str, rest: str, path: str, label: str, files: dict[str, str], facts: Sequence[Fact]
 ) -> dict[str, str] | None:
-    """The notes after the change that the message asks for; None where it asks for none that is understood."""
+    """The notes after the change that the message asks for. None if it asks for none, or for one that is not
+    understood.
+    """
     own = [fact for fact in facts if fact.note == path and fact.about == path and label in fact.labels]
     text = files[path]
     if _DELETES.search(question):
@@ -132,27 +133,30 @@ def _changed(
 
 
 Player = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
-"""From a question and the notes that may be seen (path -> text) to a reply and the notes afterwards."""
+"""Maps a question and the visible notes (path -> text) to a reply and the notes afterwards."""
 NOTES, ASKED_AFTER = "update, notes", "update, asked after"
-"""Scores with `follow_up`: the notes are as the update wanted them; the question after it was answered rightly."""
+"""Names of scores with `follow_up`: the notes are as the update requires, and the question after it is answered
+correctly.
+"""
 _Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one episode of a player came to."""
+    """The result of one episode."""
 
     kind: str
     success: bool
     paid: float
     halves: tuple[bool, bool] | None = None
-    """Success of the update and of the question after it, where there was one."""
+    """Success of the update and of its follow-up question, if there was one."""
 
 
 def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
-    """The players of this file on these tasks; each replies after one look at the notes, in its second message.
+    """Success of the baseline policies on these tasks. Each looks at the notes once and replies in its second
+    message.
 
-    No judge is asked. A player is left out where it did what only a judge can call right or wrong.
+    The judge is not called. A policy is omitted if one of its episodes can be scored only by a judge.
     """
     found = {}
     for name, player in PLAYERS.items():
@@ -164,9 +168,9 @@ def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -
 
 
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
-    """Success overall, by kind of task, and of both halves of updates that were followed up.
+    """Success overall, by kind of task, and of both halves of updates with a follow-up.
 
-    `sampled`: the player draws, so the success has an interval (Wilson 1927).
+    `sampled`: the policy is random, so the success has a confidence interval (Wilson 1927).
     """
     n = len(outcomes)
     rate = sum(one.success for one in outcomes) / n
@@ -181,7 +185,7 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
 
 
 def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome | None:
-    """What came of an episode; None where only a judge can tell."""
+    """The result of an episode; None if only a judge can score it."""
     scored, changed = _replied(recipe, player, one)
     if scored.success and "judge" in one.task.truth:
         return None
@@ -196,22 +200,22 @@ def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome | 
 def _replied(
     recipe: MemoryRecipe, player: Player, one: Assignment, grounded: bool = True
 ) -> tuple[Scored, dict[str, str]]:
-    """What a player's reply came to, and the notes after it."""
+    """The score of the policy's reply, and the notes after it."""
     question, rules = split_question(one.task.question)
     hidden = Filter(rules, one.files, one.task.theme)
     reply, after = player(question, dict(hidden.view))
-    # What a filter hides cannot be changed, and is not.
+    # Notes cannot be changed under a privacy rule.
     changed = one.files if hidden.active else after
     reply = reply or "I do not know."
-    # With a judge's yes to everything, what fails has failed.
+    # Assume that the judge approves: an episode that fails even then has failed.
     yes = 1.0 if "judge" in one.task.truth else None
-    # A player calls no tool, so nothing is paid for reading `user.md` first.
+    # A baseline policy calls no tool, so it gets no reward for reading `user.md` first.
     scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, False, yes, grounded)
     return scored, changed
 
 
 def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Any fact, the same for the same question."""
+    """A random fact, drawn from the question's hash."""
     facts = _told(files)
     if not facts:
         return "", files
@@ -220,12 +224,12 @@ def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, 
 
 
 def asking_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The best that can be said unread: that it is not known, in the words of the user's question, and a question."""
+    """Says, in the words of the question, that the answer is unknown, and asks back."""
     return f"I do not know this: {question.rstrip('?.! ')}. Can you tell me more?", files
 
 
 def one_note_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """All of the note that matches the question best, without its question marks, which would be questions back."""
+    """Recites the note that matches the question best, without question marks, which would count as asking back."""
     paths = sorted(files)
     scores = bm25(_tokens(question), [_tokens(files[path]) for path in paths])
     best = max(range(len(paths)), key=lambda i: (scores[i], -i))
@@ -233,7 +237,7 @@ def one_note_player(question: str, files: dict[str, str]) -> tuple[str, dict[str
 
 
 def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The fact whose label, note and value match best, told in a sentence."""
+    """The fact whose label, note and value match the question best, in a sentence."""
     facts = _told(files)
     if not facts:
         return "", files
@@ -249,15 +253,15 @@ PLAYERS: dict[str, Player] = {
     "bm25": bm25_player,
     "rule agent": rule_agent,
 }
-"""Name -> player."""
+"""Name -> policy."""
 
 
 def bm25(query: Sequence[str], documents: Sequence[Sequence[str]], k1: float = 1.2, b: float = 0.75) -> list[float]:
     """The BM25 score of each document (Robertson and Zaragoza 2009), over the distinct words t of the query:
 
-    sum_t log(1 + (N - n_t + 0.5) / (n_t + 0.5)) * f_t (k1 + 1) / (f_t + k1 (1 - b + b |d| / mean |d|))
+        sum_t log(1 + (N - n_t + 0.5) / (n_t + 0.5)) * f_t (k1 + 1) / (f_t + k1 (1 - b + b |d| / mean |d|))
 
-    with N documents, n_t of which hold t, and f_t occurrences of t in the document d.
+    with N documents, of which n_t contain t, and f_t occurrences of t in document d.
     """
     counts = [Counter(document) for document in documents]
     mean = sum(map(len, documents)) / len(documents) or 1.0

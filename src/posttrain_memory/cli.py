@@ -1,8 +1,4 @@
-"""`posttrain memory`: the memory agent in use.
-
-`posttrain memory mcp`: the memory for other programs.
-
-`posttrain memory undo` and `posttrain memory journal`: what was changed in a memory, by whomever, and back."""
+"""`posttrain memory`: chat with the memory agent, serve a vault over MCP, list and undo changes."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -14,14 +10,14 @@ app = typer.Typer(help="Ask a memory agent: a model that keeps Markdown notes by
 
 
 class PromptLength(StrEnum):
-    """Which system prompt."""
+    """The system prompt."""
 
     full = "full"
     brief = "brief"
 
 
 class Opener(StrEnum):
-    """Who writes the opening `<think>`."""
+    """What writes the opening `<think>`."""
 
     policy = "policy"
     environment = "environment"
@@ -67,13 +63,14 @@ def chat(
         bool, typer.Option("--new", help="Make the memory where there is none, with an empty user.md.")
     ] = False,
 ) -> None:
-    """Chat with a memory agent, in a terminal or with one question a line on standard input.
+    """Chat with a memory agent in a terminal, or with one question per line on standard input.
 
     Examples:
 
     posttrain memory chat notes --new --model runs/memory/model
 
-    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone numbers."
+    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone
+    numbers."
 
     echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/model
     """
@@ -126,7 +123,7 @@ def mcp(
         typer.Option(help="Environment variable that holds the token for HTTP; without it, one is made and printed."),
     ] = None,
 ) -> None:
-    """Serve a memory to other programs over the Model Context Protocol: list, search, read, and with a model ask.
+    """Serve a vault over the Model Context Protocol: list, search and read notes, and with a model ask questions.
 
     Examples:
 
@@ -148,7 +145,7 @@ def mcp(
     if token_variable is not None and http is None:
         raise InputError("--token-variable is for HTTP; give --http, too")
     with ExitStack() as stack:
-        # Before a model is loaded: stdout is for the protocol alone.
+        # Before a model is loaded, because loading may print: stdout belongs to the protocol.
         wire = stack.enter_context(private_wire()) if http is None else None
         notes = SharedNotes(vault, rules or ())
         notes.check(writable=not read_only)
@@ -177,7 +174,7 @@ def undo(
     vault: VaultFolder,
     count: Annotated[int, typer.Option(help="How many operations to take back, the last ones.", min=1)] = 1,
 ) -> None:
-    """Take back the last operations on a memory, those of earlier chats and of MCP clients too; all or none.
+    """Undo the last operations on a vault, including those of earlier chats and MCP clients; all or none.
 
     Examples:
 
@@ -196,7 +193,7 @@ def journal(
     vault: VaultFolder,
     count: Annotated[int, typer.Option(help="How many operations to list.", min=1)] = 20,
 ) -> None:
-    """List the last operations on a memory, newest first: number, time, and what became of each note.
+    """List the last operations on a vault, newest first: number, time, and the change of each note.
 
     Example:
 

@@ -1,6 +1,6 @@
-"""What a person sees of an agent's events: panels in a terminal, lines elsewhere. Nothing steers the terminal.
-
-A chat with a memory agent: in a terminal with panels, or line by line for scripts."""
+"""A chat with the memory agent: in a terminal with panels, or line by line for scripts. Terminal control characters
+are removed from all output.
+"""
 
 import sys
 import unicodedata
@@ -18,18 +18,18 @@ from posttrain_memory.agent.session import Code, Event, GaveUp, MemoryAgent, Ref
 from posttrain_memory.vault.limits import VaultError
 
 _LINES = 40
-"""Most lines of a result, a change or a refused message that a panel shows."""
+"""Maximum number of lines shown of a result, a diff or a rejected message."""
 _WITHHELD = "something is withheld by the privacy rules"
 
 
 def visible(text: str) -> str:
-    """`text` without signs that steer a terminal or hide: controls, escapes, signs that turn the direction of writing."""
+    """`text` without control characters, escape sequences and bidirectional marks."""
     lines = text.replace("\r\n", "\n").expandtabs(4)
     return "".join("�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") and c != "\n" else c for c in lines)
 
 
 def panel(event: Event) -> RenderableType:
-    """The panel of an event."""
+    """The panel for an event."""
     match event:
         case Thought(text):
             return _framed(Text(visible(text), style="dim italic"), "thought", "dim")
@@ -47,12 +47,12 @@ def panel(event: Event) -> RenderableType:
 
 
 def changed(diff: str) -> RenderableType:
-    """A panel with what a question changed."""
+    """A panel with the changes made by a question."""
     return _framed(_coloured(_first(visible(diff)), "diff"), "changed notes", "magenta", "/undo takes it back")
 
 
 def lines(event: Event) -> str:
-    """An event as plain lines, each with the name of the event in front; a reply without."""
+    """An event as plain lines, prefixed by its name; a reply has no prefix."""
     match event:
         case Thought(text):
             return _marked("thought", text)
@@ -112,11 +112,13 @@ Ctrl-C interrupts an answer. <filter>…</filter> in a question is a privacy rul
 
 
 class Leave(Exception):
-    """The user wants to go."""
+    """The user leaves the chat."""
 
 
 def command(agent: MemoryAgent, line: str) -> str:
-    """What a line that begins with `/` does and says. InputError where it cannot be done; raises Leave to end."""
+    """Execute a line that begins with `/` and return its output. Raises InputError if it fails, and Leave to end the
+    chat.
+    """
     name, _, rest = line.partition(" ")
     does: dict[str, Callable[[], str]] = {
         "/undo": lambda: f"taken back: {', '.join(agent.undo())}; the next question begins a new conversation",
@@ -147,7 +149,7 @@ class TerminalChat:
         self._agent, self._console = agent, console
 
     def run(self, about: str) -> None:
-        """Answer until the user leaves. `about` is shown first."""
+        """Answer questions until the user leaves. `about` is shown first."""
         with suppress(ImportError):
             import readline  # noqa: F401 - with it, `input` edits lines and remembers them
         self._console.print(Text(visible(about), style="dim"))
@@ -174,7 +176,7 @@ class TerminalChat:
             self._answer(line)
 
     def _answer(self, question: str) -> None:
-        """Show the events of a question as they come, below them how long it has taken so far."""
+        """Show the events of a question as they occur, with the elapsed time below."""
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         try:
             with Progress(*columns, console=self._console, transient=True, refresh_per_second=8) as waiting:
@@ -188,13 +190,15 @@ class TerminalChat:
 
 
 class LineChat:
-    """One question or command a line, for scripts: replies go to standard output, all else to standard error."""
+    """One question or command per line, for scripts: replies go to standard output, everything else to standard
+    error.
+    """
 
     def __init__(self, agent: MemoryAgent) -> None:
         self._agent = agent
 
     def run(self, asked: Iterable[str]) -> None:
-        """Answer every line; RunError at the end where some had no answer."""
+        """Answer every line. Raises RunError at the end if some had no answer."""
         count = without = 0
         for line in asked:
             if not line.strip():

@@ -1,4 +1,4 @@
-"""What was changed in a memory, as its journal has it, told to its user and taken back; no model is needed."""
+"""Listing and undoing the operations in a vault's journal; no model is needed."""
 
 import sys
 from collections import Counter
@@ -16,15 +16,17 @@ from posttrain_memory.vault.vault import Vault
 
 
 def last_operations(folder: Path, count: int) -> list[str]:
-    """The last `count` operations of the memory in `folder`, newest first, a line each; InputError where it is none."""
+    """The last `count` operations of the vault in `folder`, newest first, one line each. Raises InputError if it is
+    not a vault.
+    """
     with _opened(folder, read_only=True) as vault:
         return [told(entry) for entry in vault.journal.entries()[: -count - 1 : -1]]
 
 
 def undo(folder: Path, count: int) -> list[str]:
-    """Take back the last `count` operations of the memory in `folder`, all or none; they are told as above.
+    """Undo the last `count` operations of the vault in `folder`, all or none. Returns one line for each.
 
-    InputError where there are not so many, or where a note was changed otherwise since.
+    Raises InputError if there are fewer operations, or if a note has been changed by something else since.
     """
     with _opened(folder, read_only=False) as vault:
         entries = vault.journal.entries()
@@ -37,7 +39,7 @@ def undo(folder: Path, count: int) -> list[str]:
 
 
 def told(entry: Entry) -> str:
-    """An operation as a line: its number, local time, name, and what became of each note."""
+    """An operation as one line: number, local time, name, and the change of each note."""
     when = "(time unknown)" if entry.time is None else f"{datetime.fromtimestamp(entry.time):%Y-%m-%d %H:%M:%S}"
     return visible(f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(map(_became, entry.changes))}")
 
@@ -53,7 +55,7 @@ def _became(change: Change) -> str:
 
 @contextmanager
 def _opened(folder: Path, read_only: bool) -> Iterator[Vault]:
-    """The vault in `folder`, which may lack its `user.md`: taking that back is what undo is for."""
+    """The vault in `folder`. It may lack `user.md`, because undoing its removal is a use of undo."""
     if not (folder / RESERVED).is_dir():
         raise InputError(f"{folder} has no journal ({RESERVED}), so no memory was changed there; name that of a memory")
     try:

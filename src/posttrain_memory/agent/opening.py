@@ -1,4 +1,4 @@
-"""From what a user names on the command line to a vault, a model that speaks, and settings."""
+"""Opens what the command line names: a vault, a chat client, and the agent's settings."""
 
 import os
 import sys
@@ -19,8 +19,10 @@ _FIRST = "# User\n"
 
 
 def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vault:
-    """The memory in `folder`, locked for writing unless `read_only`. `new`: make what is missing of it: the folder, and an
-    empty `user.md`. InputError where something is missing otherwise, or another process writes to it.
+    """The vault in `folder`, locked for writing unless `read_only`.
+
+    With `new`, a missing folder and a missing `user.md` are created. Raises InputError if something is missing, or if
+    another process is writing to the vault.
     """
     if new and read_only:
         raise InputError("--new makes a memory and --read-only changes nothing; leave one out")
@@ -58,9 +60,10 @@ def open_speaker(
     temperature: float | None = None,
     thinking: bool = True,
 ) -> Speaker:
-    """The model at the path or hub id `model`, or the one of that name at the server `url`.
+    """A client for the model at the path or hub id `model`, or for the model of that name at the server `url`.
 
-    `temperature` None is greedy for a model here, and the server's own choice otherwise. InputError where it cannot be.
+    With `temperature` None, a local model decodes greedily and a server uses its default. Raises InputError if the
+    model cannot be loaded or the arguments do not fit together.
     """
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
@@ -84,7 +87,7 @@ def settings_in_use(
     prompt: Literal["full", "brief"] = "full",
     opened_by: Literal["policy", "environment", "template"] = "policy",
 ) -> AgentRecipe:
-    """Settings of an agent that somebody uses: those of training, but the clock that its code sees shows the time now."""
+    """The agent's settings for use: as in training, except that the code's clock shows the current time."""
     if not thinking and opened_by != "policy":
         raise InputError("--opened-by means nothing with --no-thinking; leave one out")
     now = datetime.now().isoformat(timespec="seconds")

@@ -1,4 +1,6 @@
-"""The memory agent in use: questions to a model that reads and changes a vault, with the rules of training in force."""
+"""The memory agent in use: answers questions with a model that reads and changes a vault, under the same limits and
+privacy rules as in training.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from posttrain_memory.vault.vault import Vault
 
 @dataclass(frozen=True)
 class Thought:
-    """What the model thought before it acted or replied."""
+    """The model's thought before its code or reply."""
 
     text: str
 
@@ -34,14 +36,14 @@ class Code:
 
 @dataclass(frozen=True)
 class Result:
-    """What the model was told about its code."""
+    """The result of the code as returned to the model."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A message that was not understood. Nothing was run, and the model was told the reason."""
+    """A message that could not be parsed. Nothing was run, and the model received the reason."""
 
     reason: str
     message: str
@@ -49,7 +51,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Said:
-    """The reply to the user, and whether something that privacy rules hide was taken out of it."""
+    """The reply to the user. `withheld`: privacy rules removed part of it."""
 
     text: str
     withheld: bool
@@ -57,7 +59,7 @@ class Said:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """There is no reply; `reason` is a sentence that says why."""
+    """There is no reply. `reason` is a sentence that says why."""
 
     reason: str
 
@@ -66,7 +68,9 @@ Event = Thought | Code | Result | Refused | Said | GaveUp
 
 
 class MemoryAgent:
-    """A vault, a speaker, and privacy rules that hold for every question. One question at a time, from one thread."""
+    """A vault, a chat client, and privacy rules that apply to every question. Not thread-safe; one question at a
+    time.
+    """
 
     def __init__(
         self,
@@ -76,27 +80,29 @@ class MemoryAgent:
         settings: AgentRecipe | None = None,
         rules: Sequence[str] = (),
     ) -> None:
-        """`rules` are texts of privacy rules, without their tags; InputError where one is not understood."""
+        """`rules` are privacy rules without their tags. Raises InputError if one is not understood."""
         self.vault = vault
         self.settings = settings or AgentRecipe()
         self.rules = tuple(rules)
         self._speaker, self._interpreter = speaker, interpreter
         self._open = False
-        """A conversation is under way that the next question may go on with."""
+        """Whether the next question may continue the current conversation."""
         self._undoable: list[int] = []
-        """Of each question that changed something, the number of its first operation in the journal."""
+        """For each question that changed notes, the number of its first operation in the journal."""
         self._diff = ""
         problem = self._filter(self.rules).problem
         if problem is not None:
             raise InputError(_not_understood(problem.sentence, problem.reason))
 
     def ask(self, question: str) -> Iterator[Event]:
-        """The events of one question, as they happen; the last is Said or GaveUp.
+        """Yield the events of a question as they occur; the last is Reply or GaveUp.
 
-        A question with privacy rules of its own (`<filter>…</filter>`) is a conversation of its own. Any other goes
-        on with the conversation, unless the last one ended without a reply. With rules, all events are as the model
-        saw them, and looked through once more. Raises RunError where the interpreter, the server or the disk fails,
-        and InputError for a question without words; what was changed until then can be undone.
+        A question with its own privacy rules (`<filter>…</filter>`) is a separate conversation. Any other question
+        continues the conversation, unless the last one ended without a reply. With rules, all events show what the
+        model saw, redacted once more.
+
+        Raises InputError for an empty question, and RunError if the interpreter, the server or the disk fails.
+        Changes made before a failure can be undone.
         """
         words, own = split_question(question)
         if not words:
@@ -112,7 +118,7 @@ class MemoryAgent:
                 return
             self._put(words, rules, going_on)
             for event in self._turns(desk):
-                # What follows a question with its own rules must not know what it knew.
+                # A question after one with its own rules must not know what that one revealed.
                 self._open = isinstance(event, Said) and not own
                 yield event
         except VaultError as error:
@@ -123,18 +129,18 @@ class MemoryAgent:
             self._remember(before)
 
     def new(self) -> None:
-        """Let the next question begin a new conversation."""
+        """Start a new conversation with the next question."""
         self._open = False
 
     def changes(self) -> str:
-        """What the last question changed, as a unified diff; "" where it changed nothing or was undone."""
+        """The changes of the last question as a unified diff; "" if there are none or they were undone."""
         return self._diff
 
     def undo(self) -> list[str]:
-        """Take back all changes of the last question that changed something; the paths of the notes.
+        """Undo all changes of the last question that changed notes, and return their paths.
 
-        The next question begins a new conversation, for the model would go on as if nothing were undone. InputError
-        where there are none, or where one of these notes was changed otherwise since; then nothing is done.
+        The next question starts a new conversation, because the model does not know of the undo. Raises InputError,
+        and changes nothing, if there is nothing to undo or one of the notes has been changed by something else since.
         """
         if not self._undoable:
             raise InputError("there is nothing to undo: no question of this session changed a note")
@@ -151,18 +157,20 @@ class MemoryAgent:
         return [change.path for change in changes]
 
     def seen(self) -> Vault:
-        """The vault as the standing rules show it: itself without any, else a copy without what they hide."""
+        """The vault as seen under the agent's rules: the vault itself without rules, otherwise a copy without the
+        hidden parts.
+        """
         if not self.rules:
             return self.vault
         return Vault(MemoryStorage(self._filter(self.rules).view), self.vault.limits)
 
     def close(self) -> None:
-        """Give back the vault and the speaker; the interpreter is the caller's."""
+        """Close the vault and the client. The interpreter belongs to the caller."""
         self._speaker.close()
         self.vault.close()
 
     def _turns(self, desk: Desk) -> Iterator[Event]:
-        """Turns until a reply, or until none are left; as those of an episode in training."""
+        """Play turns until a reply or the turn limit, as in a training episode."""
         for left in range(self.settings.max_turns - 1, -1, -1):
             try:
                 answer = self._speaker.answer()
@@ -193,7 +201,7 @@ class MemoryAgent:
         return last_call(message) if left == 1 else message
 
     def _put(self, words: str, rules: Sequence[str], going_on: bool) -> None:
-        """Put the question to the speaker, in the words that make its text harmless wherever it stands."""
+        """Send the question to the client, in the neutralised form used everywhere."""
         settings = self.settings
         system = system_prompt(settings.max_turns, settings.thinking, settings.prompt)
         messages = first_messages(system, words, rules)
@@ -218,7 +226,7 @@ class MemoryAgent:
             raise RunError(f"the memory cannot be used with privacy rules: {error}; mend or move that note") from None
 
     def _remember(self, before: int) -> None:
-        """Keep what was changed since the mark `before`, for `undo` and `changes`."""
+        """Record the changes since the mark `before`, for `undo` and `changes`."""
         journal = self.vault.journal
         kept = [entry.number for entry in journal.entries()]
         if before not in kept if before else len(kept) >= self.vault.limits.journal_entries:

@@ -1,6 +1,5 @@
-"""What the notes of a vault state, and where: read without knowing what the notes are about, or with a theme of worlds.
-
-Privacy filters hide what is read here, so a fact is kept with the characters that it takes up.
+"""The facts that the notes of a vault state, with their character positions, read with or without a theme. Privacy
+rules hide facts at these positions.
 """
 
 import re
@@ -22,10 +21,10 @@ _KINDS = ("email", "date", "money", "phone", "number")
 
 @dataclass(frozen=True)
 class Fact:
-    """One statement: `label` of the note `about` is `value`, in the note `note`.
+    """One statement in the note `note`: `label` of the note `about` is `value`.
 
-    `labels` are the plain label and its other names. `kind` is a type of values; `link` that of a link to the note
-    `value`. The statement takes up the characters `start` to `end` of its note, the value `value_start` to `value_end`.
+    `labels` are the plain label and its synonyms. `kind` is a type of value, or `link` if `value` is the path of a
+    note. The statement spans characters `start` to `end` of its note, the value `value_start` to `value_end`.
     """
 
     note: str
@@ -40,7 +39,9 @@ class Fact:
 
 
 def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
-    """The facts of a vault (path -> text): all lines with a label, and with a known theme also what its sentences state."""
+    """The facts of a vault (path -> text): all labelled lines and, with a known theme, also the sentences of that
+    theme.
+    """
     known = list(_themed(files, themes()[theme])) if theme in themes() else []
     taken = {(fact.note, place) for fact in known for place in range(fact.value_start, fact.value_end)}
     others = [fact for fact in _labelled(files) if (fact.note, fact.value_start) not in taken]
@@ -48,7 +49,7 @@ def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
 
 
 def names_of(files: Mapping[str, str]) -> dict[str, str]:
-    """Name in lower case -> path, by the titles and the file names of notes."""
+    """Lower-case name -> path, from the titles and file names of notes."""
     found = {}
     for path, text in files.items():
         if path != "user.md":
@@ -60,7 +61,7 @@ def names_of(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def leading(files: Mapping[str, str]) -> Callable[[str], str | None]:
-    """Target of a link -> the note that it means to the vault, or None where it means none or more than one."""
+    """A function from a link target to the note it resolves to, or None if it resolves to none or to several."""
     notes = Notes(files)
     return lambda target: target if target in files else notes.leads(target)
 

@@ -1,4 +1,4 @@
-"""What privacy rules hide: facts that were read, and pieces of notes that may tell the same in other forms."""
+"""Decides what privacy rules hide: recognised facts, and parts of notes that may state the same in another form."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ _TYPED = ("email", "date", "money", "phone")
 
 
 class Ruling:
-    """What the rules say of facts and pieces. Rules that forbid are taken widely, those that allow exactly."""
+    """Applies rules to facts and pieces of notes. Forbidding rules are read broadly, permissions exactly."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Ruling:
         pages: Pages,
         texts: Mapping[str, str],
     ) -> None:
-        """`allowing`: what alone may be told, by the text that says so; a fact must be allowed by each. `texts`: the notes,
-        path -> text, that `pages` divides.
+        """`allowing` holds the permissions of each text; a fact must be permitted by every one of them. `texts` are
+        the notes (path -> text) that `pages` divides into pieces.
         """
         self.allowing = allowing
         self.abouts = frozenset(rule.about for rule in rules if rule.about)
@@ -75,7 +75,7 @@ class Ruling:
             for rule in self._forbidding
             if (rule.label or rule.category) and rule.about is not None
         }
-        """Rules about one note -> whether it states what they mean, so that not all of it is to be hidden."""
+        """Rules about one note -> whether it states the fact they mean. If not, all of the note is hidden."""
         self._own = frozenset(
             stem(word)
             for rule in rules
@@ -84,7 +84,7 @@ class Ruling:
         )
 
     def hides(self, fact: Fact) -> bool:
-        """Whether the rules forbid to say this fact."""
+        """Whether the rules forbid a fact."""
         if any(self._names(rule, fact) for rule in self._forbidding):
             return True
         if fact.kind == "link":
@@ -92,7 +92,7 @@ class Ruling:
         return any(not any(self._names(rule, fact) for rule in allowing) for allowing in self.allowing)
 
     def everywhere(self, value: Value) -> bool:
-        """Whether a value that means little by itself is hidden in all notes, for it is hidden of all."""
+        """Whether a value with little meaning of its own is hidden in all notes, because the rule covers all notes."""
         return (
             self._theme is None
             and value.kind == "text"
@@ -101,18 +101,18 @@ class Ruling:
         )
 
     def says(self, word: str) -> bool:
-        """Whether the rules themselves have a word, in some form."""
+        """Whether the rules contain a word, in some form."""
         return _has(self._own, stem(word))
 
     def words(self, text: str) -> Iterator[Value]:
-        """The words and digits of a hidden text that may tell what it says; not those that the rules themselves have."""
+        """The words and digits of a hidden text that could reveal it, except those that the rules themselves contain."""
         for word in re.findall(r"[^\W_]{3,}", text):
             known = word.casefold() in _DULL or self.says(word)
             if not known and (len(word) > 3 or not word.islower()):
                 yield Value("word", word)
 
     def pieces(self, path: str, text: str, page: Page) -> Iterator[tuple[int, Span]]:
-        """The numbers of the pieces of a note that may tell what a rule forbids, and what of each is hidden."""
+        """The indices of the pieces of a note that may state something forbidden, and the span to hide in each."""
         notes = set()
         for rule in self._forbidding:
             if rule.label is None and rule.category is None:
@@ -129,8 +129,8 @@ class Ruling:
                 yield number, (piece.start, piece.end)
 
     def unread(self, path: str, text: str, page: Page, facts: Sequence[Fact]) -> Iterator[Span]:
-        """Sentences that may state a forbidden fact in words of their own: those with a word of its label, and all of its
-        note, and about it, where no labelled fact of it was found.
+        """Sentences that may state a forbidden fact in free text: those with a word of its label, and all sentences
+        of its note and about it if no labelled fact of it was recognised.
         """
         for rule in self._forbidding:
             if not rule.label and not rule.category:
@@ -151,7 +151,7 @@ class Ruling:
                         yield piece.start, piece.end
 
     def rest(self, text: str, page: Page, told: Sequence[Fact], names: Mapping[str, str], path: str) -> Iterator[Span]:
-        """All of a note but what alone may be told: facts, and the names of notes in its title and its links."""
+        """Everything in a note except the permitted facts and the names of notes in its title and links."""
         kept = [
             (fact.start, fact.end) for fact in told if fact.kind != "link" and self._plainly_governed(fact, text, page)
         ]
@@ -177,7 +177,7 @@ class Ruling:
             yield from _lettered(text, place, line.end())
 
     def _plainly_governed(self, fact: Fact, text: str, page: Page) -> bool:
-        """Whether nothing above a fact says that it may be somebody else's."""
+        """Whether nothing above a fact suggests that it belongs to another note."""
         if all(rule.about is None for allowing in self.allowing for rule in allowing):
             return True
         own = set().union(*(label.split() for label in fact.labels))
@@ -191,7 +191,7 @@ class Ruling:
         return True
 
     def _names(self, rule: Rule, fact: Fact) -> bool:
-        """Whether `rule` is about `fact`: forbidden ones widely, allowed ones only exactly."""
+        """Whether `rule` covers `fact`: broadly for forbidding rules, exactly for permissions."""
         if (
             rule.about is not None
             and rule.about != fact.about
@@ -203,22 +203,22 @@ class Ruling:
         if rule.label is None:
             return True
         if rule.about != fact.about and rule.about is not None:
-            # A link back says the same as a forbidden relation.
+            # A link back states the same as a forbidden relation.
             return not rule.allow and rule.label in self._turned.get((rule.about, fact.about), ())
         if rule.label in fact.labels:
             return True
         return not rule.allow and (self._resembles(rule.label, fact) or self._may_be_called(rule, fact))
 
     def _may_be_called(self, rule: Rule, fact: Fact) -> bool:
-        """Without a theme: whether the fact has another name of the forbidden label, or, where its note has no fact of
-        any of these names, whether it is one of that note, for its name may be one that nobody knows.
+        """Without a theme: whether a synonym of the forbidden label names the fact, or the note has no fact with any
+        of these names, so that any of its facts may be the one meant.
         """
         if self._theme is not None or rule.label is None:
             return False
         return bool(_also(rule.label) & fact.labels) or (rule.about is not None and not self._found.get(rule, False))
 
     def _is_found(self, rule: Rule) -> bool:
-        """Whether the note that a rule is about has a fact that the rule means, by one of its names."""
+        """Whether the note that a rule is about has the fact that the rule means, under one of its names."""
         own = self._about.get(rule.about or "", [])
         if rule.category is not None:
             return any(in_category(rule.category, fact, False, self._theme is None) for fact in own)
@@ -226,7 +226,7 @@ class Ruling:
         return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in own)
 
     def _is_told(self, rule: Rule, page: Page, text: str) -> bool:
-        """Whether a piece of a note states what a rule means under a label, a heading or a head of its own."""
+        """Whether a piece of a note states what a rule means, under a label, heading or column of its own."""
         if self._theme is not None:
             return False
         for piece in page.pieces:
@@ -239,14 +239,14 @@ class Ruling:
         return False
 
     def _resembles(self, label: str, fact: Fact) -> bool:
-        """Whether a forbidden label that no fact of the vault has shares a word with those of this fact."""
+        """Whether a forbidden label that no fact of the vault has shares a word with the labels of this fact."""
         if label in self._labels:
             return False
         words = set(label.split()) - COMMON
         return any(words & set(other.split()) for other in fact.labels)
 
     def _from(self, rule: Rule, piece: Piece, text: str) -> int | None:
-        """Where what a rule forbids begins in a piece; None where the piece is not of it."""
+        """Where the forbidden part of a piece begins; None if the piece is not covered."""
         said = text[piece.start : piece.end]
         if rule.category is not None:
             words = LABELS[rule.category]
@@ -270,8 +270,10 @@ class Ruling:
 
 
 def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
-    """What a value may be recognised by: itself, the items of a list, the types of values within it; `loose`: its telling
-    words and digits, too. `fact` is that of which it is the value, None for a piece of a note.
+    """The values by which a hidden text can be recognised: the text itself, list items, and typed values in it. With
+    `loose`, also its significant words and digits.
+
+    `fact` is the fact whose value it is, or None for a piece of a note.
     """
     if fact is not None and fact.kind in FINDABLE:
         return [Value(fact.kind, fact.value)]
@@ -291,19 +293,21 @@ def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
 
 @cache
 def _usual_headings() -> frozenset[str]:
-    """The words of headings of facts in made-up worlds."""
+    """The words in fact headings of generated worlds."""
     return frozenset(
         re.findall(r"\w+", " ".join(name for one in themes().values() for name in one.headings.facts).casefold())
     )
 
 
 def _also(label: str) -> frozenset[str]:
-    """A label and its other names."""
+    """A label and its synonyms."""
     return synonyms().get(label, frozenset()) | {label}
 
 
 def _terms(label: str) -> list[frozenset[str]]:
-    """Sets of stems, of which a text that tells of the label has one: each of its telling words, else all of its words."""
+    """Sets of stems; a text that mentions the label contains one of them. One set per significant word, or one set of
+    all words.
+    """
     found = []
     for name in _also(label):
         words = set(name.split()) - COMMON
@@ -325,14 +329,14 @@ def _has(said: frozenset[str], wanted: str) -> bool:
 
 
 def _only(terms: Iterable[frozenset[str]], text: str) -> bool:
-    """Whether a text has no words but those of the label."""
+    """Whether a text has no words other than those of the label."""
     wanted = frozenset[str]().union(*terms)
     return all(_has(wanted, word) or word in _GENERIC for word in _stems(text))
 
 
 @lru_cache(maxsize=4096)
 def _words(text: str) -> frozenset[str]:
-    """The words of a text without its links."""
+    """The words of a text, without its links."""
     return frozenset(re.findall(r"[^\W\d_]+", re.sub(r"\[\[[^\[\]\n]*\]\]", " ", text).casefold()))
 
 
@@ -342,7 +346,7 @@ def _stems(text: str) -> frozenset[str]:
 
 
 def _lettered(text: str, start: int, end: int) -> Iterator[Span]:
-    """The part of a stretch from its first letter or digit to its last."""
+    """A span narrowed to its first and last letter or digit."""
     found = list(re.finditer(r"[^\W_]", text[start:end]))
     if found:
         yield start + found[0].start(), start + found[-1].end()

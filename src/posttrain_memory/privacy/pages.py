@@ -1,10 +1,9 @@
-"""The pieces of a Markdown note as people write them, each with the texts that govern it.
+"""Splits Markdown notes into pieces, each with its context and the notes it may be about.
 
-Governed is the item of a list by what it is nested in, a cell by its column and its row, a line by its headings, a
-continued line by the one that it goes on from. Code and blocks of HTML are one piece, for they may hold any order.
-
-
-Notes as pieces, each with the notes that it may be about: those that it, or what governs it, names or links to."""
+The context of a list item is what it is nested in, of a table cell its column and row, of a line its headings and the
+line it continues. Code and HTML blocks are one piece, because their content has no known structure. A piece may be
+about every note that it or its context names or links to.
+"""
 
 import re
 from bisect import bisect_right
@@ -28,7 +27,7 @@ _LABEL = re.compile(
 )
 _CELL = re.compile(r"(?:\\\||\[\[[^\[\]\n]*\]\]|[^|\n])+")
 _CHAIN = 8
-"""Most texts that govern what goes on from them, so that time is linear."""
+"""Maximum number of context texts that are passed on, so that the time is linear."""
 _ANAPHORA = re.compile(
     r"\s*(?:it|its|they|their|them|this|that|these|those|he|his|she|her|which|also|and|but|or|mostly|mainly|especially|namely"
     r"|including|both|one|ones|same)\b",
@@ -38,10 +37,10 @@ _ANAPHORA = re.compile(
 
 @dataclass(frozen=True)
 class Piece:
-    """Characters `start` to `end` of a note, of which `value_start` to `end` is the value where there is a label.
+    """Characters `start` to `end` of a note. If it has a label, `value_start` to `end` is the value.
 
-    `label` is the text before the value ("" without). `headings` are those above, the outermost first, `above` the other
-    texts that govern it. `kind`: heading, item, text, cell or block.
+    `label` is the text before the value, or "". `headings` are the enclosing headings, outermost first; `above` the
+    other context. `kind` is heading, item, text, cell or block.
     """
 
     kind: str
@@ -63,7 +62,7 @@ class _Line:
 
 
 def outline(text: str) -> list[Piece]:
-    """The pieces of a note from top to bottom; every letter and digit of it is in one at least."""
+    """The pieces of a note in order. Every letter and digit belongs to at least one piece."""
     headings: list[tuple[int, str]] = []
     found: list[Piece] = []
     lines = list(_lines(text))
@@ -123,7 +122,7 @@ def _lines(text: str) -> Iterator[_Line]:
 
 
 def _plain(lines: list[_Line], at: int) -> bool:
-    """Whether a line goes on with a run of nested lines, blank ones among them."""
+    """Whether a line continues a run of nested lines, which may include blank lines."""
     text = lines[at].text
     return not (
         _FENCE.match(text)
@@ -135,7 +134,9 @@ def _plain(lines: list[_Line], at: int) -> bool:
 
 
 def _underlined(lines: list[_Line], at: int) -> bool:
-    """Whether a line is a heading by the line below it. The last line of front matter looks so, and is one line less."""
+    """Whether the line below makes this line a heading. The last line of front matter looks the same, but is not a
+    heading.
+    """
     below = lines[at + 1].text if at + 1 < len(lines) else ""
     return bool(
         lines[at].text.strip()
@@ -154,7 +155,7 @@ def _piece(kind: str, line: _Line, headings: tuple[str, ...], above: tuple[str, 
     mark = _MARK.match(line.text)
     start = mark.end() if mark else len(line.text) - len(line.text.lstrip())
     rest = line.text[start:].rstrip()
-    # The colon of an address of the web ends no label.
+    # The colon of a URL does not end a label.
     match = _LABEL.match(rest) if kind != "heading" else None
     if match and (re.search(r"[.!?]\s", match["label"]) or re.match(r"//", match["value"]) or "[[" in match["label"]):
         owner = re.match(
@@ -173,7 +174,7 @@ def _block(lines: list[_Line], first: int, last: int, headings: tuple[str, ...],
 
 
 def _html_end(lines: list[_Line], at: int) -> int:
-    """The last line of a block of HTML or a comment: that with its end, else the one before a blank line."""
+    """The last line of an HTML block or comment: the one that closes it, otherwise the one before a blank line."""
     text = lines[at].text.strip()
     tag = re.match(r"<([A-Za-z]+)", text)
     ends = "-->" if text.startswith("<!--") else "%%" if text.startswith("%%") else f"</{tag[1]}" if tag else ""
@@ -190,7 +191,7 @@ def _html_end(lines: list[_Line], at: int) -> int:
 
 
 def _cells(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...]) -> list[Piece]:
-    """The cells of a table: each is governed by the head of its column and by all of its row."""
+    """The cells of a table. Their context is the column head and the whole row."""
     headed = len(lines) > 1 and bool(_DELIMITERS.match(lines[1].text))
     heads = [cell for _, cell in _row(lines[0])] if headed else []
     found = []
@@ -222,10 +223,10 @@ def _row(line: _Line) -> list[tuple[int, str]]:
 def _nested(
     lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...], keyed: bool = False
 ) -> tuple[list[Piece], tuple[str, ...]]:
-    """Lines of text and lists: a line is governed by those that it is indented under, goes on from, or follows. Also what
-    governs the lines that come next.
+    """The pieces of text and lists, and the context of the lines that follow. The context of a line is what it is
+    indented under, continues, or follows.
 
-    `keyed`: they are front matter, where a key that is not indented ends what stands under another.
+    `keyed`: the lines are front matter, in which a key without indentation ends the previous one.
     """
     found: list[Piece] = []
     stack: list[tuple[int, str]] = []
@@ -249,14 +250,15 @@ def _nested(
                 or bool(_ANAPHORA.match(line.text))
             )
         )
-        # Under a line in emphasis stands all up to the next; under one that ends in a colon what follows, or its list.
+        # An emphasised line introduces everything up to the next one; a line ending in a colon introduces what
+        # follows, or its list.
         listed = blank and previous is not None and previous.marked and not line.marked and not line.indent
         if lead and ((ends == "quote" and not line.quoted) or (ends == "list" and listed)):
             lead = ()
         if blank and not line.marked and not line.indent and not goes_on:
             stack = []
         if goes_on and not blank and found and not re.match(r":\s", line.text.lstrip()):
-            # What is wrapped is one piece with the line that it goes on from.
+            # A wrapped line is one piece with the line that it continues.
             own.append(line.text)
             found[-1] = replace(found[-1], end=line.start + len(line.text.rstrip()))
             previous = line
@@ -281,14 +283,14 @@ def _nested(
 
 
 def _labelled(line: _Line) -> bool:
-    """Whether a line begins with what looks like a label of its own."""
+    """Whether a line begins with something that looks like a label of its own."""
     return bool(
         re.match(r"\s*(?:\*\*|__|\")?[^\W\d_][\w ’'/()-]{0,40}(?:\*\*|__|\")?\s*::?(?:\*\*|__)?(?:\s|$)", line.text)
     )
 
 
 def _leads(line: _Line, piece: Piece) -> bool:
-    """Whether a line only says what comes next: it ends in a colon, is nothing but emphasis, or opens a callout."""
+    """Whether a line only introduces what follows: it ends in a colon, is all emphasis, or opens a callout."""
     text = line.text.strip()
     if _CALLOUT.match(text):
         return True
@@ -299,7 +301,7 @@ def _leads(line: _Line, piece: Piece) -> bool:
 
 _SELF = frozenset(["i", "me", "my", "mine", "myself", "we", "us", "our"])
 _OFTEN = 12
-"""Names that may share a word for it to mean each of them; one in more is no name."""
+"""A word counts as a reference to each name that contains it, if at most this many names do."""
 _PLAIN = frozenset(
     re.findall(
         r"\S+",
@@ -310,7 +312,7 @@ _PLAIN = frozenset(
 
 
 class Page:
-    """One note. `pieces` in order of their places; `mentions` of each the paths of the notes it may be about."""
+    """One note. `pieces` are in order; `mentions` holds, for each piece, the paths of the notes it may be about."""
 
     def __init__(self, path: str, pieces: list[Piece], mentions: list[frozenset[str]]) -> None:
         self.path, self.pieces, self.mentions = path, pieces, mentions
@@ -319,7 +321,7 @@ class Page:
         self._starts = [piece.start for piece in pieces]
 
     def touches(self, span: Span, abouts: Collection[str]) -> bool:
-        """Whether a piece around `span` may be about one of these notes: it stands in it, or mentions it."""
+        """Whether a piece overlapping `span` may be about one of these notes: it is part of it, or mentions it."""
         if self.path in abouts:
             return True
         at = bisect_right(self._starts, max(span[0], span[1] - 1)) - 1
@@ -330,16 +332,16 @@ class Page:
         return False
 
     def concerns(self, span: Span, about: str) -> bool:
-        """As `touches`, of one note."""
+        """`touches` for one note."""
         return self.touches(span, (about,))
 
     def knows(self, abouts: Collection[str]) -> bool:
-        """Whether the note is one of these, or mentions one anywhere."""
+        """Whether this note is one of these, or mentions one anywhere."""
         return self.path in abouts or not self.all.isdisjoint(abouts)
 
 
 class Pages:
-    """Path -> page, of all notes of a vault."""
+    """Path -> page, for all notes of a vault."""
 
     def __init__(
         self,
@@ -349,8 +351,8 @@ class Pages:
         wanted: Collection[str],
         loose: bool,
     ) -> None:
-        """`wanted` are the notes that rules are about. `loose`: one word of their names is a mention, too, and pieces are
-        governed by others; otherwise they are single lines.
+        """`wanted` are the notes that rules are about. With `loose`, a single word of their names counts as a
+        mention, and pieces have context; otherwise pieces are single lines.
         """
         self._leads, self._loose, self._user = leads, loose, USER in wanted
         self._paths: dict[Value, set[str]] = {}

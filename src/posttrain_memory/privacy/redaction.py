@@ -1,4 +1,4 @@
-"""Where a text holds what is hidden: values in all their spellings, and sentences; and blanking it."""
+"""Finds hidden values in text, in all their spellings, and replaces them."""
 
 import re
 import unicodedata
@@ -10,7 +10,7 @@ from posttrain_memory.privacy.facts import Fact
 from posttrain_memory.worlds.values import FINDABLE, find, links, number_words
 
 HIDDEN = "[hidden]"
-"""What stands where something is hidden."""
+"""The replacement for hidden text."""
 
 Span = tuple[int, int]
 
@@ -26,15 +26,15 @@ _TENS = dict(
     zip(re.findall(r"\S+", "twenty thirty forty fifty sixty seventy eighty ninety"), range(20, 100, 10), strict=True)
 )
 NUMERALS = frozenset([*_ONES, *_TENS, "oh", "hundred", "thousand", "million"])
-"""The words of numbers in English."""
+"""English number words."""
 _TAIL = 7
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that must not be said. `text` is canonical for the types that can be found, else as it was written.
-
-    `kind` is such a type, `text`, `word` (one telling word of a text), or `digits` (those of an amount in a text).
+    """A value that must not be said. `text` is canonical for types that can be recognised, otherwise as written.
+    `kind` is such a type, `text`, `word` (a significant word of a text) or `digits` (the digits of an amount in a
+    text).
     """
 
     kind: str
@@ -42,19 +42,19 @@ class Value:
 
 
 def telling(value: Value) -> bool:
-    """Whether a value is so particular that it means the same wherever it stands."""
+    """Whether a value is so specific that it means the same wherever it occurs."""
     return value.kind in ("phone", "email", "date", "money", "digits") or (
         value.kind == "text" and (len(value.text) >= 12 or bool(re.search(r"\d", value.text)))
     )
 
 
 class Index:
-    """Many values, found in a text in one pass, in all spellings that are known of each."""
+    """Finds many values in a text in one pass, in all their known spellings."""
 
     def __init__(self, values: Iterable[Value]) -> None:
         self._words: dict[tuple[str, ...], list[Value]] = {}
         self._lengths: dict[str, set[int]] = {}
-        """First word -> how many words values that begin with it have."""
+        """First word -> the numbers of words of the values that begin with it."""
         self._typed: dict[tuple[str, str], Value] = {}
         self._digits: dict[str, list[Value]] = {}
         self._tails: dict[str, list[Value]] = {}
@@ -82,7 +82,9 @@ class Index:
                     self._squeezed["".join(parts)] = value
 
     def find(self, text: str) -> Iterator[tuple[int, int, Value]]:
-        """Start, end and value of each place, in no order. Linear in the text and not in the number of values."""
+        """Start, end and value of each occurrence, unordered. Time is linear in the text and independent of the
+        number of values.
+        """
         if self._words:
             yield from self._spelled(text)
         for kind in self._kinds:
@@ -98,7 +100,9 @@ class Index:
             yield from self._numerals(text)
 
     def disguised(self, text: str) -> Iterator[Span]:
-        """Where a short text holds a value with other signs between its letters (`l u-p u s`). Linear in the values."""
+        """Spans of a short text that contain a value with separators between its letters (`l u-p u s`). Time is
+        linear in the number of values.
+        """
         places = [match.start() for match in re.finditer(r"[^\W_]", text)]
         squeezed = "".join(text[place].casefold()[:1] for place in places)
         for wanted in self._squeezed:
@@ -152,7 +156,7 @@ class Index:
 
 
 def numerals(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and digits of numbers in words: `one hundred twenty thousand`, or a digit a word, `four one seven`."""
+    """Start, end and digits of numbers in words: `one hundred twenty thousand`, or digit by digit, `four one seven`."""
     run: list[re.Match[str]] = []
     for match in [*re.finditer(r"[a-z]+", text, re.IGNORECASE), None]:
         if match and match.group().casefold() == "and" and run:
@@ -181,7 +185,7 @@ def _spelled_number(words: Sequence[str]) -> str:
 
 
 def usual(text: str) -> str:
-    """`text` without signs of no width, and with letters, digits and signs of full width as the usual ones."""
+    """`text` without zero-width characters, and with full-width letters, digits and signs replaced by ordinary ones."""
     if text.isascii():
         return text
     found = []
@@ -194,7 +198,7 @@ def usual(text: str) -> str:
 
 
 def prose(text: str, facts: Sequence[Fact]) -> Iterable[Span]:
-    """Sentences of a note outside headings, links and the facts that were read in it."""
+    """Sentences of a note outside of headings, links and recognised facts."""
     taken = sorted([(fact.start, fact.end) for fact in facts] + [(start, end) for start, end, _, _ in links(text)])
     at = 0
     for line in re.finditer(r"[^\n]+", text):

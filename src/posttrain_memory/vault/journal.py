@@ -1,10 +1,9 @@
-"""The entries of a journal: every change of notes with what was there before, kept in memory or in the vault's folder.
+"""The journal of a vault: each operation is recorded before it is applied, so it can be undone and survives a crash.
 
-A folder of notes may come from anybody, and its journal with it. So a line counts only where it is one that this file
-may have written: anything else makes the whole journal damaged, and a damaged journal is moved aside, not used.
-
-
-The journal of a vault: operations carried out and taken back, and what changed since a mark."""
+On disk the journal is untrusted input, because a folder of notes may come from anybody. A line counts only if this
+module could have written it. Anything else makes the whole journal damaged; a damaged journal is renamed and not
+used.
+"""
 
 import difflib
 import json
@@ -21,14 +20,14 @@ from posttrain_memory.vault.storage import RESERVED, DiskStorage, Storage, is_no
 
 _FILE = "journal.jsonl"
 _BYTES = 8 * 1024 * 1024
-"""What a journal on disk is shortened to once it is twice as long."""
+"""A journal file of twice this size, in bytes, is shortened to it."""
 _END_OF_TIME = 253_370_764_800
-"""The year 9999, in seconds since 1970; no calendar here goes on from there."""
+"""The year 9999, in seconds since 1970. Later times cannot be formatted."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one note. None: the note did not exist."""
+    """The change of one note. `before` or `after` is None if the note did not exist."""
 
     path: str
     before: str | None
@@ -37,26 +36,26 @@ class Change:
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation, with all that it changed; `number` counts from 1 and is never used twice in a journal."""
+    """One operation with all its changes. `number` counts from 1 and is never reused within a journal."""
 
     number: int
     operation: str
     changes: tuple[Change, ...]
     time: int | None = field(default=None, compare=False)
-    """When it was carried out, in seconds since 1970; None in journals that did not keep it."""
+    """When the operation was applied, in seconds since 1970. None in journals that did not record it."""
 
 
 class Log(Protocol):
-    """Where entries are kept, oldest first."""
+    """Storage of journal entries, oldest first."""
 
     def entries(self) -> list[Entry]: ...
     def append(self, entry: Entry) -> None: ...
     def keep(self, count: int) -> None:
-        """Drop all entries but the first `count`."""
+        """Drop all entries except the first `count`."""
 
 
 class MemoryLog:
-    """Entries that go with the process."""
+    """Entries in memory; lost when the process ends."""
 
     def __init__(self, most: int) -> None:
         self._entries: list[Entry] = []
@@ -74,16 +73,16 @@ class MemoryLog:
 
 
 class DiskLog:
-    """Entries in a file of the vault's reserved folder, one JSON line each, kept from process to process."""
+    """Entries in a file of the vault's reserved folder, one JSON line each."""
 
     def __init__(self, storage: DiskStorage, most: int) -> None:
         self.remark: str | None = None
-        """One sentence for the user where the journal was damaged; None otherwise."""
+        """A warning for the user if the journal was damaged; otherwise None."""
         self._most = most
         self._storage = storage
         self._entries: list[Entry] = []
         self._ends: list[int] = []
-        """Where the line of each entry ends, in bytes."""
+        """End of each entry's line, as a byte offset."""
         try:
             self._file = storage.reserved(_FILE)
         except FileNotFoundError:
@@ -92,7 +91,7 @@ class DiskLog:
         if not self._load():
             self.set_aside()
         elif not storage.read_only:
-            # A line that was cut off by a crash was never followed by its change.
+            # A line truncated by a crash was never followed by its change.
             os.ftruncate(self._file, self._end())
 
     def entries(self) -> list[Entry]:
@@ -104,7 +103,7 @@ class DiskLog:
         self._reach_disk()
         self._ends.append(self._end() + len(line))
         self._entries.append(entry)
-        # Rewriting the file for every forgotten entry would cost as much as the journal is long.
+        # Rewriting the file for every dropped entry would cost time proportional to the whole journal.
         if len(self._entries) > 2 * self._most or self._end() > 2 * _BYTES:
             self._shorten()
 
@@ -114,7 +113,7 @@ class DiskLog:
         self._reach_disk()
 
     def set_aside(self) -> None:
-        """Begin anew: the file is kept under another name, or where nothing may be written, not looked at."""
+        """Start an empty journal. The old file is renamed, or ignored if the vault is read-only."""
         self._entries, self._ends = [], []
         if self._storage.read_only:
             self.remark = f"{RESERVED}/{_FILE} is damaged and was not read; the notes are as they were"
@@ -140,8 +139,8 @@ class DiskLog:
         return self._ends[-1] if self._ends else 0
 
     def _load(self) -> bool:
-        """Read the file; False where it is damaged. Its last line may be cut off, as by a crash, and does not count."""
-        # No journal of ours grows so long, escaped characters and one last long operation included.
+        """Read the file. Returns False if it is damaged. A truncated last line, as a crash leaves it, is ignored."""
+        # A valid journal stays below this size, including escaped characters and one long last operation.
         if os.fstat(self._file).st_size > 16 * _BYTES:
             return False
         with open(os.dup(self._file), "rb") as stream:
@@ -182,7 +181,9 @@ def _line(entry: Entry) -> bytes:
 
 
 def _entry(line: bytes) -> Entry | None:
-    """The entry of a line; None where it is none that `_line` makes, or made before it kept the time."""
+    """Parse a line. Returns None unless `_line` could have written it (with or without the time, which older versions
+    lack).
+    """
     try:
         match json.loads(line):
             case [int(number), str(operation), [_, *_] as changes, *rest] if len(rest) < 2:
@@ -198,10 +199,10 @@ def _entry(line: bytes) -> Entry | None:
 
 
 def _change(change: object) -> Change:
-    """A change as it is written in a line; ValueError where its path is none of a note or a text is none."""
+    """Parse the change of one note. Raises ValueError for an invalid path or text."""
     match change:
         case [str(path), str() | None as before, str() | None as after] if is_note(path):
-            # Half a character of two, which JSON can spell, could not be written into a note.
+            # JSON can encode a lone surrogate, which cannot be written to a note.
             (before or "").encode()
             (after or "").encode()
             return Change(path, before, after)
@@ -209,11 +210,11 @@ def _change(change: object) -> Change:
 
 
 _UNDO = "undo "
-"""Begins the name of an operation that takes others back; the number of the first of them follows."""
+"""Prefix of the operation name of an undo, followed by the number of the first operation it reverts."""
 
 
 class Journal:
-    """Writes down each operation before it is carried out, carries it out, and takes it back."""
+    """Records each operation before applying it, and reverts operations."""
 
     def __init__(self, storage: Storage, most: int) -> None:
         self._storage = storage
@@ -224,7 +225,7 @@ class Journal:
         self._next = entries[-1].number + 1 if entries else 1
 
     def commit(self, operation: str, changes: tuple[Change, ...]) -> None:
-        """Carry out `changes`, all or none."""
+        """Apply `changes`, all or none."""
         self._check_writable()
         entry = Entry(self._next, operation, changes, int(time.time()))
         self._log.append(entry)
@@ -237,9 +238,10 @@ class Journal:
             raise
 
     def undo(self, first: int | None = None) -> list[Entry]:
-        """Take back the operation number `first`, or else the last one, and all after it, all or none; newest first.
+        """Revert operation number `first` and all later ones, all or none; by default only the last one.
 
-        VaultError where there are none, or where one of their notes was changed otherwise since.
+        Returns the reverted operations, newest first. Raises VaultError if there are none, or if one of their notes
+        has been changed by something else since.
         """
         self._check_writable()
         entries = self._log.entries()
@@ -260,7 +262,7 @@ class Journal:
                 then[change.path] = change.before
         back = [Change(path, now[path], then[path]) for path in now if now[path] != then[path]]
         if back:
-            # What comes into being stands last: where the system ignores case, two paths may be one file.
+            # Created notes come last: on a case-insensitive file system two paths may be one file.
             self.commit(f"{_UNDO}{first}", tuple(sorted(back, key=lambda change: change.after is not None)))
         self._forget(first)
         return undone[::-1]
@@ -270,12 +272,12 @@ class Journal:
         return list(self._log.entries())
 
     def mark(self) -> int:
-        """This moment, for `changes` and `diff`."""
+        """A mark for the current state, to pass to `changes` and `diff`."""
         entries = self._log.entries()
         return entries[-1].number if entries else 0
 
     def changes(self, since: int = 0) -> list[Change]:
-        """What became of each note since a mark, by path; notes that are as they were then are left out."""
+        """The net change of each note since a mark, sorted by path. Notes with no net change are omitted."""
         first: dict[str, str | None] = {}
         last: dict[str, str | None] = {}
         for entry in self._log.entries():
@@ -286,16 +288,16 @@ class Journal:
         return [Change(path, first[path], last[path]) for path in sorted(first) if first[path] != last[path]]
 
     def diff(self, since: int = 0) -> str:
-        """The changes since a mark as a unified diff; "" where there are none."""
+        """The changes since a mark as a unified diff; "" if there are none."""
         return "".join(_diff(change) for change in self.changes(since))
 
     @property
     def remark(self) -> str | None:
-        """One sentence for the user where the journal was damaged and is not used; None otherwise."""
+        """A warning for the user if the journal was damaged and is not used; otherwise None."""
         return self._log.remark if isinstance(self._log, DiskLog) else None
 
     def close(self) -> None:
-        """Give back the file, where there is one."""
+        """Close the journal file, if any."""
         if isinstance(self._log, DiskLog):
             self._log.close()
 
@@ -317,14 +319,14 @@ class Journal:
                 self._storage.write(change.path, text)
 
     def _forget(self, first: int) -> None:
-        """Drop the operation number `first` and all after it."""
+        """Drop operation number `first` and all later ones."""
         self._log.keep(sum(entry.number < first for entry in self._log.entries()))
 
     def _recover(self, log: DiskLog) -> None:
-        """Finish what a crash cut off.
+        """Complete what a crash interrupted.
 
-        An operation of which some notes are still as before is taken back whole. An undo that is complete has only to be
-        forgotten, with what it undid.
+        An operation that was applied only in part is reverted. A completed undo still has to be removed from the
+        journal, together with the operations it reverted.
         """
         entries = log.entries()
         if not entries:
@@ -344,11 +346,12 @@ class Journal:
             self._take_back(log, changes, now)
 
     def _take_back(self, log: DiskLog, changes: tuple[Change, ...], now: Mapping[str, str | None]) -> None:
-        """Take back the last operation, of which not all was carried out; `now`: the notes as they are."""
+        """Revert the last operation, which was applied only in part. `now` holds the current notes."""
         try:
             self._put(changes[::-1], lambda change: change.before)
         except VaultError:
-            # No operation of ours leaves what cannot be taken back, unless the disk is full: nothing is lost then either.
+            # Operations of this class can always be reverted, unless the disk is full, and then nothing is lost
+            # either.
             for change in changes:
                 with suppress(VaultError):
                     self._put((change,), lambda change: now[change.path])

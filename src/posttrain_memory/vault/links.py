@@ -10,13 +10,13 @@ from posttrain_memory.vault.paths import SUFFIX, same
 
 _LINK = re.compile(r"\[\[([^\[\]\n]{1,400})\]\]")
 _MARK = re.compile(r"#|\\?\|")
-"""What ends the target of a link."""
+"""The end of a link's target."""
 _FENCE = re.compile(r"[ ]{0,3}(`{3,}|~{3,})")
 
 
 @dataclass(frozen=True)
 class Link:
-    """The parts of a link. `heading` and `alias` are None where the link has none; "" is this very note."""
+    """The parts of a link. `heading` and `alias` are None if absent. An empty target means the note itself."""
 
     target: str
     heading: str | None = None
@@ -29,7 +29,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """The parts of a link, given with or without its brackets. VaultError where there is no target."""
+    """Split a link, with or without its brackets. Raises VaultError if it has no target."""
     inner = text.strip().removeprefix("!")
     if inner.startswith("[[") and inner.endswith("]]"):
         inner = inner[2:-2]
@@ -44,7 +44,7 @@ def targets(text: str) -> frozenset[str]:
 
 
 class Notes:
-    """The paths of the notes of a vault, arranged so that a link's target is found at once."""
+    """An index of note paths for resolving link targets."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = set(paths)
@@ -54,9 +54,10 @@ class Notes:
             self._by_name.setdefault(key.rpartition("/")[2], []).append((key, path))
 
     def resolve(self, target: str) -> str:
-        """The one path that a link's target means: exact, else the only note with that end of its path.
+        """The path that a link target refers to: an exact match, otherwise the only note whose path ends with it.
+        Case is ignored if no path matches exactly.
 
-        VaultError where there is none, or more than one. Case does not count where no path is exact.
+        Raises VaultError if there is no such note, or more than one.
         """
         found = self._fitting(target)
         link = shown(f"[[{target.strip().removeprefix('./')}]]")
@@ -67,7 +68,7 @@ class Notes:
         return found[0]
 
     def leads(self, target: str) -> str | None:
-        """As `resolve`, None where there is none or more than one."""
+        """Like `resolve`, but returns None instead of raising."""
         found = self._fitting(target) if target else []
         return found[0] if len(found) == 1 else None
 
@@ -83,15 +84,15 @@ class Notes:
 
 
 class Backlinks:
-    """Which notes link to which. What a note links to is kept until its text changes."""
+    """Which notes link to which. The targets of a note are cached until its text changes."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
         self._by_name: dict[str, dict[str, list[str]]] = {}
-        """Note -> the last part of what a link names, whatever its case -> the targets with that last part."""
+        """Note -> last component of each link target (case-folded) -> the full targets."""
 
     def to(self, path: str, paths: Iterable[str], files: dict[str, str]) -> list[str]:
-        """The notes that link to the note `path`, sorted. `paths`: those of all notes; `files`: texts of the readable."""
+        """The notes that link to `path`, sorted. `paths` are all notes, `files` the texts of the readable ones."""
         for other in self._texts.keys() - files.keys():
             del self._by_name[other]
         for other, text in files.items():
@@ -107,12 +108,14 @@ class Backlinks:
 
 
 def resolve(target: str, paths: Iterable[str]) -> str:
-    """`Notes.resolve` for one link."""
+    """`Notes.resolve` for a single link."""
     return Notes(paths).resolve(target)
 
 
 def section(text: str, heading: str) -> str | None:
-    """The part of a note under a heading, that line included, up to the next heading as high; None without it."""
+    """The section of a note under a heading, including the heading, up to the next one of the same or a higher level.
+    None if there is no such heading.
+    """
     wanted = same(heading.rpartition("#")[2].strip())
     lines = text.splitlines(keepends=True)
     begin, level, fence = None, 0, ""
@@ -131,17 +134,19 @@ def section(text: str, heading: str) -> str | None:
 
 
 def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
-    """`text` with links turned so that they lead where they led when the note `old` becomes `new`.
+    """`text` with links rewritten so that they still resolve to the same notes after the note `old` has moved to
+    `new`.
 
-    A link to it keeps its heading, its alias, its `.md` or none, and its folder or none where that stays unambiguous.
-    A link to another note is turned into its whole path where the new name makes it ambiguous.
+    A link to the moved note keeps its heading and alias, and keeps or omits the suffix and the folder as before,
+    unless that would be ambiguous. A link to another note is expanded to its full path if the new name makes it
+    ambiguous.
     """
 
     names = [same(path).rpartition("/")[2].removesuffix(SUFFIX) for path in (old, new)]
 
     @cache
     def turned(inner: str) -> str:
-        # Only what is named as the note was or will be can lead elsewhere; most links are told from that at once.
+        # Only a link that contains the old or the new name can change its target, so most links are skipped here.
         if inner.isascii() and not any(name in inner.lower() for name in names):
             return f"[[{inner}]]"
         link = _parts(inner)
@@ -154,7 +159,7 @@ def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
         target = target if link.target.endswith(SUFFIX) else target.removesuffix(SUFFIX)
         if after.leads(target) != wanted:
             target = wanted
-        # What follows the target stays as it was written, an escaped bar of a table among it.
+        # The rest of the link stays as written, including an escaped bar in a table.
         end = _MARK.search(inner)
         place = end.start() if end else len(inner)
         return f"[[{target}{inner[len(inner[:place].rstrip()) :] if end else ''}]]"
@@ -163,7 +168,7 @@ def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
 
 
 def _path(target: str) -> str:
-    """What a link's target names, with the suffix of a note."""
+    """The path that a link target spells, with the suffix of a note."""
     wanted = target.strip().removeprefix("./")
     return wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
 
@@ -176,7 +181,7 @@ def _named(found: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _heading(line: str) -> tuple[int, str] | None:
-    """Level and words of the heading that a line is; None where it is none. Signs that close it are left out."""
+    """Level and text of the heading on this line, without closing `#` characters; None if it is not a heading."""
     words = line.lstrip("#")
     level = len(line) - len(words)
     if not 1 <= level <= 6 or not words.startswith((" ", "\t")):
@@ -185,7 +190,7 @@ def _heading(line: str) -> tuple[int, str] | None:
 
 
 def _parts(inner: str) -> Link:
-    # In a table the bar of an alias is written with a backslash.
+    # Inside a table, the bar before an alias is escaped with a backslash.
     place, bar, alias = inner.replace("\\|", "|").partition("|")
     target, hash_, heading = place.partition("#")
     return Link(target.strip(), heading.strip() if hash_ else None, alias.strip() if bar else None)

@@ -1,4 +1,4 @@
-"""Which paths a vault accepts: relative, visible, portable, Unicode-normalised, `.md`."""
+"""Valid note paths: relative, visible, portable, Unicode-normalised, ending in `.md`."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
 
 SUFFIX = ".md"
 START = "user.md"
-"""The note that everything else is reached from."""
+"""The entry note of a vault."""
 _FORBIDDEN = frozenset('\\:*?"<>|#^[]')
-"""Characters that some file system or a wikilink reads as something else."""
+"""Characters with a special meaning in some file system or in wikilinks."""
 _CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories nobody sees or nobody has assigned: controls, bidirectional marks, surrogates, private use."""
+"""Unicode categories of invisible or unassigned characters: controls, bidirectional marks, surrogates, private use."""
 _DEVICES = frozenset(
     [
         "con",
@@ -23,11 +23,11 @@ _DEVICES = frozenset(
         *(f"{port}{n}" for port in ("com", "lpt") for n in "0123456789¹²³"),
     ]
 )
-"""Names that are devices on some systems, whatever their suffix."""
+"""Reserved device names on some systems, with any suffix."""
 
 
 def note_path(path: object, limits: VaultLimits) -> str:
-    """The normal form of the path of a note; VaultError where no note can have it."""
+    """The normalised path of a note. Raises VaultError if the path is not valid."""
     clean = _checked(path, limits)
     if not clean.endswith(SUFFIX) or clean.rpartition("/")[2] == SUFFIX:
         raise VaultError(f"{shown(path)} is no note: the path of a note ends in .md")
@@ -35,23 +35,23 @@ def note_path(path: object, limits: VaultLimits) -> str:
 
 
 def folder_path(path: object, limits: VaultLimits) -> str:
-    """The normal form of the path of a folder, without a slash at its end; "" is the whole vault."""
+    """The normalised path of a folder, without a trailing slash; "" is the whole vault."""
     if path == "":
         return ""
     return _checked(path.removesuffix("/") if isinstance(path, str) else path, limits)
 
 
 def same(path: str) -> str:
-    """The form in which two paths that differ only in case are equal."""
+    """A form of the path that ignores case."""
     if path.isascii():
         return path.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", path).casefold())
 
 
 def collision(path: str, others: Iterable[str]) -> str | None:
-    """The path among `others`, or the folder of one, that `path` or one of its folders differs from only in case.
+    """The existing path that conflicts with `path`, or None.
 
-    Also a note that would become a folder or a folder that would become a note.
+    Paths conflict if they, or their folders, differ only in case, or if a note would also be a folder.
     """
     parts = path.split("/")
     folders = {same("/".join(parts[:n])): "/".join(parts[:n]) for n in range(1, len(parts))}
@@ -75,7 +75,7 @@ def _checked(path: object, limits: VaultLimits) -> str:
         raise VaultError("a path is a text", "TypeError")
     if not path:
         raise VaultError("the path is empty")
-    # Before anything looks at each character: a path may be a megabyte.
+    # Check the length before anything that looks at each character.
     if len(path) > limits.path_bytes:
         raise VaultError(f"the path is longer than {limits.path_bytes} bytes")
     if any(unicodedata.category(c) in _CATEGORIES for c in path):
@@ -85,7 +85,7 @@ def _checked(path: object, limits: VaultLimits) -> str:
         raise VaultError(f"the path is longer than {limits.path_bytes} bytes")
     if clean.startswith(("/", "~")):
         raise VaultError(f"{shown(path)} is outside of the memory: a path begins with a folder or a note")
-    # A compatibility form such as a one-dot leader must not turn into a path that would have been refused.
+    # A compatibility form, such as a one-dot leader, must not normalise to a path that would have been refused.
     for form in (clean, unicodedata.normalize("NFKC", clean)):
         _check_parts(form, path, limits)
     return clean

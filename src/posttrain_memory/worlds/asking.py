@@ -1,4 +1,6 @@
-"""What makers of tasks share: what can be asked of a world, in which words, and how its notes are reached."""
+"""Shared parts of the task makers: what can be asked about a world, how questions are worded, and how its notes are
+reached.
+"""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class Asker:
-    """A world and the random numbers of one task."""
+    """A world and the random generator of one task."""
 
     world: World
     random: np.random.Generator
@@ -53,7 +55,7 @@ class Asker:
 
     @cached_property
     def distance(self) -> dict[str, int]:
-        """Path -> fewest links from `user.md`."""
+        """Path -> minimum number of links from `user.md`."""
         return self.graph.distances()
 
     @cached_property
@@ -64,23 +66,25 @@ class Asker:
         return pick(self.random, items)
 
     def entities(self, *distances: int) -> list[Entity]:
-        """The notes so many links away from `user.md`, in a random order; all but `user.md` where none are given."""
+        """The notes at these distances from `user.md`, in random order; without distances, all notes except
+        `user.md`.
+        """
         found = [
             e for p, e in self.graph.entities.items() if (self.distance[p] in distances if distances else p != USER)
         ]
         return shuffled(self.random, found)
 
     def facts(self, entity: Entity) -> list[Attribute]:
-        """The facts of a note that no other note states, in a random order."""
+        """The facts of a note that no other note states, in random order."""
         known = [a for a in self.theme.of(entity.kind) if a.key in entity.facts]
         return shuffled(self.random, [a for a in known if (entity.path, a.key) not in self.contested])
 
     def absent(self, entity: Entity) -> list[Attribute]:
-        """The facts that notes of its kind may have and this one has not, in a random order."""
+        """The facts that notes of its kind may have but this one lacks, in random order."""
         return shuffled(self.random, [a for a in self.theme.of(entity.kind) if a.key not in entity.facts])
 
     def anchored(self, question: str) -> str:
-        """The question with the title of the world, so that it is not that of another world."""
+        """The question with the title of the world, which makes it unique to this world."""
         return self.pick(_ANCHOR).format(title=self.graph.title, q=question)
 
     def ask(self, what: str, many: bool = False) -> str:
@@ -88,7 +92,7 @@ class Asker:
         return self.pick(_ASK_MANY if many else _ASK).format(x=what)
 
     def of(self, noun: str, whom: str) -> str:
-        """`noun` of `whom`, which is a name or a phrase; `my noun` where it is empty."""
+        """`noun` of `whom` (a name or a phrase); `my noun` if `whom` is empty."""
         if not whom:
             return f"my {noun}"
         if whom.startswith(("my ", "the ")) or self.random.random() < 0.6:
@@ -96,9 +100,10 @@ class Asker:
         return f"{whom}'s {noun}"
 
     def who(self, entity: Entity) -> tuple[str, bool]:
-        """A phrase that means only this note, and whether the question has to name the world for it to be clear.
+        """A phrase that refers only to this note, and whether the question must name the world to be unambiguous.
 
-        Where relations lead to it that have one target, one is used half of the time, or the two from `user.md`.
+        If single-target relations lead to the note, half of the time the phrase uses one of them, or a chain of two
+        from `user.md`.
         """
         if entity.path == USER:
             return "", True
@@ -126,7 +131,7 @@ class Asker:
         return shuffled(self.random, found)
 
     def question(self, attribute: Attribute, entity: Entity) -> str:
-        """A question for one fact of a note."""
+        """A question about one fact of a note."""
         whom, anchor = self.who(entity)
         text = self.ask(self.of(attribute.noun, whom), attribute.be == "are")
         return self.anchored(text) if anchor else text
@@ -142,7 +147,7 @@ class Asker:
         return f"{subject} {attribute.be} {told}."
 
     def route(self, path: str) -> list[str]:
-        """At most three code blocks that read `user.md`, the notes on the way, and the note."""
+        """At most three code blocks that read `user.md`, the notes along the way, and the note."""
         if path == USER:
             return ['user = read_file("user.md")']
         if self.distance[path] == 1:
@@ -160,17 +165,17 @@ class Asker:
 
 
 def name_answer(entity: Entity) -> Answer:
-    """The answer that is a note itself."""
+    """An answer that is the name of a note."""
     return Answer("name", plain(entity.name), "name")
 
 
 def quoted(text: str) -> str:
-    """A text as code."""
+    """A text as a Python string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def display(attribute: Attribute, value: str) -> str:
-    """A value as it is told to the user."""
+    """A value as shown to the user."""
     if attribute.type == "number":
         return f"{value} {attribute.unit}".strip()
     if attribute.type == "money":

@@ -1,4 +1,4 @@
-"""What an update makes of a vault: the statements that must be there after it, and those that may not."""
+"""The required effect of an update on a vault, and the comparison with its actual effect."""
 
 import re
 from collections import Counter
@@ -13,12 +13,12 @@ from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import plain
 
 SPARE_CHARACTERS = 300
-"""So many characters that state nothing may be added to the notes of an update."""
+"""Number of characters without statements that an update may add to a note."""
 _UNSEEN = re.compile(
     r"<!--.*?(?:-->|\Z)|^[ ]{0,3}(?P<fence>`{3,}|~{3,})[^\n]*\n.*?(?:^[ ]{0,3}(?P=fence)[^\n]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""Comments and code, which nobody takes for what a note says."""
+"""Comments and code, which do not count as statements of a note."""
 _DISOWNED = re.compile(
     r"\b(?:wrong|false|untrue|incorrect|mistaken|made up|invented|outdated|out of date|obsolete|invalid|a lie|unreliable"
     r"|(?:not|n't|never) (?:true|right|correct|so|trust|believe|rely)|disregard|ignore)\b",
@@ -30,9 +30,9 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 @dataclass
 class Expected:
-    """After the update: `add` is stated, `drop` is not, and nothing but `may_add` and `may_drop` has changed besides.
-
-    `touched` are the notes whose text may change, `gone` those that are deleted, `new` the path of a note that is new.
+    """The state after an update: `add` is stated, `drop` is not, and besides those only `may_add` and `may_drop` have
+    changed. `touched` are the notes whose text may change, `gone` the deleted notes, `new` the path of a created
+    note.
     """
 
     add: set[Statement] = field(default_factory=set)
@@ -46,7 +46,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an update went: the share of it that is done, and in words what was harmed and which links lead nowhere."""
+    """The result of an update: the completed share, the damage in words, and the links that became broken."""
 
     done: float
     harmed: tuple[str, ...]
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expected:
-    """What the change asks for. `after` is looked at for the path of a new note only.
+    """The required effect of `change`. `after` is used only to find the path of a new note.
 
     `change["op"]` is `set` (about, key, value), `delete` (about, key), `new` (name, facts, owner, relation), `remove`
     (about) or `relink` (about, relation, was, value); values are canonical.
@@ -96,7 +96,7 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
 
 
 def outcome(change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
-    """Compare the vault after an update with what the update asks for."""
+    """Compare the vault after an update with the required effect."""
     was, now = (parse({path: _seen(text) for path, text in files.items()}, theme) for files in (before, after))
     want = expected(change, was, now)
     steps = [item in now.statements for item in want.add] + [item not in now.statements for item in want.drop]
@@ -109,7 +109,7 @@ def outcome(change: Mapping[str, Any], theme: str, before: Mapping[str, str], af
 
 
 def loose_ends(was: Parsed, now: Parsed) -> list[str]:
-    """Links that lead nowhere and notes that are not reached, as far as they were not so before."""
+    """Broken links and unreachable notes that were not broken or unreachable before."""
     found = [f"{path} links to {target}, which is not there" for path, target in set(now.broken) - set(was.broken)]
     lost = (set(now.titles) - set(now.reached)) - (set(was.titles) - set(was.reached))
     return sorted(found + [f"{path} is not reached from {USER}" for path in lost])
@@ -144,8 +144,8 @@ def _harm(
 
 
 def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Parsed, old: str, new: str) -> list[str]:
-    """What is lost of the sentences and headings of a touched note that have nothing to do with the update, whether the
-    rest still stands in its order, and what was added.
+    """Damage inside a touched note: lost sentences and headings that are unrelated to the update, a changed order,
+    and added text.
     """
     keys = {said.key for said in want.add | want.drop | want.may_add}
     kept = _sentences(path, old, was, keys | _keys_of_gone(want, was)) - _sentences(path, new, now, set())
@@ -169,7 +169,7 @@ def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Par
 
 
 def _headings_lost(path: str, was: Parsed, keys: set[str], old: str, new: str) -> list[str]:
-    """Headings that are gone, but for those under which nothing stood but what states one of the keys."""
+    """Headings that were removed, except those whose section only stated the given keys."""
     gone = Counter(_headings(old)) - Counter(_headings(new))
     spans = [(p.start, p.end) for p in was.places if p.statement.note == path and p.statement.key in keys]
     found, heading, empty, place = [], "", True, 0
@@ -188,7 +188,7 @@ def _headings(text: str) -> list[str]:
 
 
 def _in_order(old: str, new: str) -> bool:
-    """Whether the lines that both texts have as often follow each other as before."""
+    """Whether the lines that occur equally often in both texts have kept their order."""
     lines = [[" ".join(line.split()) for line in text.split("\n") if line.strip()] for text in (old, new)]
     counts = [Counter(side) for side in lines]
     kept = {line for line, count in counts[0].items() if counts[1][line] == count}
@@ -197,7 +197,7 @@ def _in_order(old: str, new: str) -> bool:
 
 
 def _seen(text: str) -> str:
-    """The text of a note with blanks, as long, for comments and code."""
+    """The text of a note with comments and code replaced by spaces of the same length."""
     return _UNSEEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
 
 
@@ -206,7 +206,7 @@ def _keys_of_gone(want: Expected, was: Parsed) -> set[str]:
 
 
 def _sentences(path: str, text: str, parsed: Parsed, but: set[str]) -> Counter[str]:
-    """Lines and sentences of a note but headings, rules of tables, and what states one of the keys `but`."""
+    """Lines and sentences of a note, except headings, table rules, and what states one of the keys `but`."""
     spans = [(p.start, p.end) for p in parsed.places if p.statement.note == path and p.statement.key in but]
     blank = list(text)
     for start, end in spans:

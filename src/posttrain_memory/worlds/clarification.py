@@ -1,4 +1,6 @@
-"""Tasks that can only be answered by a question, and tasks that look like them and can be answered."""
+"""Clarification tasks: questions that can only be answered by asking back, and similar questions that can be
+answered.
+"""
 
 from collections.abc import Mapping
 
@@ -10,7 +12,7 @@ from posttrain_memory.worlds.values import shuffled
 
 
 def no_entity(asker: Asker) -> MemoryTask | None:
-    """A fact of somebody or something of nearly the name of a note, of whom nothing is written."""
+    """A fact of someone whose name resembles that of a note, but who is not mentioned in the vault."""
     drawing = Drawing(asker.random)
     for entity in asker.graph.entities.values():
         drawing.names.take(entity.name)
@@ -41,7 +43,7 @@ def no_attribute(asker: Asker) -> MemoryTask | None:
 
 
 def contradiction(asker: Asker) -> MemoryTask | None:
-    """A fact of which two notes state different values."""
+    """A fact for which two notes state different values."""
     graph = asker.graph
     for claim in shuffled(asker.random, graph.claims):
         entity = graph.entities[claim.about]
@@ -63,7 +65,9 @@ def contradiction(asker: Asker) -> MemoryTask | None:
 
 
 def control(asker: Asker) -> MemoryTask | None:
-    """A fact that is there: stated twice alike, or of a note with a namesake, or any other."""
+    """A fact that is present: stated twice with the same value, or of a note with a similarly named one, or any
+    other.
+    """
     graph = asker.graph
     if asker.random.random() < 0.5:
         for claim in shuffled(asker.random, graph.claims):

@@ -1,4 +1,4 @@
-"""`posttrain data worlds`: made-up vaults of notes with tasks whose truth a program knows."""
+"""`posttrain data worlds`: generated vaults of notes, with tasks whose correct answer is known."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,9 +33,10 @@ def worlds(
     paraphrase_model: Annotated[str | None, typer.Option(help="Its model.")] = None,
     paraphrase_key: Annotated[str | None, typer.Option(help="Name of the environment variable with its key.")] = None,
 ) -> None:
-    """Write worlds of notes and tasks in them: facts to find, to change, to ask about, and to keep private.
+    """Write generated worlds of notes and tasks about them: facts to find, to change, to ask about, and to keep
+    private.
 
-    No world is in two splits and no question is asked twice. See docs/worlds.md for the keys and the columns.
+    No world is in two splits, and no question occurs twice. See docs/worlds.md for the keys and the columns.
 
     Examples:
 
@@ -113,7 +114,7 @@ def _tasks_table(made: "list[Sample]") -> "Table":
 
 
 def _vaults_table(made: "list[Sample]", model: str) -> "Table":
-    """Notes, links and tokens of the vaults of each split; tokens of at most 200 of them."""
+    """Notes, links and tokens of the vaults of each split. Tokens are counted for at most 200 vaults."""
     from rich.table import Table
 
     from posttrain.models.load import load_tokenizer
@@ -148,7 +149,7 @@ def _scenario_table(made: "list[Sample]") -> "Table":
     from posttrain_memory.worlds.scenarios import totals
 
     found = totals([(sample.task, sample.world.files) for sample in made], RewardWeights())
-    # Of 80 columns only the episode may need a second line: what is cut off of a number is lost.
+    # At 80 columns only the episode column may wrap, so that numbers are never truncated.
     numbered = [Column(name, no_wrap=True, justify="right") for name in ("n", "least", "mean", "most")]
     table = Table(Column("kind", no_wrap=True), Column("", no_wrap=True), "episode", *numbered, box=None)
     for (kind, right, name), scores in sorted(found.items(), key=lambda item: (item[0][0], not item[0][1])):

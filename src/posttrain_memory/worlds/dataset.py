@@ -1,4 +1,4 @@
-"""Tasks as rows of a data set: worlds apart for training, development and test, and no question twice."""
+"""Tasks as rows of a data set, with disjoint worlds for training, development and test and no duplicate questions."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +13,13 @@ from posttrain_memory.worlds.render import World, make_world
 from posttrain_memory.worlds.task import MemoryTask, task_of
 
 SPLITS = ("test", "dev", "train")
-"""In the order in which worlds are drawn: more worlds to train on leave the others as they are."""
+"""In the order in which worlds are drawn: adding training worlds does not change the other splits."""
 Reword = Callable[[World, WorldRecipe], tuple[World, list[MemoryTask]]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A task, the world it is asked in, and the split."""
+    """A task, its world, and its split."""
 
     split: str
     world: World
@@ -30,10 +30,10 @@ class Sample:
 def samples(
     seed: int, recipe: WorldRecipe, worlds: Mapping[str, int], reword: Reword | None = None
 ) -> Iterator[Sample]:
-    """The tasks of `worlds[split]` worlds of each split.
+    """The tasks of `worlds[split]` worlds for each split.
 
-    No two worlds have the same title and no two tasks the same question, of whatever split. `reword` makes the texts of a
-    world and its tasks anew, see `paraphrase`.
+    Across all splits, no two worlds have the same title and no two tasks the same question. `reword` rewrites the
+    texts of a world and its tasks, see `paraphrase`.
     """
     titles: set[str] = set()
     asked: set[str] = set()
@@ -57,10 +57,10 @@ def samples(
 
 
 def row_of(sample: Sample) -> dict[str, Any]:
-    """The record of a sample: messages, label, files of the vault, and columns to select by.
+    """The record of a sample: messages, label, vault, and columns for selection.
 
-    `label` is JSON text with all that it takes to score an episode (`task`) and to make the world anew (`world`, its seed,
-    and `recipe`); a world whose texts were reworded is in `files` only.
+    `label` is JSON with everything needed to score an episode (`task`) and to regenerate the world (`world`, its
+    seed, and `recipe`). A reworded world is only in `files`.
     """
     task, world = sample.task, sample.world
     label = {
@@ -82,9 +82,9 @@ def row_of(sample: Sample) -> dict[str, Any]:
 
 
 def read_row(row: Mapping[str, Any]) -> tuple[MemoryTask, dict[str, str]]:
-    """The task of a record and the vault it begins with; without `files` the world is made anew from the label.
+    """The task of a record and its initial vault. Without `files`, the world is regenerated from the label.
 
-    InputError where the record is none of `row_of`.
+    Raises InputError if `row_of` did not write the record.
     """
     try:
         label = json.loads(row["label"])

@@ -1,4 +1,4 @@
-"""Tasks whose question holds a privacy rule: what it forbids may not be said, what it leaves must be."""
+"""Privacy tasks: the question contains a rule. What it forbids must not be said; what it permits must be answered."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute
 
 CATEGORIES = {"phone": "phone numbers", "email": "email addresses", "date": "dates", "money": "amounts of money"}
-"""Type of a value -> what rules call the category."""
+"""Type of value -> name of its category in rules."""
 CATEGORY_RULES = (
     "Never reveal {category}.",
     "Do not share any {category}.",
@@ -36,7 +36,9 @@ _TWO = ("What are {x} and {y}?", "Tell me {x} and {y}.", "I need {x}, and {y} as
 
 
 def filtered(asker: Asker, variant: str) -> MemoryTask | None:
-    """A question for one fact (`hide_all`, `unrelated`) or two of a note (`hide_some`, `allow_only`), and a rule."""
+    """A question about one fact (`hide_all`, `unrelated`) or two facts of a note (`hide_some`, `allow_only`), with a
+    rule.
+    """
     for entity in asker.entities(1, 2):
         known = asker.facts(entity)
         if variant in ("hide_all", "unrelated"):
@@ -66,7 +68,7 @@ def filtered(asker: Asker, variant: str) -> MemoryTask | None:
 
 
 def rule_text(asker: Asker, rule: dict[str, Any]) -> str:
-    """The sentence of a rule."""
+    """The sentence that expresses a rule."""
     if rule["rule"] == "category":
         name = CATEGORIES[rule["category"]]
         return asker.pick(CATEGORY_RULES).format(category=name, Category=name.capitalize())
@@ -87,7 +89,7 @@ def _task(
     secret = [asker.answer(attribute, entity) for attribute in hidden]
     reply = " ".join(asker.sentence(attribute, entity) for attribute in free)
     if hidden:
-        # Of what was asked for only; naming other facts would be no secret, but no answer either.
+        # Mention only facts that were asked for: naming others reveals nothing, but answers nothing either.
         told = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
         reply = f"{reply} I may not share the {told.noun} of {entity.name}.".strip()
     truth = {

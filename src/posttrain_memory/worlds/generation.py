@@ -1,4 +1,4 @@
-"""The tasks of a world."""
+"""Generates the tasks of a world."""
 
 import json
 from collections.abc import Callable
@@ -32,13 +32,14 @@ MAKERS: dict[str, Maker] = {
     **{variant: partial(filtering.filtered, variant=variant) for variant in VARIANTS["filter"]},
 }
 _TRIES = 12
-"""How often a variant may fail, or ask what was asked before, until another is taken."""
+"""Number of attempts at a variant, which may fail or repeat a question, before another variant is used."""
 
 
 def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
-    """The tasks of a world, in the numbers of the recipe as far as the world has room; no question twice.
+    """The tasks of a world, in the numbers given by the recipe as far as the world has room. No question occurs
+    twice.
 
-    Variants of a kind take turns. The same world and recipe give the same tasks.
+    Variants of a kind alternate. The result is a function of the world and the recipe.
     """
     tasks: list[MemoryTask] = []
     asked: set[str] = set()
@@ -70,25 +71,27 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
 
 
 def identity(task: MemoryTask) -> str:
-    """What makes a question the same as another: its words without case."""
+    """The key by which questions are compared: the words without case."""
     return " ".join(task.question.casefold().split())
 
 
 def _subject(task: MemoryTask) -> str:
-    """What a task is about: within a world, the same is not asked or told twice in other words."""
+    """The key of what a task is about: within a world, the same fact is not asked for or changed twice in different
+    words.
+    """
     truth = dict(task.truth)
     change = truth.pop("change", {})
     what = {key: value for key, value in change.items() if key not in ("value", "facts")}
     if task.variant == "aggregate":
-        # Two sums or extremes may come to the same.
+        # Two sums or extremes may have the same value.
         truth["solution"] = task.solution
     return json.dumps([task.kind, truth, what], sort_keys=True)
 
 
 def _sound(task: MemoryTask, world: World) -> bool:
-    """Whether the reply of the solution succeeds where nothing has to be changed.
+    """Whether the scripted reply succeeds, for tasks that change nothing.
 
-    A value may happen to be a word of the reply or of another value; such a task would be scored wrongly.
+    A value may coincide with a word of the reply or with another value. Such a task would be scored incorrectly.
     """
     if task.kind == "update":
         return True

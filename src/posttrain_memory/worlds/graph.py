@@ -1,6 +1,6 @@
-"""The typed graph of a world: notes with facts, relations between them, and what notes say about other notes.
-
-A graph from a seed: which notes there are, what is known of each, and how they hang together."""
+"""The typed graph of a world: notes with facts, relations between them, and statements about other notes. `build`
+generates it from a seed.
+"""
 
 from dataclasses import dataclass, field
 from datetime import date, timedelta
@@ -17,10 +17,10 @@ USER = "user.md"
 
 
 class Statement(NamedTuple):
-    """What one place of a vault says: in the note `note`, of the note `about`, the `value` of `key`.
+    """One statement in a vault: the note `note` says that `key` of the note `about` is `value`.
 
-    Values are canonical. Of a relation, `key` is its key (with `~` behind where it is read backwards) and `value` the
-    path of the other note. A value that is none of its type is kept with a `?` in front.
+    Values are canonical. For a relation, `key` is its key (with a trailing `~` for the inverse) and `value` the path
+    of the other note. An invalid value is kept with a `?` in front.
     """
 
     note: str
@@ -31,7 +31,7 @@ class Statement(NamedTuple):
 
 @dataclass
 class Entity:
-    """A note: its path, its kind (`user` for `user.md`), its title, and key -> value as spelt in the declaration."""
+    """A note: path, kind (`user` for `user.md`), title, and facts (key -> value as written in the theme)."""
 
     path: str
     kind: str
@@ -41,7 +41,7 @@ class Entity:
 
 @dataclass(frozen=True)
 class Edge:
-    """`source` names `target` under a relation; `back`: the target names the source, too."""
+    """`source` links to `target` under a relation. `back`: the target links back."""
 
     source: str
     relation: str
@@ -51,7 +51,7 @@ class Edge:
 
 @dataclass
 class Graph:
-    """The truth of a world. The note `user.md` is always there; claims are facts of one note that stand in another."""
+    """The facts of a world. `user.md` always exists; `claims` are facts of one note that another note states."""
 
     theme_name: str
     entities: dict[str, Entity]
@@ -67,7 +67,7 @@ class Graph:
         return self.entities[USER].name
 
     def statements(self) -> frozenset[Statement]:
-        """Everything that the vault has to say, once each."""
+        """All statements of the vault, without duplicates."""
         said = {
             Statement(path, path, key, value_of(self.theme, key, value))
             for path, entity in self.entities.items()
@@ -80,15 +80,15 @@ class Graph:
         return frozenset(said | set(self.claims))
 
     def targets(self, source: str, relation: str) -> list[str]:
-        """Paths of the notes that `source` names under the relation."""
+        """Paths of the notes that `source` links to under the relation."""
         return [edge.target for edge in self.edges if edge.source == source and edge.relation == relation]
 
     def contested(self) -> set[tuple[str, str]]:
-        """Path and key of what more than one note states, alike or not."""
+        """Path and key of each fact that more than one note states, with the same value or another."""
         return {(claim.about, claim.key) for claim in self.claims}
 
     def distances(self) -> dict[str, int]:
-        """Path -> fewest links from `user.md`, of all notes that can be reached."""
+        """Path -> minimum number of links from `user.md`, for all reachable notes."""
         out: dict[str, set[str]] = {path: set() for path in self.entities}
         for edge in self.edges:
             out[edge.source].add(edge.target)
@@ -100,7 +100,7 @@ class Graph:
 
 
 def distances(out: dict[str, set[str]], start: str) -> dict[str, int]:
-    """Node -> fewest steps from `start`, of all nodes that can be reached; `out` are the nodes after each node."""
+    """Node -> minimum number of steps from `start`, for all reachable nodes. `out` maps each node to its successors."""
     found, front = {start: 0}, [start]
     while front:
         ahead = []
@@ -114,13 +114,13 @@ def distances(out: dict[str, set[str]], start: str) -> dict[str, int]:
 
 
 def value_of(theme: Theme, key: str, text: str) -> str:
-    """The canonical value of a fact as it is written, or the text with a `?` in front where it is no such value."""
+    """The canonical value of a fact, or the text with a `?` in front if it is not valid."""
     value = canonical(theme.attributes[key].type, text)
     return f"?{text.strip()}" if value is None else value
 
 
 class Drawing:
-    """Names and values of one world, no name and no contact detail twice."""
+    """Samples names and values for one world; names and contact details are unique."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self.random = random
@@ -128,7 +128,7 @@ class Drawing:
         self._used: set[str] = set()
 
     def value(self, attribute: Attribute) -> str:
-        """A value of the attribute; phone numbers, e-mail addresses and texts are not drawn twice as far as possible."""
+        """A random value of the attribute. Phone numbers, e-mail addresses and texts are unique as far as possible."""
         for _ in range(30):
             value = self._value(attribute)
             if attribute.type in ("enum", "list", "number") or value.casefold() not in self._used:
@@ -137,7 +137,7 @@ class Drawing:
         return value
 
     def other(self, attribute: Attribute, *known: str) -> str:
-        """A value that is none of `known`; they are values of the attribute."""
+        """A random value of the attribute that is not among `known`."""
         for _ in range(200):
             value = self.value(attribute)
             if value not in known:
@@ -173,7 +173,7 @@ class Drawing:
 
 
 def build(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> Graph:
-    """The graph of a world of `recipe.notes` notes, all of which are reached from `user.md` over links."""
+    """The graph of a world of `recipe.notes` notes, all reachable from `user.md` over links."""
     drawing = Drawing(random)
     title = drawing.names.new(theme.titles)
     graph = Graph(theme.name, {USER: Entity(USER, "user", title)})
@@ -187,7 +187,7 @@ def build(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> Gra
 
 
 def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) -> None:
-    """Add one note next to a note that is there; a relation with one target per note is used once by each."""
+    """Add one note linked to an existing one. A single-target relation is used once per source."""
     places: list[tuple[Entity, Relation, bool]] = []
     taken = {(edge.source, edge.relation) for edge in graph.edges}
     for entity in graph.entities.values():
@@ -199,7 +199,7 @@ def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) 
             elif relation.target == entity.kind and relation.source != "user":
                 places.append((entity, relation, False))
     forward = [place for place in places if place[2]]
-    # What a note names reads better than what names it, so the latter is the exception.
+    # A link from the existing note reads better than one to it, so the latter is the exception.
     at, relation, ahead = pick(drawing.random, forward if forward and drawing.random.random() < 0.85 else places)
     kind = graph.theme.kind(relation.target if ahead else relation.source)
     name = None
@@ -219,14 +219,14 @@ def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) 
 def _facts(graph: Graph, entity: Entity, recipe: WorldRecipe, drawing: Drawing) -> None:
     least, most = recipe.facts
     count = int(drawing.random.integers(least, most + 1))
-    # In the order of the declaration, so that notes of a kind look related.
+    # In the order of the theme, so that notes of a kind look alike.
     attributes = graph.theme.of(entity.kind)
     chosen = sorted(drawing.random.permutation(len(attributes))[:count])
     entity.facts = {attributes[i].key: drawing.value(attributes[i]) for i in chosen}
 
 
 def _join(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
-    """More relations between notes that are there, about one for every second note."""
+    """Add relations between existing notes, about one for every second note."""
     notes = [entity for entity in graph.entities.values() if entity.path != USER]
     for entity in shuffled(drawing.random, notes)[: len(notes) // 2]:
         for relation in shuffled(drawing.random, graph.theme.relations):
@@ -242,10 +242,10 @@ def _join(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
 
 
 def _repeat(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
-    """Facts that another note states, too: first those that it states otherwise, then those that it repeats."""
+    """Let other notes state facts too: first with different values, then with the same values."""
     facts = [(entity, key) for entity in graph.entities.values() if entity.path != USER for key in entity.facts]
     facts = shuffled(drawing.random, facts)
-    # A note keeps at least one fact that only it states, so that there is something to ask for.
+    # Every note keeps at least one fact that only it states, so that there is something to ask for.
     for number in range(recipe.contradictions + recipe.confirmations):
         done = graph.contested()
         free = [
@@ -253,7 +253,7 @@ def _repeat(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
             for entity, key in facts
             if (entity.path, key) not in done
             and sum(path == entity.path for path, _ in done) < len(entity.facts) - 1
-            # Free text is written as the declaration spells it, which a claim does not keep.
+            # Free text is written exactly as in the theme, which a claim would not preserve.
             and graph.theme.attributes[key].type != "text"
         ]
         if not free:

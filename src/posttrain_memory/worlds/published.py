@@ -1,10 +1,11 @@
-"""Records of the published memory agent: `context_messages`, and a label of three parts.
+"""Records in the format of the published memory agent, and checks of their updates.
 
-The label is the kind of task, the name of a memory, and the answer, with a line of `~/~/…~` between them. Memories lie in
-files `base_memory.json`: their name, `user_md`, and `entities` with `entity_file_path` and `entity_file_content`.
-Updates whose truth no program knows: what holds of any right one, from the message and the notes alone.
+A record has `context_messages` and a label of three parts, the kind of task, the name of a memory, and the answer,
+separated by lines of `~/~/…~`. Memories are files `base_memory.json` with their name, `user_md`, and `entities`
+(`entity_file_path`, `entity_file_content`).
 
-Whether the notes now say what the message told is for a judge to say. That nothing else was harmed is not left to it.
+Updates have no programmatic truth: a judge decides whether the notes now say what the message told. Damage to other
+notes is detected here, from the message and the notes alone.
 """
 
 import json
@@ -28,7 +29,7 @@ _FILTERED = re.compile(r"\s*<filter>(?P<rule>.*?)</filter>\s*<answer>(?P<answer>
 
 
 def is_published_row(row: Mapping[str, Any]) -> bool:
-    """Whether a record is of this form, and not of `dataset.row_of`."""
+    """Whether a record has this format, and not that of `dataset.row_of`."""
     return isinstance(row.get("label"), str) and len(_SEPARATOR.split(row["label"])) == 3
 
 
@@ -37,9 +38,9 @@ def read_published_row(
 ) -> tuple[MemoryTask, dict[str, str]]:
     """The task of a record and its vault, which is looked up in `memories` by name.
 
-    A retrieval answer is compared as the type that it looks like. An update has no truth here but the message, so only
-    a judge can say that it is done. A clarification is right where the reply asks and takes up a word of the question. InputError for other
-    records, and for a memory that is not there.
+    A retrieval answer is compared as the type that it looks like. An update can be scored only with a judge. A
+    clarification is correct if the reply asks and takes up a word of the question. Raises InputError for other
+    records, and for an unknown memory.
     """
     parts = _SEPARATOR.split(row["label"])
     if len(parts) != 3:
@@ -60,7 +61,9 @@ def read_published_row(
 
 
 def read_memories(folder: Path) -> dict[str, dict[str, str]]:
-    """Name -> vault (path -> text), of all files `base_memory.json` in a folder and below; InputError for one that is none."""
+    """Name -> vault (path -> text), from all files `base_memory.json` below a folder. Raises InputError for an
+    invalid file.
+    """
     found = {}
     for file in sorted(folder.rglob("base_memory.json")):
         try:
@@ -95,7 +98,7 @@ def _truth(kind: str, question: str, text: str) -> dict[str, Any]:
 
 
 _MOST_ADDED = 10 * SPARE_CHARACTERS
-"""Characters that an update of this kind may add to the notes."""
+"""Maximum number of characters that such an update may add to the notes."""
 _FIRST_PERSON = frozenset(re.findall(r"\S+", "i i'm i've i'd i'll me my mine myself we we're we've us our ours"))
 _NO_NAMES = frozenset(("the", "and", "for", "with", "from", "our", "his", "her", "its"))
 _ALIASES = re.compile(r"^aliases?:[ \t]*(.*(?:\n[ \t]*-[ \t].*)*)", re.MULTILINE)
@@ -104,11 +107,12 @@ _OF_ANOTHER = re.compile(r"\b(?:of|for)\s+\[\[[^\[\]\n]+\]\][*_]*\s*:")
 
 
 def published_outcome(message: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
-    """Compare two vaults (path -> text) around an update that `message` told. `done` is 1 where anything changed.
+    """Compare two vaults (path -> text) before and after an update told by `message`. `done` is 1 if anything
+    changed.
 
-    Harmed is a note that the message does not name (see `named_notes`) and that has changed, but for links to notes
-    that came and what was said of notes that went; a new or deleted note that it does not name; and, in notes that it
-    names, what is said of others.
+    Damage is: a changed note that the message does not name (see `named_notes`), except for links to new notes and
+    lines about deleted ones; a new or deleted note that it does not name; and, in named notes, lost lines about other
+    notes.
     """
     was, now = parse(before, FOREIGN.name), parse(after, FOREIGN.name)
     named = named_notes(message, before)
@@ -131,8 +135,8 @@ def published_outcome(message: str, before: Mapping[str, str], after: Mapping[st
 
 
 def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
-    """The notes that a message names: by path, title, alias, the text or label of a link to it, or a word of a name that
-    no other note has. `user.md` is named where the message is in the first person.
+    """The notes that a message names: by path, title, alias, the text or label of a link to it, or a word of its name
+    that no other note has. A first-person message names `user.md`.
     """
     said = plain(message)
     names = {path: _own_names(path, text) for path, text in files.items()}
@@ -155,7 +159,7 @@ def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
 
 
 def _own_names(path: str, text: str) -> set[str]:
-    """The plain names that a note has by itself: of its file, its title, its aliases."""
+    """The plain names of a note: its file name, title and aliases."""
     heading = re.search(r"^# +(.+?)\s*$", text, re.MULTILINE)
     found = [path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")]
     found += [heading[1]] if heading else []
@@ -169,19 +173,19 @@ def _words(names: set[str]) -> set[str]:
 
 
 def _names(message: str, path: str, text: str) -> bool:
-    """Whether a message names a note that it made."""
+    """Whether a message names a new note."""
     said, names = plain(message), _own_names(path, text)
     return any(mentions(said, name) for name in names | _words(names))
 
 
 def _changed(path: str, before: Mapping[str, str], after: Mapping[str, str], was: Parsed, now: Parsed) -> bool:
-    """Whether more has changed in a note than lines on notes that are gone, and links to notes that are new."""
+    """Whether a note has changed in more than lines about deleted notes and links to new ones."""
     gone, fresh = set(before) - set(after), set(after) - set(before)
     old, new = _lines(before[path]), _lines(after[path])
     lost, added = list((old - new).elements()), list((new - old).elements())
     freed = [line for line in lost if gone & _mentioned(line, before)]
     others = [line for line in added if not fresh & _linked(line, after)]
-    # A line may stay without the note that is gone; it is then made of its own words, for the most part.
+    # A line may stay without the deleted note, and then consists mostly of its old words.
     known = {word for line in freed for word in plain(line).split()}
     own = all(2 * len(known & set(plain(line).split())) > len(set(plain(line).split())) for line in others)
     kept = was.out[path] - gone <= now.out[path]
@@ -189,9 +193,9 @@ def _changed(path: str, before: Mapping[str, str], after: Mapping[str, str], was
 
 
 def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping[str, str]) -> list[str]:
-    """Lines that a named note lost and that tell something of notes that are not named alone.
+    """Lines lost by a named note that are only about notes that are not named.
 
-    `label: [[note]]` tells something of the note that it stands in, and so does whatever stands in `user.md`.
+    `label: [[note]]` is about the note that contains it, and so is everything in `user.md`.
     """
     found = []
     for line in lost:
@@ -209,12 +213,12 @@ def _linked(line: str, paths: Mapping[str, object]) -> set[str]:
 
 
 def _mentioned(line: str, files: Mapping[str, str]) -> set[str]:
-    """The notes that a line links to or calls by a whole name."""
+    """The notes that a line links to or mentions by full name."""
     text = plain(line)
     titled = {p for p in files if any(len(name) > 2 and mentions(text, name) for name in _own_names(p, files[p]))}
     return _linked(line, files) | titled
 
 
 def _lines(text: str) -> Counter[str]:
-    """The lines of a note that say something, without white space around."""
+    """The non-empty lines of a note, stripped."""
     return Counter(line.strip() for line in text.split("\n") if line.strip())

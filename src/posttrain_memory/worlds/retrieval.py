@@ -1,4 +1,4 @@
-"""Tasks that ask for facts: of the user, one or two links away, over several notes, and in time."""
+"""Retrieval tasks: facts of the user, facts one or two links away, aggregates over several notes, and dates."""
 
 from collections.abc import Sequence
 from datetime import date, timedelta
@@ -14,7 +14,7 @@ _FIRST = 'user = read_file("user.md")'
 
 
 def fact(asker: Asker, hops: int, kind: str = "retrieval", variant: str | None = None) -> MemoryTask | None:
-    """A fact of a note `hops` links away, or the note that a relation of one target leads to."""
+    """A fact of a note `hops` links away, or the note that a single-target relation leads to."""
     for entity in asker.entities(hops):
         if kind == "retrieval" and asker.random.random() < 0.2:
             task = _related(asker, entity, hops)
@@ -51,7 +51,7 @@ def aggregate(asker: Asker) -> MemoryTask | None:
 
 
 def time(asker: Asker) -> MemoryTask | None:
-    """The first, the last or the next by a date, or the days between two dates."""
+    """The first, last or next by date, or the number of days between two dates."""
     for owner, relation, targets in _groups(asker):
         for attribute in _shared(asker, targets, ("date",)):
             whose, anchor = _whose(asker, owner, relation)
@@ -116,7 +116,7 @@ def _related(asker: Asker, entity: Entity, hops: int) -> MemoryTask | None:
 
 
 def _groups(asker: Asker) -> list[tuple[Entity, Relation, list[Entity]]]:
-    """Notes near `user.md` with a relation to two notes or more, in a random order."""
+    """Notes near `user.md` that have a relation with at least two targets, in random order."""
     found = []
     for owner in asker.entities(0, 1):
         for relation in asker.theme.relations:
@@ -138,7 +138,7 @@ def _reads(targets: Sequence[Entity]) -> str:
 
 
 def _shared(asker: Asker, targets: Sequence[Entity], types: Sequence[str]) -> list[Attribute]:
-    """Facts of the types that all the notes have and no other note states, in a random order."""
+    """Facts of these types that all the notes have and no other note states, in random order."""
     return [
         attribute
         for attribute in asker.facts(targets[0])
@@ -150,7 +150,7 @@ def _shared(asker: Asker, targets: Sequence[Entity], types: Sequence[str]) -> li
 
 
 def _two_dates(asker: Asker) -> MemoryTask | None:
-    """Which of two notes of a kind comes first, or the days between, where no relation leads to several dates."""
+    """Which of two notes of a kind comes first, or the days between them, if no relation leads to several dates."""
     near = asker.entities(1, 2)
     for one in near:
         for attribute in asker.facts(one):

@@ -1,4 +1,4 @@
-"""What models do, right and wrong, and what each of it earns: proof that no wrong behaviour is worth more than a right one."""
+"""Right and wrong behaviours of models and their rewards: shows that no wrong behaviour earns more than a right one."""
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +21,12 @@ from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import canonical, mentions, plain
 
 _MANY = 60
-"""Turns of an episode that looks at everything."""
+"""Number of turns of an episode that reads everything."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way in which an episode of a task may go, and whether it is right."""
+    """A possible episode of a task, and whether it is right."""
 
     name: str
     right: bool
@@ -38,7 +38,7 @@ class Scenario:
 
 
 def solved(task: MemoryTask, files: Mapping[str, str]) -> dict[str, str]:
-    """The vault after the code of the solution, of which only calls that write are done; no code is run."""
+    """The vault after the code of the scripted solution. Only its writing calls are evaluated; no code is run."""
     vault = Vault(MemoryStorage(dict(files)))
     functions = tools(vault)
     for code in task.code:
@@ -114,9 +114,9 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
 def totals(
     tasks: Iterable[tuple[MemoryTask, Mapping[str, str]]], weights: RewardWeights
 ) -> dict[tuple[str, bool, str], list[Scored]]:
-    """(kind, whether it is right, scenario) -> scores, over tasks with their vaults; kinds and scenarios in order.
+    """(kind, right, scenario name) -> scores, over tasks with their vaults, in order.
 
-    Where a judge counts, it is the worst there can be: it finds nothing in what is right, and everything in what is wrong.
+    If a judge counts, the worst possible judge is assumed: score 0 for right episodes, 1 for wrong ones.
     """
     found: dict[tuple[str, bool, str], list[Scored]] = {}
     for task, files in tasks:
@@ -142,7 +142,7 @@ def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> 
         Scenario("emptied the notes", False, {USER: "# Notes\n"}, task.reply, False, 1, True),
     ]
     written = [path for path, text in after.items() if before.get(path) != text]
-    # The right text, but in a note that it does not belong to.
+    # The right text in the wrong note.
     apart = next((p for p in sorted(before) if p not in want.touched | want.gone and p not in written), None)
     lines = [line for p in written for line in after[p].split("\n") if line not in before.get(p, "").split("\n")]
     if apart and lines and change["op"] != "remove":
@@ -179,7 +179,7 @@ def _with(files: Mapping[str, str], path: str, text: str) -> dict[str, str]:
 
 
 def _scribbled(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """Lines more in a note that the solution leaves alone."""
+    """Additional lines in a note that the solution does not touch."""
     path = next(path for path in sorted(after, reverse=True) if after[path] == before.get(path))
     return _with(after, path, "\nThis line has nothing to do with it. " * 12)
 
@@ -190,7 +190,7 @@ def _broken(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _bent(text: str, before: str) -> str:
-    """The text with another last character in each line that is new."""
+    """The text with the last character of each new line changed."""
     known = before.split("\n")
     return "\n".join(line if line in known else f"{line.rstrip('. |')}7zz" for line in text.split("\n"))
 
@@ -210,7 +210,7 @@ def _names(vault: Parsed, wanted: Sequence[Answer], question: str) -> list[str]:
 
 
 def _made_up(one: Answer, task: MemoryTask, names: Sequence[str]) -> str | None:
-    """A value of the type that is neither the answer nor in the question; None where a reader could not tell."""
+    """A value of the type that is neither the answer nor in the question. None if it could be confused with them."""
     if one.type == "name":
         return names[0] if names else None
     declared = themes()[task.theme].declared(one.key)

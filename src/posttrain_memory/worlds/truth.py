@@ -1,4 +1,4 @@
-"""What a vault says, read from its markdown alone."""
+"""Reads the statements of a vault from its Markdown."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _ROW = re.compile(r"\s*\|\s*(?:\*\*)?(?P<label>[^|*\[\]]{1,60}?)(?:\*\*)?\s*\|\s
 
 @dataclass(frozen=True)
 class Place:
-    """Where a statement stands: its note, the line or sentence (characters `start` to `end`), and in it the value."""
+    """The position of a statement: its note, the line or sentence (characters `start` to `end`), and the value in it."""
 
     statement: Statement
     start: int
@@ -33,7 +33,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a vault says. `titles`: path -> first heading; `out`: path -> notes it links to; `broken`: links to nothing."""
+    """The content of a vault. `titles`: path -> first heading; `out`: path -> linked notes; `broken`: links to
+    nothing, as (path, target).
+    """
 
     titles: dict[str, str]
     places: tuple[Place, ...]
@@ -42,39 +44,39 @@ class Parsed:
 
     @cached_property
     def statements(self) -> frozenset[Statement]:
-        """Everything said, once each."""
+        """All statements, without duplicates."""
         return frozenset(place.statement for place in self.places)
 
     @cached_property
     def reached(self) -> dict[str, int]:
-        """Path -> fewest links from `user.md`, of all notes that can be reached."""
+        """Path -> minimum number of links from `user.md`, for all reachable notes."""
         return distances(self.out, USER)
 
     @cached_property
     def values(self) -> dict[str, set[str]]:
-        """Key -> all values that any note states of it."""
+        """Key -> all values stated by any note."""
         found: dict[str, set[str]] = {}
         for said in self.statements:
             found.setdefault(said.key, set()).add(said.value)
         return found
 
     def about(self, path: str, key: str) -> list[Place]:
-        """Where the fact or relation `key` of the note `path` is stated."""
+        """The places where the fact or relation `key` of the note `path` is stated."""
         return [place for place in self.places if place.statement.about == path and place.statement.key == key]
 
 
 def parse(files: Mapping[str, str], theme: str) -> Parsed:
     """Read a vault (path -> text) of a theme.
 
-    A fact is a line `label: value` (with a bullet, in bold, in the front matter), a row of a table, or a sentence of the
-    theme; a relation is the same with links; `label of [[note]]: value` is a fact of the other note. Labels are those of
-    the theme and their aliases, and what has another label is no statement.
+    A fact is a line `label: value` (also as a list item, in bold, or in front matter), a table row, or a sentence of
+    the theme. A relation is the same with links. `label of [[note]]: value` is a fact of the linked note. Only labels
+    and aliases of the theme count; other lines state nothing.
     """
     return _parse(tuple(sorted(files.items())), theme)
 
 
 def resolve(target: str, paths: Mapping[str, object]) -> str | None:
-    """The note that a link means to the vault, or None where it means none or more than one."""
+    """The note that a link target resolves to; None for none or several."""
     if target in paths:
         return target
     try:
@@ -107,7 +109,7 @@ def _parse(notes: tuple[tuple[str, str], ...], theme_name: str) -> Parsed:
 
 
 def title(text: str) -> str:
-    """The first heading of a note, or nothing."""
+    """The first heading of a note, or ""."""
     match = re.search(r"^# +(.+?)\s*$", text, re.MULTILINE)
     return match.group(1) if match else ""
 
@@ -131,7 +133,7 @@ def _line(
 def _stated(
     theme: Theme, path: str, about: str, match: re.Match[str], key: str, line: str, start: int, files: Mapping[str, str]
 ) -> list[Place]:
-    """The statements of a line: one of a fact, one for each link of a relation."""
+    """The statements of a line: one for a fact, one per link for a relation."""
     first, last = match.span("value")
     if key in theme.attributes:
         said = Statement(path, about, key, value_of(theme, key, match["value"]))
@@ -169,7 +171,7 @@ def _prose(
 
 @cache
 def _sentences(theme_name: str) -> list[tuple[str, bool, str, re.Pattern[str]]]:
-    """Key, whether it is a sentence of `user.md`, words that it has, and the pattern, of each sentence of a theme."""
+    """For each sentence of a theme: its key, whether it belongs to `user.md`, a literal part of it, and its pattern."""
     theme = theme_named(theme_name)
     texts = {(item.key, item.sentence): None for item in theme.user_facts}
     texts |= {(item.key, item.sentence): None for kind in theme.kinds for item in kind.facts}

@@ -1,6 +1,8 @@
-"""Tasks that change notes: facts added, changed, forgotten or mentioned by the way, notes made and removed, links moved.
+"""Update tasks: facts added, changed, deleted or mentioned in passing, notes created and removed, relations moved.
 
-The second half of the two-rollout protocol: what is asked, without any memory but the notes, after an update."""
+Also the follow-up questions of the two-rollout protocol, asked after an update in a new conversation that knows only
+the notes.
+"""
 
 from collections.abc import Mapping
 
@@ -55,7 +57,7 @@ _MOVE = (
 
 
 def fact_set(asker: Asker, variant: str) -> MemoryTask | None:
-    """A fact that is new to a note (`add`), has another value (`change`), or is told in passing (`mention`)."""
+    """A fact that is new to a note (`add`), gets another value (`change`), or is mentioned in passing (`mention`)."""
     drawing = Drawing(asker.random)
     for entity in asker.entities(0, 1, 2):
         new = variant == "add" or (variant == "mention" and asker.random.random() < 0.4)
@@ -84,7 +86,7 @@ def fact_set(asker: Asker, variant: str) -> MemoryTask | None:
 
 
 def fact_deleted(asker: Asker) -> MemoryTask | None:
-    """A fact that is to be forgotten."""
+    """A fact to be deleted."""
     for entity in asker.entities(0, 1, 2):
         for attribute in asker.facts(entity):
             places = asker.parsed.about(entity.path, attribute.key)
@@ -141,7 +143,7 @@ def note_made(asker: Asker) -> MemoryTask | None:
 
 
 def note_removed(asker: Asker) -> MemoryTask | None:
-    """A note that goes, with every link to it; all other notes can still be reached."""
+    """A note to be removed with all links to it; all other notes stay reachable."""
     for entity in asker.entities(1, 2):
         out = {path: targets - {entity.path} for path, targets in asker.parsed.out.items() if path != entity.path}
         if len(distances(out, USER)) < len(out):
@@ -163,7 +165,7 @@ def note_removed(asker: Asker) -> MemoryTask | None:
 
 
 def relation_moved(asker: Asker) -> MemoryTask | None:
-    """A relation of one target that leads to another note from now on."""
+    """A single-target relation that now leads to another note."""
     graph = asker.graph
     for edge in shuffled(asker.random, graph.edges):
         relation = asker.theme.relation(edge.relation)
@@ -232,7 +234,7 @@ def _changed(asker: Asker, entity: Entity, attribute: Attribute, value: str) -> 
 
 
 def _replaced(asker: Asker, place: Place, new: str) -> str | None:
-    """Code that puts `new` where the value stands; None where the line or sentence is not unique."""
+    """Code that replaces the value; None if its line or sentence is not unique."""
     text = asker.world.files[place.statement.note]
     old = text[place.start : place.end]
     whole = text[place.start : place.value_start] + new + text[place.value_end : place.end]
@@ -240,14 +242,14 @@ def _replaced(asker: Asker, place: Place, new: str) -> str | None:
 
 
 def _removed(asker: Asker, place: Place) -> str | None:
-    """Code that takes the line or sentence away."""
+    """Code that removes the line or sentence."""
     text = asker.world.files[place.statement.note]
     end = place.end + (place.end < len(text) and text[place.end] in " \n")
     return _edit(asker, place, text[place.start : end], "")
 
 
 def _unlinked(asker: Asker, place: Place, target: str) -> str | None:
-    """Code that takes the link to `target` out of the line or sentence, or all of it where there is no other link."""
+    """Code that removes the link to `target` from the line or sentence, or all of it if it has no other link."""
     text = asker.world.files[place.statement.note]
     unit = text[place.start : place.end]
     found = links(unit)
@@ -269,14 +271,14 @@ def _edit(asker: Asker, place: Place, old: str, new: str) -> str | None:
 
 
 def follow_up(update: MemoryTask, asker: Asker) -> MemoryTask:
-    """The question whose right answer shows that the notes hold what `update` told: the new value, name or relation; of
-    what was deleted, a question back.
+    """The question whose correct answer shows that the notes reflect `update`: about the new value, name or relation.
+    For a deletion, asking back is correct.
     """
     change, graph, theme = update.truth["change"], asker.graph, asker.theme
     if change["op"] == "new":
         key = sorted(change["facts"])[0]
         kind = theme.kind(theme.relation(change["relation"]).target)
-        # The note as the scripted solution makes it; for a model, another path is as right.
+        # The path used by the scripted solution; a model may choose another.
         entity = Entity(f"entities/{kind.folder}/{slug(change['name'])}.md", kind.key, change["name"])
         route = [*asker.route(change["owner"]), f"new = read_file({quoted(entity.path)})"]
         return _told(asker, entity, theme.attributes[key], change["facts"][key], route)
@@ -291,9 +293,10 @@ def follow_up(update: MemoryTask, asker: Asker) -> MemoryTask:
 
 
 def forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
-    """Whether the notes (path -> text) lack what `update` takes away, so that its follow-up has to be asked back.
+    """Whether the notes (path -> text) no longer state what `update` removes, so that its follow-up must be asked
+    back.
 
-    Of an update that takes no fact or note away, nothing is left to lack.
+    True for updates that remove no fact or note.
     """
     change, now = update.truth.get("change", {}), parse(files, update.theme)
     if change.get("op") == "delete":
@@ -305,7 +308,7 @@ def forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
 
 
 def _forgotten(asker: Asker, entity: Entity, attribute: Attribute) -> MemoryTask:
-    """A question for a fact that is no longer there."""
+    """A question about a deleted fact."""
     whom = "" if entity.path == USER else entity.name
     question = asker.ask(asker.of(attribute.noun, whom), attribute.be == "are")
     point = [*([whom] if whom else []), attribute.noun, attribute.label]
@@ -315,7 +318,7 @@ def _forgotten(asker: Asker, entity: Entity, attribute: Attribute) -> MemoryTask
 
 
 def _note_removed(asker: Asker, entity: Entity) -> MemoryTask:
-    """A question for a fact of a note that is gone."""
+    """A question about a fact of a removed note."""
     attribute = asker.theme.attributes[sorted(entity.facts)[0]]
     question = asker.ask(asker.of(attribute.noun, entity.name), attribute.be == "are")
     truth = {"point": [entity.name], "type": attribute.type, "key": attribute.key, "values": []}
@@ -325,7 +328,7 @@ def _note_removed(asker: Asker, entity: Entity) -> MemoryTask:
 
 
 def _moved(asker: Asker, entity: Entity, label: str, target: Entity) -> MemoryTask:
-    """A question for the note that a relation leads to now."""
+    """A question about the new target of a relation."""
     whom = "" if entity.path == USER else entity.name
     question = asker.ask(f"the name of {asker.of(label, whom)}")
     owner = f"The {label} of {whom}" if whom else f"Your {label}"
@@ -335,7 +338,7 @@ def _moved(asker: Asker, entity: Entity, label: str, target: Entity) -> MemoryTa
 
 
 def _told(asker: Asker, entity: Entity, attribute: Attribute, value: str, route: list[str]) -> MemoryTask:
-    """A question for one fact, whose canonical value is `value`."""
+    """A question about one fact, whose canonical value is `value`."""
     whom = "" if entity.path == USER else entity.name
     question = asker.ask(asker.of(attribute.noun, whom), attribute.be == "are")
     truth = {"answers": [Answer(attribute.type, value, attribute.key).to_json()]}
