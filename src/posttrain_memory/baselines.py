@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from posttrain.environments.protocol import Baseline
 from posttrain.seeds import random_stream
 from posttrain_memory.privacy.facts import Fact, facts_of, names_of
-from posttrain_memory.privacy.filter import HIDDEN, Filter, split_question
+from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter, split_question
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
 from posttrain_memory.worlds.truth import title
-from posttrain_memory.worlds.updates import forgotten
+from posttrain_memory.worlds.updates import is_forgotten
 
 USER = "user.md"
 _DELETES = re.compile(r"\b(?:forget|delete|remove|take out|do not want|no longer need)\b", re.IGNORECASE)
@@ -132,7 +132,7 @@ def _changed(
     return {**files, path: f"{text}{gap}- {label}: {given['value']}\n"} if not own else None
 
 
-Player = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
+BaselinePolicy = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
 """Maps a question and the visible notes (path -> text) to a reply and the notes afterwards."""
 NOTES, ASKED_AFTER = "update, notes", "update, asked after"
 """Names of scores with `follow_up`: the notes are as the update requires, and the question after it is answered
@@ -152,14 +152,14 @@ class Outcome:
     """Success of the update and of its follow-up question, if there was one."""
 
 
-def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
+def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
     """Success of the baseline policies on these tasks. Each looks at the notes once and replies in its second
     message.
 
     The judge is not called. A policy is omitted if one of its episodes can be scored only by a judge.
     """
     found = {}
-    for name, player in PLAYERS.items():
+    for name, player in BASELINE_POLICIES.items():
         outcomes = [_played(recipe, player, one) for one in assignments]
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(outcomes):
@@ -184,25 +184,25 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
     return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, scores)
 
 
-def _played(recipe: MemoryRecipe, player: Player, one: Assignment) -> Outcome | None:
+def _played(recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment) -> Outcome | None:
     """The result of an episode; None if only a judge can score it."""
     scored, changed = _replied(recipe, player, one)
     if scored.success and "judge" in one.task.truth:
         return None
     if not (recipe.follow_up and one.task.follow_up):
         return Outcome(one.task.kind, scored.success, scored.total)
-    grounded = forgotten(one.task, changed)
+    grounded = is_forgotten(one.task, changed)
     after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed), grounded)
     halves = (scored.success, after.success)
     return Outcome(one.task.kind, all(halves), (scored.total + after.total) / 2, halves)
 
 
 def _replied(
-    recipe: MemoryRecipe, player: Player, one: Assignment, grounded: bool = True
+    recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment, grounded: bool = True
 ) -> tuple[Scored, dict[str, str]]:
     """The score of the policy's reply, and the notes after it."""
     question, rules = split_question(one.task.question)
-    hidden = Filter(rules, one.files, one.task.theme)
+    hidden = PrivacyFilter(rules, one.files, one.task.theme)
     reply, after = player(question, dict(hidden.view))
     # Notes cannot be changed under a privacy rule.
     changed = one.files if hidden.active else after
@@ -214,7 +214,7 @@ def _replied(
     return scored, changed
 
 
-def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+def random_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """A random fact, drawn from the question's hash."""
     facts = _told(files)
     if not facts:
@@ -223,12 +223,12 @@ def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, 
     return _sentence(facts[int(draw * len(facts))], files), files
 
 
-def asking_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+def asking_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Says, in the words of the question, that the answer is unknown, and asks back."""
     return f"I do not know this: {question.rstrip('?.! ')}. Can you tell me more?", files
 
 
-def one_note_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+def one_note_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Recites the note that matches the question best, without question marks, which would count as asking back."""
     paths = sorted(files)
     scores = bm25(_tokens(question), [_tokens(files[path]) for path in paths])
@@ -236,7 +236,7 @@ def one_note_player(question: str, files: dict[str, str]) -> tuple[str, dict[str
     return files[paths[best]].replace("?", "."), files
 
 
-def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+def bm25_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """The fact whose label, note and value match the question best, in a sentence."""
     facts = _told(files)
     if not facts:
@@ -246,11 +246,11 @@ def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, st
     return _sentence(facts[max(range(len(facts)), key=lambda i: (scores[i], -i))], files), files
 
 
-PLAYERS: dict[str, Player] = {
-    "random": random_player,
-    "always asks": asking_player,
-    "one note": one_note_player,
-    "bm25": bm25_player,
+BASELINE_POLICIES: dict[str, BaselinePolicy] = {
+    "random": random_policy,
+    "always asks": asking_policy,
+    "one note": one_note_policy,
+    "bm25": bm25_policy,
     "rule agent": rule_agent,
 }
 """Name -> policy."""

@@ -80,16 +80,16 @@ def chat(
     from rich.console import Console
 
     from posttrain_memory.agent.chat import LineChat, TerminalChat
-    from posttrain_memory.agent.opening import open_speaker, open_vault, settings_in_use
+    from posttrain_memory.agent.opening import open_chat_client, open_vault, settings_in_use
     from posttrain_memory.agent.session import MemoryAgent
     from posttrain_memory.interpreter.pool import Interpreter
 
     settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
     opened = open_vault(vault, new, read_only)
     try:
-        speaker = open_speaker(model, url, key, temperature, settings.thinking)
+        chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
         interpreter = Interpreter(settings.interpreter)
-        with interpreter, closing(MemoryAgent(opened, speaker, interpreter, settings, rules or [])) as agent:
+        with interpreter, closing(MemoryAgent(opened, chat_client, interpreter, settings, rules or [])) as agent:
             if not sys.stdin.isatty():
                 LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
                 return
@@ -136,7 +136,7 @@ def mcp(
     from contextlib import ExitStack
 
     from posttrain.errors import InputError
-    from posttrain_memory.agent.opening import open_speaker, settings_in_use
+    from posttrain_memory.agent.opening import open_chat_client, settings_in_use
     from posttrain_memory.mcp.answers import Answers
     from posttrain_memory.mcp.http import listener, serve_http, token_of
     from posttrain_memory.mcp.notes import SharedNotes
@@ -154,8 +154,8 @@ def mcp(
         on = stack.enter_context(listener(http)) if http is not None else None
         answers = None
         if model is not None or url is not None:
-            speaker = open_speaker(model, url, key, temperature, settings.thinking)
-            answers = Answers(notes, speaker, settings, read_only)
+            chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
+            answers = Answers(notes, chat_client, settings, read_only)
         else:
             typer.echo("posttrain: no --model, so `ask` is not offered; list, search and read are", err=True)
         server = memory_server(notes, answers, read_only)

@@ -14,14 +14,14 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain_memory.baselines import (
     ASKED_AFTER,
+    BASELINE_POLICIES,
     NOTES,
-    PLAYERS,
     Outcome,
-    reference_players,
+    measure_baselines,
     summary,
 )
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits
-from posttrain_memory.interpreter.session import Desk
+from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.judging import judge_episode
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.facts import facts_of
@@ -33,7 +33,7 @@ from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
-from posttrain_memory.worlds.updates import forgotten
+from posttrain_memory.worlds.updates import is_forgotten
 
 JUDGE = "judge"
 """Key of the judge's score. With a follow-up it is the mean of both halves."""
@@ -53,7 +53,7 @@ class Memory(Environment):
     """
 
     Recipe = MemoryRecipe
-    players = tuple(name for name in PLAYERS if name != "random")
+    players = tuple(name for name in BASELINE_POLICIES if name != "random")
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         super().__init__(recipe)
@@ -88,7 +88,7 @@ class Memory(Environment):
         self._turns = 0
         task = given.task
         question, rules = split_question(task.question)
-        self._desk = Desk(
+        self._session = ToolSession(
             self._vault,
             _interpreter(self.recipe.interpreter.model_dump_json(), self.recipe.workers),
             rules,
@@ -114,7 +114,7 @@ class Memory(Environment):
             reward = self.recipe.rejected
             messages = [refusal(found.reason, left)]
         elif left:
-            messages = [self._desk.run(found.code)]
+            messages = [self._session.run(found.code)]
             messages = [last_call(messages[0])] if left == 1 else messages
         if not left:
             return self._end(None, info, reward)
@@ -138,15 +138,15 @@ class Memory(Environment):
             asks(reply or ""),
             self._turns,
             self.recipe.weights,
-            self._desk.checked_first,
+            self._session.checked_first,
             verdict.score if verdict else None,
             self._grounded,
         )
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
-        if reply is not None and self._desk.let_out(reply) != reply:
+        if reply is not None and self._session.redact(reply) != reply:
             info["withheld"] = True
         if self.recipe.follow_up and task.follow_up is not None:
-            self._updated, self._grounded = scored, forgotten(task, after)
+            self._updated, self._grounded = scored, is_forgotten(task, after)
             messages = self._begin(Assignment(task.follow_up, after))
             return Step(messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, fresh=True)
         self._assignment = None
@@ -207,7 +207,7 @@ class Memory(Environment):
         """
         assert isinstance(recipe, MemoryRecipe)
         given = [assignment(recipe, seed) for seed in seeds]
-        players = reference_players(recipe, given)
+        players = measure_baselines(recipe, given)
         if any("judge" in one.task.truth for one in given):
             return players
         solved = []

@@ -17,14 +17,14 @@ from posttrain.errors import InputError
 from posttrain.evaluation.summary import reported, summarise
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import Place, Player, play_all
+from posttrain.rollout.driver import Player, Place, play_all
 from posttrain.rollout.streams import Outcome, StopReason
 from posttrain.rollout.view import view_episode
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.judging import LONGEST, changes, judge_episode
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.worlds.recipe import RewardWeights
-from posttrain_memory.worlds.scenarios import totals
+from posttrain_memory.worlds.scenarios import scenario_scores
 from posttrain_memory.worlds.task import KINDS, MemoryTask
 from tests.conftest import make_tokenizer
 
@@ -291,7 +291,9 @@ def test_keys_with_which_a_right_answer_could_earn_no_more_are_refused(keys, com
 def test_the_worst_judge_leaves_every_right_scenario_above_every_wrong_one():
     recipe = _recipe(judge={"url": "http://h/v1", "model": "m"}, weights={"judge": 0.5, "partial": 0.1})
     given = [assignment(recipe, seed) for seed in range(12)]
-    tables = {weight: totals([(one.task, one.files) for one in given], weight) for weight in _weights(recipe.weights)}
+    tables = {
+        weight: scenario_scores([(one.task, one.files) for one in given], weight) for weight in _weights(recipe.weights)
+    }
     for table in tables.values():
         right = [scored.total for (_, right, _), found in table.items() if right for scored in found]
         wrong = [scored.total for (_, right, _), found in table.items() if not right for scored in found]

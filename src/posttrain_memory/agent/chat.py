@@ -14,7 +14,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from posttrain.errors import InputError, PosttrainError, RunError
-from posttrain_memory.agent.session import Code, Event, GaveUp, MemoryAgent, Refused, Result, Said, Thought
+from posttrain_memory.agent.session import Answered, Code, Event, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.vault.limits import VaultError
 
 _LINES = 40
@@ -40,7 +40,7 @@ def panel(event: Event) -> RenderableType:
         case Refused(reason, message):
             said = Text(f"\n{_first(visible(message.strip()), 8)}", style="dim")
             return _framed(Group(Text(visible(reason)), said), "not understood", "yellow")
-        case Said(text, withheld):
+        case Answered(text, withheld):
             return _framed(Text(visible(text)), "reply", "green", _WITHHELD if withheld else None)
         case GaveUp(reason):
             return _framed(Text(visible(reason)), "no reply", "red")
@@ -62,7 +62,7 @@ def lines(event: Event) -> str:
             return _marked("result", _inside(text))
         case Refused(reason, message):
             return f"{_marked('refused', reason)}\n{_marked('message', message.strip())}"
-        case Said(text, withheld):
+        case Answered(text, withheld):
             return visible(text) + (f"\n({_WITHHELD})" if withheld else "")
         case GaveUp(reason):
             return _marked("no reply", reason)
@@ -220,7 +220,7 @@ class LineChat:
             print(command(self._agent, line), flush=True)
             return True
         for event in self._agent.ask(line):
-            print(lines(event), file=sys.stdout if isinstance(event, Said) else sys.stderr, flush=True)
+            print(lines(event), file=sys.stdout if isinstance(event, Answered) else sys.stderr, flush=True)
         if self._agent.changes():
             _note("notes were changed; /diff shows how, and /undo takes it back")
         return not isinstance(event, GaveUp)

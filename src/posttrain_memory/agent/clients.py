@@ -19,7 +19,7 @@ class ContextFull(RunError):
     """The conversation has no room for another answer. A new conversation has."""
 
 
-class Speaker(Protocol):
+class ChatClient(Protocol):
     """One conversation at a time with a language model."""
 
     def begin(self, messages: Sequence[Message], primer: str) -> None:
@@ -39,7 +39,7 @@ class Speaker(Protocol):
         ...
 
 
-class LocalSpeaker:
+class LocalChatClient:
     """A model in this process. Tokens are sampled and appended as in a rollout, and never re-encoded."""
 
     def __init__(
@@ -114,7 +114,7 @@ class LocalSpeaker:
         self.conversation = None
 
 
-class RemoteSpeaker:
+class RemoteChatClient:
     """A model behind an OpenAI-compatible server, which receives the whole conversation with every question.
 
     If the format has `thinking` and the server returns the thinking separately (`reasoning_content`), it is put back

@@ -20,7 +20,7 @@ def last_operations(folder: Path, count: int) -> list[str]:
     not a vault.
     """
     with _opened(folder, read_only=True) as vault:
-        return [told(entry) for entry in vault.journal.entries()[: -count - 1 : -1]]
+        return [describe(entry) for entry in vault.journal.entries()[: -count - 1 : -1]]
 
 
 def undo(folder: Path, count: int) -> list[str]:
@@ -33,12 +33,12 @@ def undo(folder: Path, count: int) -> list[str]:
         if len(entries) < count:
             raise InputError(f"the journal of {folder} has {len(entries)} operations; undo no more than that")
         try:
-            return [told(entry) for entry in vault.journal.undo(entries[-count].number)]
+            return [describe(entry) for entry in vault.journal.undo(entries[-count].number)]
         except VaultError as error:
             raise InputError(f"{folder} cannot be taken back: {error}") from None
 
 
-def told(entry: Entry) -> str:
+def describe(entry: Entry) -> str:
     """An operation as one line: number, local time, name, and the change of each note."""
     when = "(time unknown)" if entry.time is None else f"{datetime.fromtimestamp(entry.time):%Y-%m-%d %H:%M:%S}"
     return visible(f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(map(_became, entry.changes))}")
@@ -60,8 +60,8 @@ def _opened(folder: Path, read_only: bool) -> Iterator[Vault]:
         raise InputError(f"{folder} has no journal ({RESERVED}), so no memory was changed there; name that of a memory")
     try:
         with closing(Vault(DiskStorage(folder, read_only=read_only))) as vault:
-            if vault.journal.remark:
-                print(f"posttrain: {vault.journal.remark}", file=sys.stderr, flush=True)
+            if vault.journal.warning:
+                print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
             yield vault
     except OSError as error:
         raise RunError(f"{folder} cannot be read or written: {error.strerror or type(error).__name__}") from None

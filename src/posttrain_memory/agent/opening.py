@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.errors import InputError
-from posttrain_memory.agent.clients import LocalSpeaker, RemoteSpeaker, Speaker
+from posttrain_memory.agent.clients import ChatClient, LocalChatClient, RemoteChatClient
 from posttrain_memory.interpreter.pool import InterpreterLimits
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
@@ -34,8 +34,8 @@ def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vaul
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}; name that of a memory, or add --new to make one")
     vault = Vault(DiskStorage(folder, read_only=read_only))
-    if vault.journal.remark:
-        print(f"posttrain: {vault.journal.remark}", file=sys.stderr, flush=True)
+    if vault.journal.warning:
+        print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
     try:
         known = START in vault.paths()
         if new and not known:
@@ -53,13 +53,13 @@ def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vaul
     return vault
 
 
-def open_speaker(
+def open_chat_client(
     model: str | None,
     url: str | None = None,
     key_variable: str | None = None,
     temperature: float | None = None,
     thinking: bool = True,
-) -> Speaker:
+) -> ChatClient:
     """A client for the model at the path or hub id `model`, or for the model of that name at the server `url`.
 
     With `temperature` None, a local model decodes greedily and a server uses its default. Raises InputError if the
@@ -73,12 +73,12 @@ def open_speaker(
     if url is None and key_variable is not None:
         raise InputError("--key belongs to a server; give --url, too, or leave it out")
     if url is None:
-        return LocalSpeaker(ModelRecipe(path=model, dtype="auto"), SamplingRecipe(temperature=temperature or 0.0))
+        return LocalChatClient(ModelRecipe(path=model, dtype="auto"), SamplingRecipe(temperature=temperature or 0.0))
     if not url.startswith(("http://", "https://")):
         raise InputError(f"--url {url} is no address of a server; write for example http://localhost:8000/v1")
     if key_variable is not None and not os.environ.get(key_variable):
         raise InputError(f"--key names the environment variable {key_variable}, which is not set; export it")
-    return RemoteSpeaker(url, model, key_variable, temperature, thinking=thinking)
+    return RemoteChatClient(url, model, key_variable, temperature, thinking=thinking)
 
 
 def settings_in_use(

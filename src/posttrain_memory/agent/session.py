@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from posttrain.environments.answers import Rejected
 from posttrain.environments.protocol import Message
 from posttrain.errors import InputError, RunError
-from posttrain_memory.agent.clients import ContextFull, Speaker
+from posttrain_memory.agent.clients import ChatClient, ContextFull
 from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.interpreter.session import Desk
+from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.parser import Reply, parse
-from posttrain_memory.privacy.filter import Filter, split_question
+from posttrain_memory.privacy.filter import PrivacyFilter, split_question
 from posttrain_memory.prompts import first_messages, last_call, refusal, system_prompt
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
@@ -50,7 +50,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Said:
+class Answered:
     """The reply to the user. `withheld`: privacy rules removed part of it."""
 
     text: str
@@ -64,7 +64,7 @@ class GaveUp:
     reason: str
 
 
-Event = Thought | Code | Result | Refused | Said | GaveUp
+Event = Thought | Code | Result | Refused | Answered | GaveUp
 
 
 class MemoryAgent:
@@ -75,7 +75,7 @@ class MemoryAgent:
     def __init__(
         self,
         vault: Vault,
-        speaker: Speaker,
+        chat_client: ChatClient,
         interpreter: Interpreter,
         settings: AgentRecipe | None = None,
         rules: Sequence[str] = (),
@@ -84,8 +84,8 @@ class MemoryAgent:
         self.vault = vault
         self.settings = settings or AgentRecipe()
         self.rules = tuple(rules)
-        self._speaker, self._interpreter = speaker, interpreter
-        self._open = False
+        self._chat_client, self._interpreter = chat_client, interpreter
+        self._continuable = False
         """Whether the next question may continue the current conversation."""
         self._undoable: list[int] = []
         """For each question that changed notes, the number of its first operation in the journal."""
@@ -107,19 +107,19 @@ class MemoryAgent:
         words, own = split_question(question)
         if not words:
             raise InputError("the question has no words; ask something")
-        going_on, self._open = self._open and not own, False
+        continues, self._continuable = self._continuable and not own, False
         rules = [*self.rules, *own]
         before, self._diff = self.vault.journal.mark(), ""
         try:
-            desk = self._desk(rules)
-            problem = desk.filter.problem
+            session = self._session(rules)
+            problem = session.filter.problem
             if problem is not None:
                 yield GaveUp(_not_understood(problem.sentence, problem.reason))
                 return
-            self._put(words, rules, going_on)
-            for event in self._turns(desk):
+            self._send_question(words, rules, continues)
+            for event in self._turns(session):
                 # A question after one with its own rules must not know what that one revealed.
-                self._open = isinstance(event, Said) and not own
+                self._continuable = isinstance(event, Answered) and not own
                 yield event
         except VaultError as error:
             raise RunError(f"the memory cannot be used: {error}") from None
@@ -130,7 +130,7 @@ class MemoryAgent:
 
     def new(self) -> None:
         """Start a new conversation with the next question."""
-        self._open = False
+        self._continuable = False
 
     def changes(self) -> str:
         """The changes of the last question as a unified diff; "" if there are none or they were undone."""
@@ -153,7 +153,7 @@ class MemoryAgent:
         except OSError as error:
             raise RunError(f"the changes could not be undone: {error.strerror or type(error).__name__}") from None
         self._undoable.pop()
-        self._diff, self._open = "", False
+        self._diff, self._continuable = "", False
         return [change.path for change in changes]
 
     def seen(self) -> Vault:
@@ -166,52 +166,52 @@ class MemoryAgent:
 
     def close(self) -> None:
         """Close the vault and the client. The interpreter belongs to the caller."""
-        self._speaker.close()
+        self._chat_client.close()
         self.vault.close()
 
-    def _turns(self, desk: Desk) -> Iterator[Event]:
+    def _turns(self, session: ToolSession) -> Iterator[Event]:
         """Play turns until a reply or the turn limit, as in a training episode."""
         for left in range(self.settings.max_turns - 1, -1, -1):
             try:
-                answer = self._speaker.answer()
+                answer = self._chat_client.answer()
             except ContextFull as full:
                 yield GaveUp(f"{full}; ask again, and a new conversation begins")
                 return
             found = parse(answer, self.settings.thinking)
             if isinstance(found, Rejected):
-                yield Refused(desk.let_out(found.reason), desk.let_out(answer))
+                yield Refused(session.redact(found.reason), session.redact(answer))
                 message = refusal(found.reason, left)
             else:
                 if found.thought.strip():
-                    yield Thought(desk.let_out(found.thought.strip()))
+                    yield Thought(session.redact(found.thought.strip()))
                 if isinstance(found, Reply):
-                    said = desk.let_out(found.text.strip())
-                    yield Said(said, said != found.text.strip())
+                    said = session.redact(found.text.strip())
+                    yield Answered(said, said != found.text.strip())
                     return
-                yield Code(desk.let_out(found.code.strip("\n")))
+                yield Code(session.redact(found.code.strip("\n")))
                 if left:
-                    message = self._ran(desk, found.code, left)
-                    yield Result(desk.let_out(message["content"]))
+                    message = self._run_code(session, found.code, left)
+                    yield Result(session.redact(message["content"]))
             if left:
-                self._speaker.observe([message])
+                self._chat_client.observe([message])
         yield GaveUp(f"no reply within {self.settings.max_turns} messages; ask again, or for less at a time")
 
-    def _ran(self, desk: Desk, code: str, left: int) -> Message:
-        message = desk.run(code)
+    def _run_code(self, session: ToolSession, code: str, left: int) -> Message:
+        message = session.run(code)
         return last_call(message) if left == 1 else message
 
-    def _put(self, words: str, rules: Sequence[str], going_on: bool) -> None:
+    def _send_question(self, words: str, rules: Sequence[str], continues: bool) -> None:
         """Send the question to the client, in the neutralised form used everywhere."""
         settings = self.settings
         system = system_prompt(settings.max_turns, settings.thinking, settings.prompt)
         messages = first_messages(system, words, rules)
-        if going_on:
-            self._speaker.observe(messages[1:])
+        if continues:
+            self._chat_client.observe(messages[1:])
         else:
-            self._speaker.begin(messages, "<think>" if settings.opened_by == "environment" else "")
+            self._chat_client.begin(messages, "<think>" if settings.opened_by == "environment" else "")
 
-    def _desk(self, rules: Sequence[str]) -> Desk:
-        return Desk(
+    def _session(self, rules: Sequence[str]) -> ToolSession:
+        return ToolSession(
             self.vault,
             self._interpreter,
             rules,
@@ -219,9 +219,9 @@ class MemoryAgent:
             result_chars=self.settings.result_chars,
         )
 
-    def _filter(self, rules: Sequence[str]) -> Filter:
+    def _filter(self, rules: Sequence[str]) -> PrivacyFilter:
         try:
-            return Filter(rules, self.vault.files() if rules else {})
+            return PrivacyFilter(rules, self.vault.files() if rules else {})
         except VaultError as error:
             raise RunError(f"the memory cannot be used with privacy rules: {error}; mend or move that note") from None
 

@@ -78,7 +78,7 @@ class InterpreterFault(RunError):
 
 
 @dataclass(frozen=True)
-class Ran:
+class RunResult:
     """The result of a block of code.
 
     `values`: top-level assignments in order, as JSON-like values, without names that begin with an underscore; `_` is
@@ -103,7 +103,7 @@ class Interpreter:
         for _ in range(workers):
             self._free.put(None)
 
-    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> Ran:
+    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> RunResult:
         """Run `code`, which may call `functions` by name; they execute here, one at a time.
 
         A `VaultError` of a function is raised inside the code. Any other exception of a function is a bug on this
@@ -112,7 +112,7 @@ class Interpreter:
         if self._closed:
             raise RuntimeError("the interpreter is closed")
         if len(code) > self.limits.code_chars:
-            return Ran(error=f"the code is longer than {self.limits.code_chars} characters")
+            return RunResult(error=f"the code is longer than {self.limits.code_chars} characters")
         worker = self._free.get()
         try:
             if worker and not worker.alive():
@@ -175,7 +175,7 @@ class _Worker:
             raise InterpreterFault(
                 f"the interpreter does not start: {answer.get('fault')}; is pydantic-monty installed?"
             )
-        self._socket.settimeout(_wall(limits) + 10)
+        self._socket.settimeout(_hang_seconds(limits) + 10)
 
     def alive(self) -> bool:
         if self._process.returncode is not None:
@@ -191,16 +191,16 @@ class _Worker:
             self._process.wait()
         self._socket.close()
 
-    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> Ran:
+    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> RunResult:
         """Run one turn. A worker that violates the protocol is killed, and the turn reports an error of the code."""
         calls, spent = 0, 0.0
         try:
             # A lone surrogate cannot be encoded.
-            self._say({"code": code.encode(errors="replace").decode(), "functions": list(functions)})
+            self._send({"code": code.encode(errors="replace").decode(), "functions": list(functions)})
             while True:
-                message = self._hear()
+                message = self._receive()
                 if "done" in message:
-                    return _ran(message["done"], calls)
+                    return _checked_result(message["done"], calls)
                 if "fault" in message:
                     raise InterpreterFault(f"the interpreter failed: {message['fault']}")
                 calls += 1
@@ -210,18 +210,18 @@ class _Worker:
                 if spent > self._limits.tool_seconds:
                     # An exception inside the code could be caught there, so the worker is killed instead.
                     self.kill()
-                    return Ran(error=_SLOW, calls=calls)
-                self._say(answer)
-        except _Broken:
+                    return RunResult(error=_SLOW, calls=calls)
+                self._send(answer)
+        except _WorkerFailed:
             self.kill()
-            return Ran(error=_STOPPED, calls=calls)
+            return RunResult(error=_STOPPED, calls=calls)
 
     def _answer(
         self, message: dict[str, Any], functions: Mapping[str, Callable[..., object]], n: int
     ) -> dict[str, object]:
         name, args, kwargs = message.get("call"), message.get("args"), message.get("kwargs")
         if not isinstance(name, str) or not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise _Broken
+            raise _WorkerFailed
         if n > self._limits.calls:
             return {"error": f"more than {self._limits.calls} calls of tools in one block", "kind": "RuntimeError"}
         try:
@@ -229,23 +229,23 @@ class _Worker:
         except VaultError as error:
             return {"error": str(error), "kind": error.kind if error.kind in _KINDS else "ValueError"}
 
-    def _say(self, message: dict[str, object]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         try:
             self._channel.send(message)
         except OSError:
-            raise _Broken from None
+            raise _WorkerFailed from None
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         try:
             message = self._channel.receive()
         except (OSError, EOFError, ValueError, RecursionError):
-            raise _Broken from None
+            raise _WorkerFailed from None
         if not isinstance(message, dict):
-            raise _Broken
+            raise _WorkerFailed
         return message
 
 
-class _Broken(Exception):
+class _WorkerFailed(Exception):
     """The worker has exited, timed out, or violated the protocol."""
 
 
@@ -266,7 +266,7 @@ def _settings(limits: InterpreterLimits) -> dict[str, object]:
         "path": [str(Path(found.origin).parents[1])],
         "process_bytes": _PROCESS_BYTES + 4 * limits.memory_bytes,
         "turns_per_process": 10_000,
-        "wall_seconds": _wall(limits),
+        "wall_seconds": _hang_seconds(limits),
         "processor_seconds": limits.seconds + 1,
         "output_chars": limits.output_chars,
         "now": limits.now,
@@ -281,19 +281,19 @@ def _settings(limits: InterpreterLimits) -> dict[str, object]:
     }
 
 
-def _wall(limits: InterpreterLimits) -> float:
+def _hang_seconds(limits: InterpreterLimits) -> float:
     """Seconds without a message after which a worker counts as hung; generous, because the machine may be busy."""
     return 4 * limits.seconds + 20
 
 
-def _ran(done: object, calls: int) -> Ran:
+def _checked_result(done: object, calls: int) -> RunResult:
     """The validated outcome of a turn."""
     if not isinstance(done, dict):
-        raise _Broken
+        raise _WorkerFailed
     values, printed, error = done.get("values"), done.get("printed"), done.get("error")
     if not isinstance(values, dict) or not isinstance(printed, str) or not isinstance(error, dict | None):
-        raise _Broken
-    return Ran(values, _plain(printed), _explained(error) if error else None, calls)
+        raise _WorkerFailed
+    return RunResult(values, _plain(printed), _describe_error(error) if error else None, calls)
 
 
 def _plain(text: str) -> str:
@@ -301,7 +301,7 @@ def _plain(text: str) -> str:
     return "".join("�" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
-def _explained(error: dict[str, Any]) -> str:
+def _describe_error(error: dict[str, Any]) -> str:
     """One line that describes the error and tells the model what to do instead."""
     kind, message, line = str(error.get("type")), str(error.get("message")), error.get("line")
     message = _plain(" ".join(message.split())[:300])

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.environments.protocol import Message
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.interpreter.tools import call, tools
-from posttrain_memory.privacy.filter import Filter
+from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.prompts import result
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.links import parse_link
@@ -24,7 +24,7 @@ CHANGING = ("create_file", "update_file", "append_file", "delete_file", "move_fi
 _READING = ("read_file", "follow_link")
 
 
-class Desk:
+class ToolSession:
     """Runs a model's code over a vault for one question."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Desk:
         total.
         """
         self.vault = vault
-        self.filter = Filter(rules, vault.files() if rules else {}, theme)
+        self.filter = PrivacyFilter(rules, vault.files() if rules else {}, theme)
         self.calls = 0
         """Number of tool calls so far."""
         self.checked_first = False
@@ -59,7 +59,7 @@ class Desk:
         ran = self._interpreter.run(code, self._functions)
         return result(ran.values, ran.printed, ran.error, self._chars)
 
-    def let_out(self, reply: str) -> str:
+    def redact(self, reply: str) -> str:
         """The reply as the user may see it."""
         return self.filter.clean(reply) if self.filter.active else reply
 

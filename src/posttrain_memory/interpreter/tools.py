@@ -3,9 +3,9 @@
 import inspect
 from collections.abc import Callable, Mapping
 
-from posttrain_memory.vault.limits import VaultError, shown
-from posttrain_memory.vault.paths import START, same
-from posttrain_memory.vault.text import shown_lines
+from posttrain_memory.vault.limits import VaultError, quoted
+from posttrain_memory.vault.paths import START, case_key
+from posttrain_memory.vault.text import with_line_feeds
 from posttrain_memory.vault.vault import Vault
 
 NAMES = (
@@ -35,7 +35,7 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
     def read_file(path: str) -> str:
         """The text of a note."""
-        return shown_lines(vault.read(path))
+        return with_line_feeds(vault.read(path))
 
     def update_file(path: str, old: str, new: str) -> bool:
         """Replace a text that occurs in the note exactly once."""
@@ -79,7 +79,7 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
     def follow_link(link: str) -> str:
         """The text that a link refers to."""
-        return shown_lines(vault.follow(link))
+        return with_line_feeds(vault.follow(link))
 
     def backlinks(path: str) -> list[str]:
         """The notes that link to a note."""
@@ -94,7 +94,7 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
 def _check_not_start(path: object) -> None:
     """Raise VaultError for the entry note, in any case: the file system may ignore case."""
-    if isinstance(path, str) and len(path) <= 4 * len(START) and same(path) == START:
+    if isinstance(path, str) and len(path) <= 4 * len(START) and case_key(path) == START:
         raise VaultError(f"{START} is where every question begins: it cannot be deleted or moved", "PermissionError")
 
 
@@ -104,7 +104,7 @@ def call(
     """Call the function `name`. Raises VaultError also if there is no such function or the arguments do not match."""
     function = functions.get(name)
     if function is None:
-        raise VaultError(f"there is no function {shown(name)}", "NameError")
+        raise VaultError(f"there is no function {quoted(name)}", "NameError")
     try:
         return function(*args, **kwargs)
     except TypeError:

@@ -66,11 +66,11 @@ class Unsupported(Exception):
     """The code waits for an external result that is never provided."""
 
 
-class Unshown(Exception):
+class Unconvertible(Exception):
     """A value of the code cannot be converted."""
 
 
-class Printed:
+class PrintBuffer:
     """Collects printed text, up to `most` characters."""
 
     def __init__(self, most: int) -> None:
@@ -82,7 +82,7 @@ class Printed:
         self.left_out += max(0, len(text) - room)
 
 
-class Bounded:
+class JsonConverter:
     """Converts sandbox values to JSON. Text beyond `most` characters in total is replaced by a notice."""
 
     def __init__(self, most: int) -> None:
@@ -157,16 +157,16 @@ def confine(settings: dict[str, Any]) -> None:
 
 def turn(pool: Any, job: dict[str, Any], settings: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Run the code of a job. Returns a dict with `values`, `printed` and `error` (type, message, line)."""
-    printed = Printed(settings["output_chars"])
+    printed = PrintBuffer(settings["output_chars"])
     # Failing to get an interpreter process is a fault of ours. Everything after that depends on the code.
     with pool.checkout(limits=settings["limits"], os_policy=settings["policy"]) as session:
-        values, error = _played(session, job, settings, printed, channel)
+        values, error = _run_job(session, job, settings, printed, channel)
     text = printed.text + (f"… ({printed.left_out} more characters)" if printed.left_out else "")
     return {"values": values, "printed": text, "error": error}
 
 
-def _played(
-    session: Any, job: dict[str, Any], settings: dict[str, Any], printed: Printed, channel: Channel
+def _run_job(
+    session: Any, job: dict[str, Any], settings: dict[str, Any], printed: PrintBuffer, channel: Channel
 ) -> tuple[dict[str, object], dict[str, Any] | None]:
     """The values and the error of a job."""
     from pydantic_monty import MontyCrashedError, MontyError
@@ -174,18 +174,18 @@ def _played(
     error = None
     try:
         try:
-            last = _driven(session.feed_start(job["code"], print_callback=printed), job["functions"], channel)
+            last = _drive(session.feed_start(job["code"], print_callback=printed), job["functions"], channel)
         except MontyCrashedError:
             raise
         except MontyError as raised:
-            error, last = _described(raised), None
+            error, last = _describe(raised), None
         # A limit stops the interpreter mid-operation, so its values cannot be relied on.
         if error and error["type"] in ("TimeoutError", "MemoryError", "RecursionError"):
             return {}, error
         return _values(session, job["functions"], last, settings), error
     except Unsupported:
         return {}, {"type": "NotImplementedError", "message": "waiting", "line": None}
-    except Unshown:
+    except Unconvertible:
         return {}, {"type": "ValueError", "message": "a value of the code cannot be shown", "line": None}
     except (MemoryError, RecursionError):
         return {}, {"type": "MemoryError", "message": "", "line": None}
@@ -193,7 +193,7 @@ def _played(
         return {}, error or {"type": "Crash", "message": type(raised).__name__, "line": None}
 
 
-def _driven(at: Any, names: list[str], channel: Channel) -> object:
+def _drive(at: Any, names: list[str], channel: Channel) -> object:
     """Run the code to its end and return its value. Calls of `names` are forwarded to the parent.
 
     Stepping through calls here takes a third of the time of registering functions with the interpreter.
@@ -203,30 +203,30 @@ def _driven(at: Any, names: list[str], channel: Channel) -> object:
     while not isinstance(at, MontyComplete):
         if isinstance(at, NameLookupSnapshot):
             name = at.variable_name
-            at = at.resume(value=_named(name)) if name in names else at.resume()
+            at = at.resume(value=_placeholder(name)) if name in names else at.resume()
         elif not isinstance(at, FunctionSnapshot):
             raise Unsupported
         elif at.is_os_function:
             at = at.resume_not_handled()
         elif at.function_name in names and at.object_id is None:
-            args, kwargs = _taken(at, "args"), _taken(at, "kwargs")
+            args, kwargs = _convert(at, "args"), _convert(at, "kwargs")
             at = at.resume(_answer(channel, at.function_name, args, kwargs))
         else:
             at = at.resume({"exc_type": "NameError", "message": f"name {at.function_name[:60]!r} is not defined"})
-    return _taken(at, "output")
+    return _convert(at, "output")
 
 
-def _taken(at: Any, name: str) -> Any:
+def _convert(at: Any, name: str) -> Any:
     """A value converted from the interpreter. A failure here is caused by the code."""
     try:
         return getattr(at, name)
     except (MemoryError, RecursionError):
         raise
     except Exception:
-        raise Unshown from None
+        raise Unconvertible from None
 
 
-def _named(name: str) -> Callable[..., object]:
+def _placeholder(name: str) -> Callable[..., object]:
     """A stand-in for a parent function that the code mentions without calling it."""
 
     def function(*args: object, **kwargs: object) -> object:
@@ -259,8 +259,8 @@ def _values(session: Any, names: list[str], last: object, settings: dict[str, An
     from pydantic_monty import MontyComplete, MontyError
 
     try:
-        at = session.feed_start("locals()", print_callback=Printed(0))
-        found = _taken(at, "output") if isinstance(at, MontyComplete) else {}
+        at = session.feed_start("locals()", print_callback=PrintBuffer(0))
+        found = _convert(at, "output") if isinstance(at, MontyComplete) else {}
     except MontyError:
         found = {}
     if not isinstance(found, dict):
@@ -269,10 +269,10 @@ def _values(session: Any, names: list[str], last: object, settings: dict[str, An
     if last is not None:
         found[_LAST] = last
     kept = {name: v for name, v in found.items() if not (isinstance(v, str) and _NO_VALUE.fullmatch(v[:200]))}
-    return Bounded(settings["output_chars"]).values(kept)
+    return JsonConverter(settings["output_chars"]).values(kept)
 
 
-def _described(raised: Any) -> dict[str, Any]:
+def _describe(raised: Any) -> dict[str, Any]:
     """Type, message and line of a sandbox exception."""
     name, _, message = raised.display(format="type-msg").partition(": ")
     frames = raised.traceback() if hasattr(raised, "traceback") else []

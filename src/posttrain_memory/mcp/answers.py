@@ -9,8 +9,8 @@ from datetime import datetime
 
 from posttrain.environments.neutral import neutral
 from posttrain.errors import InputError
-from posttrain_memory.agent.clients import Speaker
-from posttrain_memory.agent.session import GaveUp, MemoryAgent, Refused, Result, Said
+from posttrain_memory.agent.clients import ChatClient
+from posttrain_memory.agent.session import Answered, GaveUp, MemoryAgent, Refused, Result
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.mcp.notes import SharedNotes
 from posttrain_memory.privacy.filter import split_question
@@ -30,9 +30,9 @@ class Work:
     """The state of an answer in progress, shared between the working thread and those who wait."""
 
     def __init__(self) -> None:
-        self.doing = "waiting for earlier questions"
+        self.status = "waiting for earlier questions"
         """The current activity, in words that reveal nothing about the notes."""
-        self.stopped = threading.Event()
+        self.cancelled = threading.Event()
         """Set when nobody waits for the answer any more; work then ends after the current turn."""
 
 
@@ -46,12 +46,12 @@ class Answers:
     def __init__(
         self,
         notes: SharedNotes,
-        speaker: Speaker,
+        chat_client: ChatClient,
         settings: AgentRecipe,
         read_only: bool = False,
         patience: float = _PATIENCE,
     ) -> None:
-        self._notes, self._speaker, self._settings = notes, speaker, settings
+        self._notes, self._chat_client, self._settings = notes, chat_client, settings
         self._read_only, self._patience = read_only, patience
 
     def __call__(self, question: str, work: Work) -> str:
@@ -65,21 +65,21 @@ class Answers:
             return self._replied(question, self._agent(own, interpreter, work), work)
 
     def _replied(self, question: str, agent: MemoryAgent, work: Work) -> str:
-        work.doing, turn = "turn 1", 1
+        work.status, turn = "turn 1", 1
         events = agent.ask(question)
         assert isinstance(events, Generator)
         try:
             # Closed before the vault, so that the question's changes are recorded.
             with closing(events):
                 for event in events:
-                    if isinstance(event, Said):
+                    if isinstance(event, Answered):
                         return self._notes.safe(event.text)
                     if isinstance(event, GaveUp):
                         raise Refusal(neutral(event.reason))
-                    if work.stopped.is_set():
+                    if work.cancelled.is_set():
                         break
                     turn += isinstance(event, Result | Refused)
-                    work.doing = f"turn {turn} of at most {self._settings.max_turns}"
+                    work.status = f"turn {turn} of at most {self._settings.max_turns}"
         finally:
             agent.close()
         raise Refusal("the question was withdrawn")
@@ -96,7 +96,7 @@ class Answers:
         else:
             vault = self._locked(work)
         try:
-            return MemoryAgent(vault, self._speaker, interpreter, self._settings, rules)
+            return MemoryAgent(vault, self._chat_client, interpreter, self._settings, rules)
         except BaseException:
             vault.close()
             raise
@@ -111,8 +111,8 @@ class Answers:
                 storage = DiskStorage(self._notes.root)
                 break
             except InputError:
-                work.doing = "waiting for another program that uses the memory"
-                if work.stopped.wait(0.2) or time.monotonic() > until:
+                work.status = "waiting for another program that uses the memory"
+                if work.cancelled.wait(0.2) or time.monotonic() > until:
                     raise Refusal(
                         "another program is changing the memory; ask again when it is done, or close it"
                     ) from None
@@ -122,6 +122,6 @@ class Answers:
             # Release the lock, otherwise the next attempt would be locked out too.
             storage.close()
             raise
-        if vault.journal.remark:
-            print(f"posttrain: {vault.journal.remark}", file=sys.stderr, flush=True)
+        if vault.journal.warning:
+            print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
         return vault

@@ -9,7 +9,7 @@ from threading import Lock
 from posttrain.environments.neutral import neutral
 from posttrain.errors import InputError
 from posttrain_memory.interpreter.tools import tools
-from posttrain_memory.privacy.filter import Filter
+from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
 from posttrain_memory.vault.vault import Vault
@@ -37,7 +37,7 @@ class SharedNotes:
         self.root, self.rules = root, tuple(rules)
         self._limits = limits or VaultLimits()
         self._lock = Lock()
-        self._known: tuple[dict[str, str], Filter] | None = None
+        self._known: tuple[dict[str, str], PrivacyFilter] | None = None
 
     def list(self) -> str:
         """The tree of all notes, at most `VaultLimits.tree_lines` lines."""
@@ -97,7 +97,7 @@ class SharedNotes:
             return vault.files() if rules is None else dict(rules.view)
 
     @contextmanager
-    def _opened(self, strict: bool = True) -> Iterator[tuple[Vault, Filter | None]]:
+    def _opened(self, strict: bool = True) -> Iterator[tuple[Vault, PrivacyFilter | None]]:
         """The vault as seen under the rules, and the rules. With `strict`, raises VaultError if they are not
         understood.
         """
@@ -117,7 +117,7 @@ class SharedNotes:
         finally:
             vault.close()
 
-    def _filter(self, vault: Vault) -> Filter:
+    def _filter(self, vault: Vault) -> PrivacyFilter:
         """The rules applied to the current notes; recomputed only after a note has changed."""
         try:
             files = vault.files()
@@ -127,10 +127,10 @@ class SharedNotes:
             raise VaultError(why) from error
         with self._lock:
             if self._known is None or self._known[0] != files:
-                self._known = files, Filter(self.rules, files)
+                self._known = files, PrivacyFilter(self.rules, files)
             return self._known[1]
 
-    def _shown(self, text: str, rules: Filter | None) -> str:
+    def _shown(self, text: str, rules: PrivacyFilter | None) -> str:
         # Zero-width characters are removed first, because they could split a value so that it is not found.
         plain = neutral(text).strip("\n")
         return plain if rules is None else rules.clean(plain)

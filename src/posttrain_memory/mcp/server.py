@@ -87,10 +87,10 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
             try:
                 while True:
                     await anyio.sleep(_BEAT)
-                    await report(round(time.monotonic() - began, 1), None, work.doing)
+                    await report(round(time.monotonic() - began, 1), None, work.status)
             finally:
                 # Also when the client cancels: the thread cannot be interrupted, but checks this flag.
-                work.stopped.set()
+                work.cancelled.set()
 
         async with anyio.create_task_group() as group:
             group.start_soon(beat)

@@ -60,10 +60,10 @@ def names_of(files: Mapping[str, str]) -> dict[str, str]:
     return {name: path for name, path in found.items() if name}
 
 
-def leading(files: Mapping[str, str]) -> Callable[[str], str | None]:
+def link_resolver(files: Mapping[str, str]) -> Callable[[str], str | None]:
     """A function from a link target to the note it resolves to, or None if it resolves to none or to several."""
     notes = Notes(files)
-    return lambda target: target if target in files else notes.leads(target)
+    return lambda target: target if target in files else notes.resolve_or_none(target)
 
 
 def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
@@ -72,7 +72,7 @@ def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
         attribute = theme.attributes.get(said.key)
         if attribute is not None:
             labels = {attribute.label, *attribute.aliases}
-            kind = attribute.type if not said.value.startswith("?") else "text"
+            kind: str = attribute.type if not said.value.startswith("?") else "text"
         else:
             relation = theme.relation(said.key)
             backwards = said.key.endswith("~")
@@ -92,27 +92,27 @@ def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
 
 
 def _labelled(files: Mapping[str, str]) -> Iterable[Fact]:
-    leads = leading(files)
+    resolve_or_none = link_resolver(files)
     for path, text in files.items():
         start = 0
         for line in text.split("\n"):
             match = _ROW.match(line) or (None if line.lstrip().startswith("#") else _LABELLED.match(line))
             if match:
-                yield from _of_line(path, match, line, start, leads)
+                yield from _of_line(path, match, line, start, resolve_or_none)
             start += len(line) + 1
 
 
 def _of_line(
-    path: str, match: re.Match[str], line: str, start: int, leads: Callable[[str], str | None]
+    path: str, match: re.Match[str], line: str, start: int, resolve_or_none: Callable[[str], str | None]
 ) -> Iterable[Fact]:
     about = path
     link = match.groupdict().get("link")
     if link:
-        about = leads(links(link)[0][2]) or path
+        about = resolve_or_none(links(link)[0][2]) or path
     labels, (first, last) = frozenset([plain_label(match["label"])]), match.span("value")
     end = start + len(line)
     for begin, stop, target, _ in links(match["value"]):
-        value = leads(target) or target
+        value = resolve_or_none(target) or target
         yield Fact(path, about, labels, "link", value, start, end, start + first + begin, start + first + stop)
     if links(match["value"]) or not match["value"]:
         return

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from posttrain_memory.privacy.categories import of_category
-from posttrain_memory.privacy.facts import Fact, facts_of, leading, names_of
-from posttrain_memory.privacy.hiding import Ruling, values_of
+from posttrain_memory.privacy.facts import Fact, facts_of, link_resolver, names_of
+from posttrain_memory.privacy.hiding import RuleMatcher, values_of
 from posttrain_memory.privacy.pages import Pages
 from posttrain_memory.privacy.redaction import (
     HIDDEN,
@@ -39,7 +39,7 @@ def split_question(message: str) -> tuple[str, list[str]]:
     return _BLOCK.sub(" ", message).strip(), [match.group(1).strip() for match in _BLOCK.finditer(message)]
 
 
-class Filter:
+class PrivacyFilter:
     """The effect of a conversation's privacy rules on one vault."""
 
     def __init__(self, rules: Sequence[str], files: Mapping[str, str], theme: str | None = None) -> None:
@@ -74,10 +74,10 @@ class Filter:
         self.view: dict[str, str] = {} if self.active else dict(files)
         """Path -> text of the notes as the model sees them. A note whose name reveals something hidden is renamed."""
         if self.rules and not self._closed:
-            self._leads = leading(self._files)
+            self._leads = link_resolver(self._files)
             wanted = {rule.about for rule in self.rules if rule.about}
             self._pages = Pages(self._files, self._names, self._leads, wanted, self._theme is None)
-            self._ruling = Ruling(self.rules, allowing, self._facts, self._theme, self._pages, self._files)
+            self._matcher = RuleMatcher(self.rules, allowing, self._facts, self._theme, self._pages, self._files)
             self._named = {word for name in self._names for word in re.findall(r"[^\W_]+", name)}
             """Single words from names of notes. The names themselves may be said."""
             self._view()
@@ -108,7 +108,7 @@ class Filter:
         facts: dict[str, list[Fact]] = {path: [] for path in self._files}
         for fact in self._facts:
             facts[fact.note].append(fact)
-        hidden = {fact for fact in self._facts if self._ruling.hides(fact)}
+        hidden = {fact for fact in self._facts if self._matcher.hides(fact)}
         whole: dict[str, list[Span]] = {}
         secret: dict[Value, set[str]] = {}
         self._words: set[Value] = set()
@@ -145,25 +145,25 @@ class Filter:
         spans = [(fact.value_start, fact.value_end) for fact in facts if fact in hidden]
         if self._theme is not None:
             spans += self._by_looks(path)
-            return [*spans, *prose(text, facts)] if self._ruling.allowing else spans
+            return [*spans, *prose(text, facts)] if self._matcher.allowing else spans
         page = self._pages[path]
-        for number, span in self._ruling.pieces(path, text, page):
+        for number, span in self._matcher.pieces(path, text, page):
             spans.append(span)
             piece = page.pieces[number]
             said = text[max(span[0], piece.value_start) : span[1]]
             if piece.kind != "heading" and len(said.split()) <= 8 and not links(said):
-                abouts = page.mentions[number] & self._ruling.abouts or {path}
+                abouts = page.mentions[number] & self._matcher.abouts or {path}
                 for value in self._values(said, None):
                     secret.setdefault(value, set()).update(abouts)
         for piece, mentions in zip(page.pieces, page.mentions, strict=True):
-            if path not in gone and mentions & gone and not self._ruling.allowing:
+            if path not in gone and mentions & gone and not self._matcher.allowing:
                 spans.append((piece.start, piece.end))
-        if self._ruling.allowing:
-            spans += self._ruling.rest(text, page, [fact for fact in facts if fact not in hidden], self._names, path)
+        if self._matcher.allowing:
+            spans += self._matcher.rest(text, page, [fact for fact in facts if fact not in hidden], self._names, path)
         else:
-            spans += self._ruling.unread(path, text, page, facts)
+            spans += self._matcher.unread(path, text, page, facts)
         hidden_text = [text] if path in gone else [text[start:end] for start, end in spans]
-        self._words |= {value for said in hidden_text for value in self._ruling.words(said)}
+        self._words |= {value for said in hidden_text for value in self._matcher.words(said)}
         return [*spans, *self._by_looks(path)]
 
     def _values(self, text: str, fact: Fact | None) -> Iterable[Value]:
@@ -171,7 +171,9 @@ class Filter:
         said.
         """
         for value in values_of(text, fact, self._theme is None):
-            if value.kind != "word" or (value.text.casefold() not in self._named and not self._ruling.says(value.text)):
+            if value.kind != "word" or (
+                value.text.casefold() not in self._named and not self._matcher.says(value.text)
+            ):
                 yield value
 
     def _by_looks(self, path: str) -> Iterable[Span]:
@@ -193,7 +195,7 @@ class Filter:
             if told and (self._theme is not None or (not here and not abouts & set(told))):
                 continue
             near = here or (self._theme is None and value.kind == "text" and page.knows(abouts))
-            if telling(value) or near or self._ruling.everywhere(value):
+            if telling(value) or near or self._matcher.everywhere(value):
                 yield start, end
 
     def _by_name(self, path: str, names: Index, gone: set[str]) -> Iterable[Span]:

@@ -43,7 +43,7 @@ _LONGEST = 12
 _TYPED = ("email", "date", "money", "phone")
 
 
-class Ruling:
+class RuleMatcher:
     """Applies rules to facts and pieces of notes. Forbidding rules are read broadly, permissions exactly."""
 
     def __init__(

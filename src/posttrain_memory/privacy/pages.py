@@ -271,7 +271,7 @@ def _nested(
             lead = ()
         governing = (*lead, *(text for _, text in stack))
         piece = _piece("item" if line.marked else "text", line, headings, governing)
-        if _leads(line, piece):
+        if _resolve_link(line, piece):
             lead = (line.text,)
             ends = "quote" if _CALLOUT.match(line.text) else "list" if line.text.rstrip().endswith(":") else ""
             piece = replace(piece, above=tuple(text for _, text in stack))
@@ -289,7 +289,7 @@ def _labelled(line: _Line) -> bool:
     )
 
 
-def _leads(line: _Line, piece: Piece) -> bool:
+def _resolve_link(line: _Line, piece: Piece) -> bool:
     """Whether a line only introduces what follows: it ends in a colon, is all emphasis, or opens a callout."""
     text = line.text.strip()
     if _CALLOUT.match(text):
@@ -347,14 +347,14 @@ class Pages:
         self,
         files: Mapping[str, str],
         names: Mapping[str, str],
-        leads: Callable[[str], str | None],
+        resolve_link: Callable[[str], str | None],
         wanted: Collection[str],
         loose: bool,
     ) -> None:
         """`wanted` are the notes that rules are about. With `loose`, a single word of their names counts as a
         mention, and pieces have context; otherwise pieces are single lines.
         """
-        self._leads, self._loose, self._user = leads, loose, USER in wanted
+        self._resolve_link, self._loose, self._user = resolve_link, loose, USER in wanted
         self._paths: dict[Value, set[str]] = {}
         often = Counter(word for name in names for word in set(re.findall(r"[^\W_]{3,}", name)))
         for name, path in names.items():
@@ -386,7 +386,9 @@ class Pages:
         known = self._known.get(text)
         if known is None:
             found = {path for _, _, value in self._index.find(text) for path in self._paths[value]}
-            found |= {path for _, _, target, _ in links(text.replace("\\|", "|")) if (path := self._leads(target))}
+            found |= {
+                path for _, _, target, _ in links(text.replace("\\|", "|")) if (path := self._resolve_link(target))
+            }
             if self._user and self._loose and _SELF & set(re.findall(r"\w+", text.casefold())):
                 found.add(USER)
             known = self._known[text] = frozenset(found)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from posttrain_memory.vault.limits import VaultError, shown
+from posttrain_memory.vault.limits import VaultError, quoted
 from posttrain_memory.vault.storage import RESERVED, DiskStorage, Storage, is_note
 
 _FILE = "journal.jsonl"
@@ -76,7 +76,7 @@ class DiskLog:
     """Entries in a file of the vault's reserved folder, one JSON line each."""
 
     def __init__(self, storage: DiskStorage, most: int) -> None:
-        self.remark: str | None = None
+        self.warning: str | None = None
         """A warning for the user if the journal was damaged; otherwise None."""
         self._most = most
         self._storage = storage
@@ -89,7 +89,7 @@ class DiskLog:
             self._file = -1
             return
         if not self._load():
-            self.set_aside()
+            self.move_aside()
         elif not storage.read_only:
             # A line truncated by a crash was never followed by its change.
             os.ftruncate(self._file, self._end())
@@ -112,16 +112,16 @@ class DiskLog:
         os.ftruncate(self._file, self._end())
         self._reach_disk()
 
-    def set_aside(self) -> None:
+    def move_aside(self) -> None:
         """Start an empty journal. The old file is renamed, or ignored if the vault is read-only."""
         self._entries, self._ends = [], []
         if self._storage.read_only:
-            self.remark = f"{RESERVED}/{_FILE} is damaged and was not read; the notes are as they were"
+            self.warning = f"{RESERVED}/{_FILE} is damaged and was not read; the notes are as they were"
             return
         os.close(self._file)
-        kept = self._storage.set_aside(_FILE)
+        kept = self._storage.move_aside(_FILE)
         self._file = self._storage.reserved(_FILE)
-        self.remark = (
+        self.warning = (
             f"{RESERVED}/{_FILE} was damaged: it is kept as {RESERVED}/{kept}, the notes are as they were, and what was "
             "changed before now cannot be undone"
         )
@@ -258,7 +258,7 @@ class Journal:
                 if change.path not in now:
                     now[change.path] = then[change.path] = self._now(change.path)
                 if then[change.path] != change.after:
-                    raise VaultError(f"{shown(change.path)} was changed from outside since; nothing is undone")
+                    raise VaultError(f"{quoted(change.path)} was changed from outside since; nothing is undone")
                 then[change.path] = change.before
         back = [Change(path, now[path], then[path]) for path in now if now[path] != then[path]]
         if back:
@@ -292,9 +292,9 @@ class Journal:
         return "".join(_diff(change) for change in self.changes(since))
 
     @property
-    def remark(self) -> str | None:
+    def warning(self) -> str | None:
         """A warning for the user if the journal was damaged and is not used; otherwise None."""
-        return self._log.remark if isinstance(self._log, DiskLog) else None
+        return self._log.warning if isinstance(self._log, DiskLog) else None
 
     def close(self) -> None:
         """Close the journal file, if any."""
@@ -355,7 +355,7 @@ class Journal:
             for change in changes:
                 with suppress(VaultError):
                     self._put((change,), lambda change: now[change.path])
-            log.set_aside()
+            log.move_aside()
             return
         log.keep(len(log.entries()) - 1)
 

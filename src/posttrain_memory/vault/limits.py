@@ -39,7 +39,7 @@ class VaultError(Exception):
         self.kind = kind
 
 
-def shown(text: object, length: int = 60) -> str:
+def quoted(text: object, length: int = 60) -> str:
     """`text` quoted for an error message: one printable line of at most `length` characters, plus an ellipsis if it
     was cut.
     """

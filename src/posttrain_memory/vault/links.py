@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from posttrain_memory.vault.limits import VaultError, shown
-from posttrain_memory.vault.paths import SUFFIX, same
+from posttrain_memory.vault.limits import VaultError, quoted
+from posttrain_memory.vault.paths import SUFFIX, case_key
 
 _LINK = re.compile(r"\[\[([^\[\]\n]{1,400})\]\]")
 _MARK = re.compile(r"#|\\?\|")
@@ -34,7 +34,7 @@ def parse_link(text: str) -> Link:
     if inner.startswith("[[") and inner.endswith("]]"):
         inner = inner[2:-2]
     if not inner.strip() or len(inner) > 400 or any(c in inner for c in "[]\n"):
-        raise VaultError(f"{shown(text)} is no link: write [[note]]")
+        raise VaultError(f"{quoted(text)} is no link: write [[note]]")
     return _parts(inner)
 
 
@@ -50,7 +50,7 @@ class Notes:
         self._paths = set(paths)
         self._by_name: dict[str, list[tuple[str, str]]] = {}
         for path in sorted(self._paths):
-            key = same(path)
+            key = case_key(path)
             self._by_name.setdefault(key.rpartition("/")[2], []).append((key, path))
 
     def resolve(self, target: str) -> str:
@@ -60,14 +60,14 @@ class Notes:
         Raises VaultError if there is no such note, or more than one.
         """
         found = self._fitting(target)
-        link = shown(f"[[{target.strip().removeprefix('./')}]]")
+        link = quoted(f"[[{target.strip().removeprefix('./')}]]")
         if not found:
             raise VaultError(f"no note fits the link {link}", "FileNotFoundError")
         if len(found) > 1:
             raise VaultError(f"{len(found)} notes fit the link {link}; write its whole path")
         return found[0]
 
-    def leads(self, target: str) -> str | None:
+    def resolve_or_none(self, target: str) -> str | None:
         """Like `resolve`, but returns None instead of raising."""
         found = self._fitting(target) if target else []
         return found[0] if len(found) == 1 else None
@@ -76,7 +76,7 @@ class Notes:
         named = _path(target)
         if named in self._paths:
             return [named]
-        wanted_key = same(named)
+        wanted_key = case_key(named)
         near = self._by_name.get(wanted_key.rpartition("/")[2], [])
         return [path for key, path in near if key == wanted_key] or [
             path for key, path in near if key.endswith(f"/{wanted_key}")
@@ -99,11 +99,12 @@ class Backlinks:
             if self._texts.get(other) != text:
                 self._by_name[other] = _named(targets(text))
         self._texts = dict(files)
-        notes, name = Notes(paths), same(path).rpartition("/")[2]
+        notes, name = Notes(paths), case_key(path).rpartition("/")[2]
         return [
             other
             for other in sorted(files)
-            if other != path and any(notes.leads(target) == path for target in self._by_name[other].get(name, ()))
+            if other != path
+            and any(notes.resolve_or_none(target) == path for target in self._by_name[other].get(name, ()))
         ]
 
 
@@ -116,7 +117,7 @@ def section(text: str, heading: str) -> str | None:
     """The section of a note under a heading, including the heading, up to the next one of the same or a higher level.
     None if there is no such heading.
     """
-    wanted = same(heading.rpartition("#")[2].strip())
+    wanted = case_key(heading.rpartition("#")[2].strip())
     lines = text.splitlines(keepends=True)
     begin, level, fence = None, 0, ""
     for number, line in enumerate(lines):
@@ -126,14 +127,14 @@ def section(text: str, heading: str) -> str | None:
         found = None if fence or mark else _heading(line.rstrip("\r\n"))
         if not found:
             continue
-        if begin is None and same(found[1]) == wanted:
+        if begin is None and case_key(found[1]) == wanted:
             begin, level = number, found[0]
         elif begin is not None and found[0] <= level:
             return "".join(lines[begin:number])
     return None if begin is None else "".join(lines[begin:])
 
 
-def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
+def rewrite_links(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
     """`text` with links rewritten so that they still resolve to the same notes after the note `old` has moved to
     `new`.
 
@@ -142,7 +143,7 @@ def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
     ambiguous.
     """
 
-    names = [same(path).rpartition("/")[2].removesuffix(SUFFIX) for path in (old, new)]
+    names = [case_key(path).rpartition("/")[2].removesuffix(SUFFIX) for path in (old, new)]
 
     @cache
     def turned(inner: str) -> str:
@@ -150,14 +151,14 @@ def mended(text: str, old: str, new: str, before: Notes, after: Notes) -> str:
         if inner.isascii() and not any(name in inner.lower() for name in names):
             return f"[[{inner}]]"
         link = _parts(inner)
-        led = before.leads(link.target)
+        led = before.resolve_or_none(link.target)
         wanted = new if led == old else led
-        if wanted is None or (led != old and after.leads(link.target) == wanted):
+        if wanted is None or (led != old and after.resolve_or_none(link.target) == wanted):
             return f"[[{inner}]]"
         short = led == old and "/" not in link.target and "/" in old
         target = wanted.rpartition("/")[2] if short else wanted
         target = target if link.target.endswith(SUFFIX) else target.removesuffix(SUFFIX)
-        if after.leads(target) != wanted:
+        if after.resolve_or_none(target) != wanted:
             target = wanted
         # The rest of the link stays as written, including an escaped bar in a table.
         end = _MARK.search(inner)
@@ -176,7 +177,7 @@ def _path(target: str) -> str:
 def _named(found: Iterable[str]) -> dict[str, list[str]]:
     by_name: dict[str, list[str]] = {}
     for target in found:
-        by_name.setdefault(same(_path(target)).rpartition("/")[2], []).append(target)
+        by_name.setdefault(case_key(_path(target)).rpartition("/")[2], []).append(target)
     return by_name
 
 

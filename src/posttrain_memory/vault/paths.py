@@ -3,7 +3,7 @@
 import unicodedata
 from collections.abc import Iterable
 
-from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
+from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
 
 SUFFIX = ".md"
 START = "user.md"
@@ -30,7 +30,7 @@ def note_path(path: object, limits: VaultLimits) -> str:
     """The normalised path of a note. Raises VaultError if the path is not valid."""
     clean = _checked(path, limits)
     if not clean.endswith(SUFFIX) or clean.rpartition("/")[2] == SUFFIX:
-        raise VaultError(f"{shown(path)} is no note: the path of a note ends in .md")
+        raise VaultError(f"{quoted(path)} is no note: the path of a note ends in .md")
     return clean
 
 
@@ -41,7 +41,7 @@ def folder_path(path: object, limits: VaultLimits) -> str:
     return _checked(path.removesuffix("/") if isinstance(path, str) else path, limits)
 
 
-def same(path: str) -> str:
+def case_key(path: str) -> str:
     """A form of the path that ignores case."""
     if path.isascii():
         return path.lower()
@@ -54,10 +54,10 @@ def collision(path: str, others: Iterable[str]) -> str | None:
     Paths conflict if they, or their folders, differ only in case, or if a note would also be a folder.
     """
     parts = path.split("/")
-    folders = {same("/".join(parts[:n])): "/".join(parts[:n]) for n in range(1, len(parts))}
-    key = same(path)
+    folders = {case_key("/".join(parts[:n])): "/".join(parts[:n]) for n in range(1, len(parts))}
+    key = case_key(path)
     for other in others:
-        known = same(other)
+        known = case_key(other)
         if known == key and other != path:
             return other
         if known in folders or known.startswith(f"{key}/"):
@@ -65,7 +65,7 @@ def collision(path: str, others: Iterable[str]) -> str | None:
         pieces = other.split("/")
         for n in range(1, len(pieces)):
             folder = "/".join(pieces[:n])
-            if folders.get(same(folder), folder) != folder:
+            if folders.get(case_key(folder), folder) != folder:
                 return folder
     return None
 
@@ -79,12 +79,12 @@ def _checked(path: object, limits: VaultLimits) -> str:
     if len(path) > limits.path_bytes:
         raise VaultError(f"the path is longer than {limits.path_bytes} bytes")
     if any(unicodedata.category(c) in _CATEGORIES for c in path):
-        raise VaultError(f"{shown(path)} holds a character that a path may not hold")
+        raise VaultError(f"{quoted(path)} holds a character that a path may not hold")
     clean = unicodedata.normalize("NFC", path)
     if len(clean.encode()) > limits.path_bytes:
         raise VaultError(f"the path is longer than {limits.path_bytes} bytes")
     if clean.startswith(("/", "~")):
-        raise VaultError(f"{shown(path)} is outside of the memory: a path begins with a folder or a note")
+        raise VaultError(f"{quoted(path)} is outside of the memory: a path begins with a folder or a note")
     # A compatibility form, such as a one-dot leader, must not normalise to a path that would have been refused.
     for form in (clean, unicodedata.normalize("NFKC", clean)):
         _check_parts(form, path, limits)
@@ -94,17 +94,17 @@ def _checked(path: object, limits: VaultLimits) -> str:
 def _check_parts(form: str, path: str, limits: VaultLimits) -> None:
     parts = form.split("/")
     if ".." in parts:
-        raise VaultError(f"{shown(path)} is outside of the memory: a path may not hold '..'")
+        raise VaultError(f"{quoted(path)} is outside of the memory: a path may not hold '..'")
     if not all(parts) or "." in parts:
-        raise VaultError(f"{shown(path)} has an empty part")
+        raise VaultError(f"{quoted(path)} has an empty part")
     if any(c in _FORBIDDEN for c in form):
-        raise VaultError(f"{shown(path)} holds a character that a path may not hold")
+        raise VaultError(f"{quoted(path)} holds a character that a path may not hold")
     if len(parts) > limits.depth:
-        raise VaultError(f"{shown(path)} has more than {limits.depth} parts")
+        raise VaultError(f"{quoted(path)} has more than {limits.depth} parts")
     for part in parts:
         if part.startswith("."):
-            raise VaultError(f"{shown(path)} is hidden: no part may begin with a dot")
+            raise VaultError(f"{quoted(path)} is hidden: no part may begin with a dot")
         if part != part.strip() or part.endswith("."):
-            raise VaultError(f"{shown(path)} has a part with a blank or a dot at its edge")
+            raise VaultError(f"{quoted(path)} has a part with a blank or a dot at its edge")
         if part.split(".")[0].strip().casefold() in _DEVICES:
-            raise VaultError(f"{shown(path)} is a reserved name")
+            raise VaultError(f"{quoted(path)} is a reserved name")

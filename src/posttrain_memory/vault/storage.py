@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from posttrain.errors import InputError
-from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
+from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
 from posttrain_memory.vault.paths import note_path
 
 RESERVED = ".posttrain"
@@ -63,7 +63,7 @@ class MemoryStorage:
 
     def read(self, path: str, limit: int) -> str | None:
         if self._sizes.get(path, 0) > limit:
-            raise VaultError(f"{shown(path)} is larger than {limit} bytes")
+            raise VaultError(f"{quoted(path)} is larger than {limit} bytes")
         return self._files.get(path)
 
     def write(self, path: str, text: str) -> None:
@@ -119,15 +119,15 @@ class DiskStorage:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             os.close(file)
-            raise VaultError(f"{shown(path)} is no plain file", "PermissionError")
+            raise VaultError(f"{quoted(path)} is no plain file", "PermissionError")
         with open(file, "rb") as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:
-            raise VaultError(f"{shown(path)} is larger than {limit} bytes")
+            raise VaultError(f"{quoted(path)} is larger than {limit} bytes")
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise VaultError(f"{shown(path)} is no UTF-8 text") from None
+            raise VaultError(f"{quoted(path)} is no UTF-8 text") from None
 
     def write(self, path: str, text: str) -> None:
         try:
@@ -173,7 +173,7 @@ class DiskStorage:
         with self._reserved_folder() as folder:
             self._replace(folder, name, data)
 
-    def set_aside(self, name: str) -> str:
+    def move_aside(self, name: str) -> str:
         """Rename a file in the reserved folder to an unused name and return that name."""
         stem, dot, suffix = name.partition(".")
         with self._reserved_folder() as folder:
@@ -223,7 +223,7 @@ class DiskStorage:
         """
         *folders, name = path.split("/")
         if any(not part or part.startswith(".") or "\0" in part for part in (*folders, name)):
-            raise VaultError(f"{shown(path)} is no path of a note", "PermissionError")
+            raise VaultError(f"{quoted(path)} is no path of a note", "PermissionError")
         here = os.dup(self._root)
         try:
             for part in folders:
@@ -287,9 +287,9 @@ def is_note(path: str) -> bool:
 
 def _refused(path: str, error: OSError) -> VaultError:
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
-        return VaultError(f"{shown(path)} is no plain file in plain folders", "PermissionError")
+        return VaultError(f"{quoted(path)} is no plain file in plain folders", "PermissionError")
     if error.errno == errno.ENOENT:
-        return VaultError(f"there is no note {shown(path)}", "FileNotFoundError")
+        return VaultError(f"there is no note {quoted(path)}", "FileNotFoundError")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return VaultError("the disk is full", "OSError")
-    return VaultError(f"{shown(path)} cannot be opened", "PermissionError")
+    return VaultError(f"{quoted(path)} cannot be opened", "PermissionError")

@@ -70,12 +70,12 @@ _BREAK = re.compile("\r\n|[\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _WRITTEN = re.compile("\r\n|\r")
 
 
-def shown_lines(text: str) -> str:
+def with_line_feeds(text: str) -> str:
     """`text` with every line break as a line feed, as models see it."""
     return _BREAK.sub("\n", text)
 
 
-def replaced(note: str, start: int, end: int, new: str) -> str:
+def replace_span(note: str, start: int, end: int, new: str) -> str:
     """`note` with characters `start` to `end` of `shown_lines(note)` replaced by `new`, which a model wrote.
 
     All other text keeps its line breaks. `new` gets the kind that is most frequent in the note.
@@ -88,6 +88,6 @@ def replaced(note: str, start: int, end: int, new: str) -> str:
     usual = max(counts, key=lambda kind: counts[kind])
     plain = _WRITTEN.sub("\n", new)
     found = head + plain.replace("\n", usual) + tail
-    wanted = shown_lines(head) + shown_lines(plain) + shown_lines(tail)
+    wanted = with_line_feeds(head) + with_line_feeds(plain) + with_line_feeds(tail)
     # A lone carriage return must not merge with a line feed that now follows it.
-    return found if shown_lines(found) == wanted else wanted
+    return found if with_line_feeds(found) == wanted else wanted

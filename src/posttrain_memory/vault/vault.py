@@ -3,11 +3,11 @@
 from threading import RLock
 
 from posttrain_memory.vault.journal import Change, Journal
-from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
-from posttrain_memory.vault.links import Backlinks, Notes, mended, parse_link, section
-from posttrain_memory.vault.paths import collision, folder_path, note_path, same
+from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
+from posttrain_memory.vault.links import Backlinks, Notes, parse_link, rewrite_links, section
+from posttrain_memory.vault.paths import case_key, collision, folder_path, note_path
 from posttrain_memory.vault.storage import Storage
-from posttrain_memory.vault.text import Hit, replaced, search, shown_lines, tree
+from posttrain_memory.vault.text import Hit, replace_span, search, tree, with_line_feeds
 
 _QUERY = 200
 """Maximum length of a search text, in characters."""
@@ -41,7 +41,7 @@ class Vault:
         clean = note_path(path, self.limits)
         text = self._storage.read(clean, self.limits.file_bytes)
         if text is None:
-            raise VaultError(f"there is no note {shown(clean)}{self._hint(clean)}", "FileNotFoundError")
+            raise VaultError(f"there is no note {quoted(clean)}{self._hint(clean)}", "FileNotFoundError")
         return text
 
     def update(self, path: str, old: str, new: str) -> None:
@@ -51,17 +51,17 @@ class Vault:
             clean = note_path(path, self.limits)
             if not _text(old):
                 raise VaultError("the old text is empty; use append_file to add text")
-            wanted, lines = shown_lines(old), shown_lines(before)
+            wanted, lines = with_line_feeds(old), with_line_feeds(before)
             count = _count(lines, wanted)
             if not count:
-                raise VaultError(f"the old text is not in {shown(clean)}; read the note and copy it exactly")
+                raise VaultError(f"the old text is not in {quoted(clean)}; read the note and copy it exactly")
             if count > 1:
                 often = f"{count} times" if count <= _MANY else f"more than {_MANY} times"
-                raise VaultError(f"the old text is {often} in {shown(clean)}; give more of its surroundings")
-            if wanted == shown_lines(_text(new)):
+                raise VaultError(f"the old text is {often} in {quoted(clean)}; give more of its surroundings")
+            if wanted == with_line_feeds(_text(new)):
                 raise VaultError("the old text and the new text are the same")
             at = lines.index(wanted)
-            self._commit("update", Change(clean, before, replaced(before, at, at + len(wanted), new)))
+            self._commit("update", Change(clean, before, replace_span(before, at, at + len(wanted), new)))
 
     def append(self, path: str, text: str) -> None:
         """Append `text` to a note, on a new line."""
@@ -69,9 +69,9 @@ class Vault:
             before = self.read(path)
             if not _text(text):
                 raise VaultError("the text to append is empty")
-            lines = shown_lines(before)
+            lines = with_line_feeds(before)
             gap = "" if not lines or lines.endswith("\n") else "\n"
-            after = replaced(before, len(lines), len(lines), gap + text)
+            after = replace_span(before, len(lines), len(lines), gap + text)
             self._commit("append", Change(note_path(path, self.limits), before, after))
 
     def delete(self, path: str) -> None:
@@ -90,11 +90,11 @@ class Vault:
             before, after = Notes(known), Notes(known - {old} | {new})
             changed = []
             for other, content in sorted(self._readable().items()):
-                turned = mended(content, old, new, before, after) if other != old else content
+                turned = rewrite_links(content, old, new, before, after) if other != old else content
                 if turned != content:
                     changed.append(Change(other, content, turned))
             # The old note is removed first: on a case-insensitive file system both paths may be one file.
-            moved = [Change(old, text, None), Change(new, None, mended(text, old, new, before, after))]
+            moved = [Change(old, text, None), Change(new, None, rewrite_links(text, old, new, before, after))]
             self._commit("move", *changed, *moved)
             return len(changed)
 
@@ -109,7 +109,7 @@ class Vault:
         sizes = self._storage.sizes()
         found = [n for known, n in sizes.items() if not clean or known == clean or known.startswith(f"{clean}/")]
         if clean and not found:
-            raise VaultError(f"there is no note or folder {shown(clean)}", "FileNotFoundError")
+            raise VaultError(f"there is no note or folder {quoted(clean)}", "FileNotFoundError")
         return sum(found)
 
     def tree(self) -> str:
@@ -132,14 +132,14 @@ class Vault:
             raise VaultError("a link is a text", "TypeError")
         parts = parse_link(link)
         if not parts.target:
-            raise VaultError(f"{shown(link)} names no note")
+            raise VaultError(f"{quoted(link)} names no note")
         path = self.resolve(parts.target)
         text = self.read(path)
         if parts.heading is None:
             return text
         under = section(text, parts.heading)
         if under is None:
-            raise VaultError(f"{shown(path)} has no heading {shown(parts.heading)}")
+            raise VaultError(f"{quoted(path)} has no heading {quoted(parts.heading)}")
         return under
 
     def resolve(self, target: str) -> str:
@@ -183,12 +183,13 @@ class Vault:
     def _free(self, path: str, without: str | None = None) -> None:
         known = self._storage.sizes()
         if path in known:
-            raise VaultError(f"{shown(path)} exists already; use update_file or append_file", "FileExistsError")
+            raise VaultError(f"{quoted(path)} exists already; use update_file or append_file", "FileExistsError")
         # A note that changes only the case of its own name does not conflict with itself.
         other = collision(path, (other for other in known if other != without))
         if other:
             raise VaultError(
-                f"{shown(path)} cannot stand beside {shown(other)}, which it differs from too little", "FileExistsError"
+                f"{quoted(path)} cannot stand beside {quoted(other)}, which it differs from too little",
+                "FileExistsError",
             )
         # On disk, something other than a note may have this path; reading it raises.
         self._storage.read(path, self.limits.file_bytes)
@@ -200,7 +201,8 @@ class Vault:
             size = len((change.after or "").encode())
             if change.after is not None and size > self.limits.file_bytes:
                 raise VaultError(
-                    f"{shown(change.path)} would have {size} bytes; a note may have {self.limits.file_bytes}", "OSError"
+                    f"{quoted(change.path)} would have {size} bytes; a note may have {self.limits.file_bytes}",
+                    "OSError",
                 )
         count = len(sizes) + sum((c.before is None) - (c.after is None) for c in changes)
         # A vault that already exceeds its limits, such as an imported one, can still shrink.
@@ -211,9 +213,9 @@ class Vault:
         self.journal.commit(operation, changes)
 
     def _hint(self, path: str) -> str:
-        name = same(path.rpartition("/")[2])
-        near = [known for known in self._storage.sizes() if same(known).rpartition("/")[2] == name]
-        return f"; there is {shown(near[0])}" if len(near) == 1 else ""
+        name = case_key(path.rpartition("/")[2])
+        near = [known for known in self._storage.sizes() if case_key(known).rpartition("/")[2] == name]
+        return f"; there is {quoted(near[0])}" if len(near) == 1 else ""
 
 
 def _text(content: object) -> str:

@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 
 @dataclass
-class Asker:
+class TaskContext:
     """A world and the random generator of one task."""
 
     world: World
@@ -151,14 +151,14 @@ class Asker:
         if path == USER:
             return ['user = read_file("user.md")']
         if self.distance[path] == 1:
-            return ['user = read_file("user.md")', f"note = read_file({quoted(path)})"]
+            return ['user = read_file("user.md")', f"note = read_file({code_literal(path)})"]
         if self.distance[path] == 2:
             middle = next(p for p in sorted(self.parsed.out[USER]) if path in self.parsed.out[p])
-            reads = [f"first = read_file({quoted(middle)})", f"note = read_file({quoted(path)})"]
+            reads = [f"first = read_file({code_literal(middle)})", f"note = read_file({code_literal(path)})"]
             return ['user = read_file("user.md")', *reads]
         name = self.graph.entities[path].name
-        search = f"hits = search_files({quoted(name)})"
-        return ['user = read_file("user.md")', search, f"note = read_file({quoted(path)})"]
+        search = f"hits = search_files({code_literal(name)})"
+        return ['user = read_file("user.md")', search, f"note = read_file({code_literal(path)})"]
 
     def hops(self, path: str) -> int:
         return min(2, self.distance[path])
@@ -169,7 +169,7 @@ def name_answer(entity: Entity) -> Answer:
     return Answer("name", plain(entity.name), "name")
 
 
-def quoted(text: str) -> str:
+def code_literal(text: str) -> str:
     """A text as a Python string literal."""
     return json.dumps(text, ensure_ascii=False)
 

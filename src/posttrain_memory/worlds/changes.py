@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain_memory.worlds.graph import USER, Statement
-from posttrain_memory.worlds.replies import Answer, told
+from posttrain_memory.worlds.replies import Answer, contains_value
 from posttrain_memory.worlds.theme import theme_named
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import plain
@@ -95,7 +95,9 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
     )
 
 
-def outcome(change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
+def update_outcome(
+    change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]
+) -> Outcome:
     """Compare the vault after an update with the required effect."""
     was, now = (parse({path: _seen(text) for path, text in files.items()}, theme) for files in (before, after))
     want = expected(change, was, now)
@@ -104,11 +106,11 @@ def outcome(change: Mapping[str, Any], theme: str, before: Mapping[str, str], af
     if change["op"] == "new":
         steps += [want.new is not None, want.new is not None and want.new in now.out.get(change["owner"], ())]
     return Outcome(
-        sum(steps) / len(steps), tuple(_harm(theme, want, was, now, before, after)), tuple(loose_ends(was, now))
+        sum(steps) / len(steps), tuple(_harm(theme, want, was, now, before, after)), tuple(broken_links(was, now))
     )
 
 
-def loose_ends(was: Parsed, now: Parsed) -> list[str]:
+def broken_links(was: Parsed, now: Parsed) -> list[str]:
     """Broken links and unreachable notes that were not broken or unreachable before."""
     found = [f"{path} links to {target}, which is not there" for path, target in set(now.broken) - set(was.broken)]
     lost = (set(now.titles) - set(now.reached)) - (set(was.titles) - set(was.reached))
@@ -159,7 +161,7 @@ def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Par
     theme = theme_named(theme_name)
     for key, value in sorted(old_values):
         if key in theme.attributes and any(
-            told(text, Answer(theme.attributes[key].type, value, key)) for text in added
+            contains_value(text, Answer(theme.attributes[key].type, value, key)) for text in added
         ):
             found.append(f"{path} still says {value}")
     found += [f"{path} lost the heading {line}" for line in _headings_lost(path, was, keys, old, new)]

@@ -146,9 +146,9 @@ def _scenario_table(made: "list[Sample]") -> "Table":
     from rich.table import Column, Table
 
     from posttrain_memory.worlds.recipe import RewardWeights
-    from posttrain_memory.worlds.scenarios import totals
+    from posttrain_memory.worlds.scenarios import scenario_scores
 
-    found = totals([(sample.task, sample.world.files) for sample in made], RewardWeights())
+    found = scenario_scores([(sample.task, sample.world.files) for sample in made], RewardWeights())
     # At 80 columns only the episode column may wrap, so that numbers are never truncated.
     numbered = [Column(name, no_wrap=True, justify="right") for name in ("n", "least", "mean", "most")]
     table = Table(Column("kind", no_wrap=True), Column("", no_wrap=True), "episode", *numbered, box=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.seeds import derive_seed
-from posttrain_memory.worlds.generation import identity, tasks_of
+from posttrain_memory.worlds.generation import question_key, tasks_of
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import World, make_world
 from posttrain_memory.worlds.task import MemoryTask, task_of
@@ -51,8 +51,8 @@ def samples(
             else:
                 world, tasks = reword(world, recipe)
             for task in tasks:
-                if identity(task) not in asked:
-                    asked.add(identity(task))
+                if question_key(task) not in asked:
+                    asked.add(question_key(task))
                     yield Sample(split, world, task, recipe)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from posttrain.seeds import random_stream
 from posttrain_memory.worlds import clarification, filtering, retrieval, updates
-from posttrain_memory.worlds.asking import Asker
+from posttrain_memory.worlds.asking import TaskContext
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import World
 from posttrain_memory.worlds.rewards import score
@@ -15,7 +15,7 @@ from posttrain_memory.worlds.task import KINDS, VARIANTS, MemoryTask
 from posttrain_memory.worlds.updates import follow_up
 from posttrain_memory.worlds.values import shuffled
 
-Maker = Callable[[Asker], MemoryTask | None]
+Maker = Callable[[TaskContext], MemoryTask | None]
 MAKERS: dict[str, Maker] = {
     **{f"hop{hops}": partial(retrieval.fact, hops=hops) for hops in (0, 1, 2)},
     "aggregate": retrieval.aggregate,
@@ -52,17 +52,17 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
             task = None
             for _ in range(_TRIES):
                 number += 1
-                asker = Asker(world, random_stream("memory tasks", world.seed, kind, number))
-                task = MAKERS[variant](asker)
-                if task is not None and not asked & {identity(task), _subject(task)} and _sound(task, world):
+                context = TaskContext(world, random_stream("memory tasks", world.seed, kind, number))
+                task = MAKERS[variant](context)
+                if task is not None and not asked & {question_key(task), _subject(task)} and _sound(task, world):
                     break
                 task = None
             if task is None:
                 order = order[1:]
                 continue
-            asked |= {identity(task), _subject(task)}
+            asked |= {question_key(task), _subject(task)}
             if kind == "update":
-                after = Asker(world, random_stream("memory follow-up", world.seed, number))
+                after = TaskContext(world, random_stream("memory follow-up", world.seed, number))
                 task = replace(task, follow_up=follow_up(task, after))
             tasks.append(task)
             made += 1
@@ -70,7 +70,7 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
     return tasks
 
 
-def identity(task: MemoryTask) -> str:
+def question_key(task: MemoryTask) -> str:
     """The key by which questions are compared: the words without case."""
     return " ".join(task.question.casefold().split())
 

@@ -119,7 +119,7 @@ def value_of(theme: Theme, key: str, text: str) -> str:
     return f"?{text.strip()}" if value is None else value
 
 
-class Drawing:
+class ValueSampler:
     """Samples names and values for one world; names and contact details are unique."""
 
     def __init__(self, random: np.random.Generator) -> None:
@@ -174,19 +174,19 @@ class Drawing:
 
 def build(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> Graph:
     """The graph of a world of `recipe.notes` notes, all reachable from `user.md` over links."""
-    drawing = Drawing(random)
-    title = drawing.names.new(theme.titles)
+    sampler = ValueSampler(random)
+    title = sampler.names.new(theme.titles)
     graph = Graph(theme.name, {USER: Entity(USER, "user", title)})
-    _facts(graph, graph.entities[USER], recipe, drawing)
+    _facts(graph, graph.entities[USER], recipe, sampler)
     ring = max(2, round((recipe.notes - 1) * recipe.near))
     while len(graph.entities) < recipe.notes:
-        _grow(graph, recipe, drawing, from_user=len(graph.entities) <= ring)
-    _join(graph, recipe, drawing)
-    _repeat(graph, recipe, drawing)
+        _grow(graph, recipe, sampler, from_user=len(graph.entities) <= ring)
+    _join(graph, recipe, sampler)
+    _repeat(graph, recipe, sampler)
     return graph
 
 
-def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) -> None:
+def _grow(graph: Graph, recipe: WorldRecipe, sampler: ValueSampler, from_user: bool) -> None:
     """Add one note linked to an existing one. A single-target relation is used once per source."""
     places: list[tuple[Entity, Relation, bool]] = []
     taken = {(edge.source, edge.relation) for edge in graph.edges}
@@ -200,36 +200,36 @@ def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) 
                 places.append((entity, relation, False))
     forward = [place for place in places if place[2]]
     # A link from the existing note reads better than one to it, so the latter is the exception.
-    at, relation, ahead = pick(drawing.random, forward if forward and drawing.random.random() < 0.85 else places)
+    at, relation, ahead = pick(sampler.random, forward if forward and sampler.random.random() < 0.85 else places)
     kind = graph.theme.kind(relation.target if ahead else relation.source)
     name = None
     alike = [entity for entity in graph.entities.values() if entity.kind == kind.key]
-    if alike and drawing.random.random() < recipe.namesakes:
-        name = drawing.names.near(pick(drawing.random, alike).name, kind.names)
-    name = name or drawing.names.new(kind.names)
+    if alike and sampler.random.random() < recipe.namesakes:
+        name = sampler.names.near(pick(sampler.random, alike).name, kind.names)
+    name = name or sampler.names.new(kind.names)
     entity = Entity(f"entities/{kind.folder}/{slug(name)}.md", kind.key, name)
     graph.entities[entity.path] = entity
-    _facts(graph, entity, recipe, drawing)
+    _facts(graph, entity, recipe, sampler)
     if ahead:
         graph.edges.append(Edge(at.path, relation.key, entity.path, recipe.back_links))
     else:
         graph.edges.append(Edge(entity.path, relation.key, at.path, True))
 
 
-def _facts(graph: Graph, entity: Entity, recipe: WorldRecipe, drawing: Drawing) -> None:
+def _facts(graph: Graph, entity: Entity, recipe: WorldRecipe, sampler: ValueSampler) -> None:
     least, most = recipe.facts
-    count = int(drawing.random.integers(least, most + 1))
+    count = int(sampler.random.integers(least, most + 1))
     # In the order of the theme, so that notes of a kind look alike.
     attributes = graph.theme.of(entity.kind)
-    chosen = sorted(drawing.random.permutation(len(attributes))[:count])
-    entity.facts = {attributes[i].key: drawing.value(attributes[i]) for i in chosen}
+    chosen = sorted(sampler.random.permutation(len(attributes))[:count])
+    entity.facts = {attributes[i].key: sampler.value(attributes[i]) for i in chosen}
 
 
-def _join(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
+def _join(graph: Graph, recipe: WorldRecipe, sampler: ValueSampler) -> None:
     """Add relations between existing notes, about one for every second note."""
     notes = [entity for entity in graph.entities.values() if entity.path != USER]
-    for entity in shuffled(drawing.random, notes)[: len(notes) // 2]:
-        for relation in shuffled(drawing.random, graph.theme.relations):
+    for entity in shuffled(sampler.random, notes)[: len(notes) // 2]:
+        for relation in shuffled(sampler.random, graph.theme.relations):
             taken = graph.targets(entity.path, relation.key)
             free = [
                 other.path
@@ -237,14 +237,14 @@ def _join(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
                 if other.kind == relation.target and other.path != entity.path and other.path not in taken
             ]
             if relation.source == entity.kind and free and (relation.many or not taken):
-                graph.edges.append(Edge(entity.path, relation.key, pick(drawing.random, free), recipe.back_links))
+                graph.edges.append(Edge(entity.path, relation.key, pick(sampler.random, free), recipe.back_links))
                 break
 
 
-def _repeat(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
+def _repeat(graph: Graph, recipe: WorldRecipe, sampler: ValueSampler) -> None:
     """Let other notes state facts too: first with different values, then with the same values."""
     facts = [(entity, key) for entity in graph.entities.values() if entity.path != USER for key in entity.facts]
-    facts = shuffled(drawing.random, facts)
+    facts = shuffled(sampler.random, facts)
     # Every note keeps at least one fact that only it states, so that there is something to ask for.
     for number in range(recipe.contradictions + recipe.confirmations):
         done = graph.contested()
@@ -262,7 +262,7 @@ def _repeat(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
         attribute = next(a for a in graph.theme.of(entity.kind) if a.key == key)
         value = entity.facts[key]
         if number < recipe.contradictions:
-            value = drawing.other(attribute, value)
+            value = sampler.other(attribute, value)
         near = {edge.source for edge in graph.edges if edge.target == entity.path}
-        note = pick(drawing.random, sorted(near - {entity.path}) or [USER])
+        note = pick(sampler.random, sorted(near - {entity.path}) or [USER])
         graph.claims.append(Statement(note, entity.path, key, value_of(graph.theme, attribute.key, value)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, loose_ends
+from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, broken_links
 from posttrain_memory.worlds.graph import USER
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
@@ -131,7 +131,7 @@ def published_outcome(message: str, before: Mapping[str, str], after: Mapping[st
     added = sum(max(0, len(text) - len(before.get(path, ""))) for path, text in after.items())
     if added > _MOST_ADDED:
         harmed.append(f"the notes are {added} characters longer")
-    return Outcome(float(texts != later), tuple(sorted(harmed)), tuple(loose_ends(was, now)))
+    return Outcome(float(texts != later), tuple(sorted(harmed)), tuple(broken_links(was, now)))
 
 
 def named_notes(message: str, files: Mapping[str, str]) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from posttrain_memory.worlds.naming import matcher
 from posttrain_memory.worlds.theme import Theme
 from posttrain_memory.worlds.truth import Parsed
-from posttrain_memory.worlds.values import FINDABLE, amount_of, bare_amounts, mentions, plain, said
+from posttrain_memory.worlds.values import FINDABLE, amount_of, bare_amounts, mentions, plain, spoken_values
 
 _CLAUSE = re.compile(
     r"(?:[.!?;]+(?=[\s\"')*_]|$)|\n|[,;]?\s+(?<!anything )(?<!anything, )(?<!everything )(?<!nothing )(?<!all )but\b(?! for\b)"
@@ -160,15 +160,15 @@ def declines(reply: str) -> bool:
     return bool(_DECLINES.search(reply.replace("’", "'")))
 
 
-def holds(reply: str, wanted: Answer) -> bool:
+def states_value(reply: str, wanted: Answer) -> bool:
     """Whether the reply states the value, in any spelling, without denying it (`affirmed`)."""
-    told = affirmed(reply)
+    stated = affirmed(reply)
     if wanted.type in FINDABLE:
-        return wanted.value in said(wanted.type, told, [wanted.value])
-    return all(mentions(_loose(told), _loose(part)) for part in _parts(wanted))
+        return wanted.value in spoken_values(wanted.type, stated, [wanted.value])
+    return all(mentions(_loose(stated), _loose(part)) for part in _parts(wanted))
 
 
-def others(
+def other_values(
     reply: str, wanted: Sequence[Answer], vault: Parsed, theme: Theme, question: str, allowed: Iterable[str] = ()
 ) -> list[str]:
     """Values of the types and keys of `wanted` that the reply contains in addition.
@@ -187,7 +187,7 @@ def others(
         rest = f" {_loose(text)} "
         for part in sorted(known, key=len, reverse=True):
             rest = rest.replace(f" {_loose(part)} ", " / ") if part else rest
-        for value in sorted(rivals(one, vault, theme, reply) - known - {""}):
+        for value in sorted(similar_values(one, vault, theme, reply) - known - {""}):
             if (mentions(text, value) or mentions(rest, _loose(value))) and not mentions(asked, value):
                 found.append(value)
     return found
@@ -195,25 +195,25 @@ def others(
 
 def _other_values(kind: str, reply: str, known: set[str], vault: Parsed, question: str) -> list[str]:
     """Values of a type, except those that are known or occur in the question."""
-    known = known | set(said(kind, question, known))
-    found = said(kind, reply, known, words=False)
+    known = known | set(spoken_values(kind, question, known))
+    found = spoken_values(kind, reply, known, words=False)
     stated = {value for values in vault.values.values() for value in values}
     if kind in ("number", "money"):
         # Number words may be part of a name, and a sequence of numbers may look like a phone number.
-        found += [value for value in said(kind, without_titles(reply, vault), known) if value not in found]
-        phones = stated | set(said("phone", question))
-        found += [value for value in said("phone", reply, phones) if value not in phones]
+        found += [value for value in spoken_values(kind, without_titles(reply, vault), known) if value not in found]
+        phones = stated | set(spoken_values("phone", question))
+        found += [value for value in spoken_values("phone", reply, phones) if value not in phones]
     if kind == "money":
         amounts = {amount_of(value) for value in stated if " " in value} - {amount_of(value) for value in known}
         found += sorted((amounts & bare_amounts(reply)) - set(found))
-        known |= set(said("number", question))
+        known |= set(spoken_values("number", question))
     return [value for value in found if value not in known]
 
 
-def told(reply: str, hidden: Answer) -> bool:
+def contains_value(reply: str, hidden: Answer) -> bool:
     """Whether the reply contains the value in any spelling, even if denied; for a list, any of its items."""
     if hidden.type in FINDABLE:
-        return hidden.value in said(hidden.type, reply, [hidden.value])
+        return hidden.value in spoken_values(hidden.type, reply, [hidden.value])
     return any(mentions(_loose(reply), _loose(part)) for part in _parts(hidden))
 
 
@@ -227,7 +227,7 @@ def _parts(wanted: Answer) -> list[str]:
     return wanted.value.split("; ") if wanted.type == "list" else [wanted.value]
 
 
-def rivals(one: Answer, vault: Parsed, theme: Theme, reply: str) -> set[str]:
+def similar_values(one: Answer, vault: Parsed, theme: Theme, reply: str) -> set[str]:
     """Plain texts that could be mistaken for the answer: titles, or values of the key, in this vault or any other."""
     if one.type == "name":
         return {plain(title) for title in vault.titles.values()} - {""}
@@ -242,13 +242,15 @@ def rivals(one: Answer, vault: Parsed, theme: Theme, reply: str) -> set[str]:
     return parts
 
 
-def recited(reply: str, vault: Parsed, question: str, wanted: Iterable[Answer], allowed: Iterable[str] = ()) -> int:
+def count_recited(
+    reply: str, vault: Parsed, question: str, wanted: Iterable[Answer], allowed: Iterable[str] = ()
+) -> int:
     """The number of fact values of the vault in the reply that were not asked for and are not in the question."""
     bare = without_titles(reply, vault)
     text, asked = plain(bare), plain(question)
     known = {one.value for one in wanted} | set(allowed)
-    known |= {value for kind in FINDABLE for value in said(kind, question)}
-    found = {value for kind in FINDABLE for value in said(kind, bare, words=False)} - known
+    known |= {value for kind in FINDABLE for value in spoken_values(kind, question)}
+    found = {value for kind in FINDABLE for value in spoken_values(kind, bare, words=False)} - known
     amounts = bare_amounts(bare) - {amount_of(value) for value in known}
     states = {value for values in vault.values.values() for value in values if not value.startswith("?")}
     states = {value for value in states if not value.endswith(".md")} - known

@@ -9,27 +9,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain_memory.worlds.changes import Outcome, loose_ends, outcome
+from posttrain_memory.worlds.changes import Outcome, broken_links, update_outcome
 from posttrain_memory.worlds.published import published_outcome
 from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.replies import (
     Answer,
     answer,
+    contains_value,
+    count_recited,
     declines,
     denies_change,
-    holds,
-    others,
-    recited,
-    rivals,
+    other_values,
     says_disagreeing,
     says_missing,
-    told,
+    similar_values,
+    states_value,
     without_titles,
 )
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import FOREIGN, theme_named
 from posttrain_memory.worlds.truth import Parsed, parse
-from posttrain_memory.worlds.values import FINDABLE, mentions, plain, said
+from posttrain_memory.worlds.values import FINDABLE, mentions, plain, spoken_values
 
 ASIDES = 2
 """Number of facts not asked for that a correct reply may contain."""
@@ -95,13 +95,13 @@ def score(
         _confirmed(task, before, text, verdict)
         verdict.share = verdict.share if judged >= YES else 0.0
     elif task.kind == "update":
-        _compared(outcome(task.truth["change"], task.theme, before, after), asked, verdict)
+        _compared(update_outcome(task.truth["change"], task.theme, before, after), asked, verdict)
         _confirmed(task, before, text, verdict)
     else:
         vault = parse(before, task.theme)
         if dict(before) != dict(after):
             verdict.fault("damaged", "the notes were changed")
-            if loose_ends(vault, parse(after, task.theme)):
+            if broken_links(vault, parse(after, task.theme)):
                 verdict.fault("broken", "links lead nowhere")
         if text and task.truth.get("point"):
             if not grounded:
@@ -153,7 +153,7 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
         verdict.fault("asked", "it asked though it could answer")
     for secret in _secrets(task, vault, reply):
         verdict.fault("leaked", f"it said {secret}")
-    extra = others(reply, wanted, vault, theme_named(task.theme), question, task.truth.get("operands", ()))
+    extra = other_values(reply, wanted, vault, theme_named(task.theme), question, task.truth.get("operands", ()))
     # Names offered in the question do not count as additional ones, unless they are offered as the wrong answer.
     extra += [name for name in task.truth.get("against", ()) if mentions(plain(reply), name)]
     if extra:
@@ -163,7 +163,7 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
     if not wanted:
         verdict.share = float(declines(reply))
         return
-    verdict.share = sum(holds(reply, one) for one in wanted) / len(wanted)
+    verdict.share = sum(states_value(reply, one) for one in wanted) / len(wanted)
     if verdict.share == 0:
         verdict.fault("guessed", "it did not say the answer")
 
@@ -174,15 +174,19 @@ def _secrets(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
     rule: dict[str, Any] = task.truth.get("rule", {})
     found = []
     if rule.get("rule") == "category":
-        asked = set(said(rule["category"], question))
-        found += [value for value in said(rule["category"], reply, words=False) if value not in asked]
+        asked = set(spoken_values(rule["category"], question))
+        found += [value for value in spoken_values(rule["category"], reply, words=False) if value not in asked]
         if rule["category"] == "money":
             # A number without a currency may not be an amount of money.
             found = [value for value in found if " " in value]
     free = [answer(record) for record in task.truth["answers"]]
     for record in task.truth.get("hidden", ()):
         hidden = answer(record)
-        if hidden not in free and told(without_titles(reply, vault), hidden) and not told(question, hidden):
+        if (
+            hidden not in free
+            and contains_value(without_titles(reply, vault), hidden)
+            and not contains_value(question, hidden)
+        ):
             found.append(hidden.value)
     return found
 
@@ -192,10 +196,10 @@ def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, ver
     truth = task.truth
     both = [set(_parts(truth["type"], value)) for value in truth["values"]]
     stated = _stated(task, vault, reply)
-    told = set(stated) - {part for parts in both for part in parts}
+    unrelated = set(stated) - {part for parts in both for part in parts}
     sides = [sum(count for part, count in stated.items() if part in parts) for parts in _apart(both)]
-    if told or len(set(sides)) > 1:
-        verdict.fault("guessed", f"it said {', '.join(sorted(told) or sorted(stated))}")
+    if unrelated or len(set(sides)) > 1:
+        verdict.fault("guessed", f"it said {', '.join(sorted(unrelated) or sorted(stated))}")
     if _recites(task, vault, reply, stated):
         verdict.fault("guessed", "it recited the notes")
     pointed = any(mentions(plain(reply), plain(word)) for word in truth["point"])
@@ -212,10 +216,10 @@ def _stated(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
     """How often the reply contains values of the type (for texts: of the key), except those in the question."""
     kind, key = task.truth["type"], task.truth["key"]
     if kind in FINDABLE:
-        asked = set(said(kind, task.question))
-        return Counter(value for value in said(kind, reply, task.truth["values"]) if value not in asked)
+        asked = set(spoken_values(kind, task.question))
+        return Counter(value for value in spoken_values(kind, reply, task.truth["values"]) if value not in asked)
     text, asked_text = plain(without_titles(reply, vault)), plain(task.question)
-    known = rivals(Answer(kind, "", key), vault, theme_named(task.theme), reply)
+    known = similar_values(Answer(kind, "", key), vault, theme_named(task.theme), reply)
     counts = {part: f" {text} ".count(f" {part} ") for part in known if part and not mentions(asked_text, part)}
     return Counter({part: count for part, count in counts.items() if count})
 
@@ -231,7 +235,7 @@ def _recites(task: MemoryTask, vault: Parsed, reply: str, allowed: Iterable[str]
     wanted = [answer(record) for record in (*task.truth.get("answers", ()), *task.truth.get("hidden", ()))]
     return (
         len(reply.split()) > LONGEST
-        or recited(reply, vault, task.question, wanted, (*allowed, *task.truth.get("operands", ()))) > ASIDES
+        or count_recited(reply, vault, task.question, wanted, (*allowed, *task.truth.get("operands", ()))) > ASIDES
     )
 
 

@@ -10,7 +10,7 @@ from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.asking import display
 from posttrain_memory.worlds.changes import expected
-from posttrain_memory.worlds.graph import USER, Drawing
+from posttrain_memory.worlds.graph import USER, ValueSampler
 from posttrain_memory.worlds.naming import matcher
 from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.replies import Answer, answer
@@ -37,7 +37,7 @@ class Scenario:
     checked_first: bool = False
 
 
-def solved(task: MemoryTask, files: Mapping[str, str]) -> dict[str, str]:
+def apply_solution(task: MemoryTask, files: Mapping[str, str]) -> dict[str, str]:
     """The vault after the code of the scripted solution. Only its writing calls are evaluated; no code is run."""
     vault = Vault(MemoryStorage(dict(files)))
     functions = tools(vault)
@@ -51,7 +51,7 @@ def solved(task: MemoryTask, files: Mapping[str, str]) -> dict[str, str]:
 
 def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     """Right and wrong episodes of a task in the vault `files`."""
-    before, after = dict(files), solved(task, files)
+    before, after = dict(files), apply_solution(task, files)
     everything = "\n\n".join(before.values())
     found = [
         Scenario("right", True, after, task.reply, task.asks, len(task.solution)),
@@ -111,7 +111,7 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     return found
 
 
-def totals(
+def scenario_scores(
     tasks: Iterable[tuple[MemoryTask, Mapping[str, str]]], weights: RewardWeights
 ) -> dict[tuple[str, bool, str], list[Scored]]:
     """(kind, right, scenario name) -> scores, over tasks with their vaults, in order.
@@ -218,10 +218,10 @@ def _made_up(one: Answer, task: MemoryTask, names: Sequence[str]) -> str | None:
         return f"{int(one.value) + 7}"
     if one.type == "text" and matcher(declared[0].values) is None:
         return None
-    drawing = Drawing(random_stream("memory scenario", task.question))
+    sampler = ValueSampler(random_stream("memory scenario", task.question))
     taken = set(one.value.split("; "))
     for _ in range(100):
-        value = drawing.value(declared[0])
+        value = sampler.value(declared[0])
         if taken.isdisjoint((canonical(one.type, value) or "").split("; ")) and value not in task.question:
             return display(declared[0], value)
     return None

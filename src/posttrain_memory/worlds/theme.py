@@ -256,7 +256,17 @@ def themes() -> dict[str, Theme]:
     return {theme.name: theme for theme in map(read_theme, sorted(FOLDER.glob("*.yaml")))}
 
 
-FOREIGN = Theme.model_construct(name="foreign", user_facts=(), kinds=(), relations=())
+FOREIGN = Theme.model_construct(
+    name="foreign",
+    titles=(),
+    styles=(),
+    intro=(),
+    headings=Headings.model_construct(facts=(), relations=(), other=()),
+    user_facts=(),
+    kinds=(),
+    relations=(),
+    filler=(),
+)
 """The theme of a vault that was not generated here: it has no labels, so no line is read as a statement."""
 
 

@@ -291,7 +291,7 @@ _SEPTEMBER = re.compile(r"\bsept\b", re.IGNORECASE)
 _RANGE = re.compile(r"(?<=\d)\s?[/–—-]\s?(?=\d)")
 
 
-def said(kind: str, text: str, known: Iterable[str] = (), words: bool = True) -> list[str]:
+def spoken_values(kind: str, text: str, known: Iterable[str] = (), words: bool = True) -> list[str]:
     """The canonical values of one of the `FINDABLE` types in a reply, from left to right.
 
     `known` are canonical values to prefer for ambiguous spellings. With `words`, number words count, except `one`

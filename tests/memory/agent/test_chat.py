@@ -11,7 +11,7 @@ from rich.console import Console
 
 from posttrain.errors import RunError
 from posttrain_memory.agent.chat import LineChat, TerminalChat, lines, panel, visible
-from posttrain_memory.agent.session import Code, GaveUp, MemoryAgent, Refused, Result, Said, Thought
+from posttrain_memory.agent.session import Answered, Code, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.recipe import AgentRecipe
 from tests.memory.agent.scripts import NOTES, Script, code, reply, vault
@@ -93,7 +93,7 @@ def test_ctrl_c_interrupts_an_answer_and_then_leaves(agent, terminal):
     one = agent(MOVE, KeyboardInterrupt(), reply("In Basel."))
     shown = terminal(one, "Ada moved.", "Where?", KeyboardInterrupt())
     assert shown.index("+- city: Basel") < shown.index("interrupted") < shown.index("In Basel.")
-    assert len(one._speaker.log) == 2
+    assert len(one._chat_client.log) == 2
 
 
 def test_faults_are_told_and_the_chat_goes_on(agent, terminal):
@@ -118,7 +118,7 @@ EVENTS = {
     "code": Code,
     "result": Result,
     "refused": lambda text: Refused(text, text),
-    "said": lambda text: Said(text, True),
+    "said": lambda text: Answered(text, True),
     "gave up": GaveUp,
 }
 
@@ -195,7 +195,7 @@ def test_what_a_question_with_a_rule_hides_does_not_come_with_the_next_one(agent
     one = agent(LOOK, reply("Seen."), LOOK, reply(f"{PHONE}"), reply("Hm."))
     shown = terminal(one, "What do you know?", f"And her number? <filter>{HIDE}</filter>", "Thanks.")
     assert shown.count(PHONE) == 1  # the result of the first question
-    assert [PHONE in str(conversation) for conversation in one._speaker.log] == [True, True, False]
+    assert [PHONE in str(conversation) for conversation in one._chat_client.log] == [True, True, False]
 
 
 # -- line by line -----------------------------------------------------------------------------------------------------

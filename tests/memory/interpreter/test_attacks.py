@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits, Ran
+from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits, RunResult
 from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.limits import VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
@@ -86,7 +86,7 @@ def place(request, tmp_path):
     found.vault.close()
 
 
-def attack(interpreter: Interpreter, place: Place, code: str) -> Ran:
+def attack(interpreter: Interpreter, place: Place, code: str) -> RunResult:
     """Run the code and hold what must hold after any code."""
     ran = interpreter.run(code, tools(place.vault))
     seen = repr(ran)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain_memory.privacy.filter import HIDDEN, Filter
+from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
 from tests.memory.privacy.markdown_cases import CASES, notes
 
 
@@ -16,7 +16,7 @@ def test_nothing_hidden_is_shown_or_said_and_the_rest_stays(name):
     files, (_, rule, hidden, kept) = notes(CASES[name]), CASES[name]
     everything = "\n".join([*files, *files.values()]).casefold()
     assert [text for text in hidden if text.casefold() not in everything and name != "block: width"] == []
-    one = Filter([rule], files)
+    one = PrivacyFilter([rule], files)
     assert one.problem is None
     shown = "\n".join([*one.view, *one.view.values()])
     assert [text for text in hidden if text.casefold() in shown.casefold()] == []

@@ -200,7 +200,7 @@ def test_a_journal_from_before_it_kept_the_time_is_read(tmp_path):
     (tmp_path / "a.md").write_text("one")
     (tmp_path / RESERVED / "journal.jsonl").write_text('[1, "create", [["a.md", null, "one"]]]\n')
     vault = opened(tmp_path)
-    assert vault.journal.remark is None
+    assert vault.journal.warning is None
     assert [entry.time for entry in vault.journal.entries()] == [None]
     vault.append("a.md", "two")
     vault.close()

@@ -11,12 +11,12 @@ from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.generation import MAKERS, identity, tasks_of
+from posttrain_memory.worlds.generation import MAKERS, question_key, tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import solved
+from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.task import KINDS, VARIANTS
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
@@ -42,11 +42,11 @@ def outcome(task, world, after, reply=None):
 def test_solutions_succeed_and_tasks_are_told_apart(seed):
     world, recipe = worlds(seed)
     tasks = tasks_of(world, recipe)
-    assert len({identity(task) for task in tasks}) == len(tasks) >= 15
+    assert len({question_key(task) for task in tasks}) == len(tasks) >= 15
     for task in tasks:
         assert 1 <= len(task.code) <= 4
         assert task.code[0] == 'user = read_file("user.md")'
-        scored = outcome(task, world, solved(task, world.files))
+        scored = outcome(task, world, apply_solution(task, world.files))
         assert scored.success, (task, scored.faults)
         assert asks(task.reply) == task.asks
         assert task.hops in (0, 1, 2)
@@ -58,7 +58,7 @@ def test_solutions_succeed_and_tasks_are_told_apart(seed):
 def test_a_solution_with_a_part_changed_fails(seed, place):
     world, recipe = worlds(seed)
     for task in tasks_of(world, recipe):
-        after = solved(task, world.files)
+        after = apply_solution(task, world.files)
         if task.kind == "update":
             assert not outcome(task, world, dict(world.files)).success
             written = sorted(path for path in {*after, *world.files} if after.get(path) != world.files.get(path))
@@ -136,7 +136,7 @@ def test_solutions_run_in_the_interpreter():
             for code in task.code:
                 ran = interpreter.run(code, tools(vault))
                 assert ran.error is None, (code, ran.error)
-            assert vault.files() == solved(task, world.files)
+            assert vault.files() == apply_solution(task, world.files)
     finally:
         interpreter.close()
 
