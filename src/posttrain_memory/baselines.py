@@ -54,11 +54,11 @@ def rule_agent(question: str, files: dict[str, str]) -> tuple[str, dict[str, str
         return "I find no note on this. Whom or what do you mean?", files
     if label is None:
         return _by_relation(rest, path, files, facts), files
-    found = [fact for fact in facts if fact.about == path and label in fact.labels and fact.kind != "link"]
+    matching = [fact for fact in facts if fact.about == path and label in fact.labels and fact.kind != "link"]
     name = title(files[path]) or "you"
-    if not found:
+    if not matching:
         return f"My note on {name} does not give the {label}. Can you tell me?", files
-    values = {fact.value: files[fact.note][fact.value_start : fact.value_end].strip() for fact in found}
+    values = {fact.value: files[fact.note][fact.value_start : fact.value_end].strip() for fact in matching}
     if any(HIDDEN in value for value in values.values()):
         return f"I may not share the {label} of {name}.", files
     if len(values) > 1:
@@ -74,10 +74,10 @@ def _subject(question: str, files: dict[str, str], facts: Sequence[Fact]) -> tup
     named.sort(key=lambda item: (item[1] == USER, -len(item[0])))
     path: str | None = None
     rest = lowered
-    for name, found in named:
+    for name, name_path in named:
         rest = rest.replace(name, " ")
-        if path is None and found != USER:
-            path = found
+        if path is None and name_path != USER:
+            path = name_path
     if path is None and re.search(r"\b(?:my|i|me)\b", lowered):
         path = USER
     relations = {label: fact for fact in facts if fact.kind == "link" for label in fact.labels}
@@ -96,17 +96,17 @@ def _values(facts: Sequence[Fact]) -> set[str]:
 
 def _label(text: str, labels: set[str]) -> str | None:
     """The longest of `labels` that occurs in `text`."""
-    found = [label for label in labels if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)]
-    return max(found, key=lambda label: (len(label), label), default=None)
+    matches = [label for label in labels if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)]
+    return max(matches, key=lambda label: (len(label), label), default=None)
 
 
 def _by_relation(rest: str, path: str, files: dict[str, str], facts: Sequence[Fact]) -> str:
     """An answer from the links of a note: the targets of a relation, or their number."""
     label = _label(rest, {label for fact in facts if fact.kind == "link" for label in fact.labels})
-    found = [fact.value for fact in facts if fact.kind == "link" and fact.about == path and label in fact.labels]
-    if label is None or not found:
+    targets = [fact.value for fact in facts if fact.kind == "link" and fact.about == path and label in fact.labels]
+    if label is None or not targets:
         return "The notes do not say. What exactly do you want to know?"
-    names = [title(files.get(value, "")) or value for value in dict.fromkeys(found)]
+    names = [title(files.get(value, "")) or value for value in dict.fromkeys(targets)]
     return f"There are {len(names)}." if "how many" in rest else f"{', '.join(names)}."
 
 
@@ -116,20 +116,20 @@ def _changed(
     """The notes after the change that the message asks for. None if it asks for none, or for one that is not
     understood.
     """
-    own = [fact for fact in facts if fact.note == path and fact.about == path and label in fact.labels]
+    matching = [fact for fact in facts if fact.note == path and fact.about == path and label in fact.labels]
     text = files[path]
     if _DELETES.search(question):
-        if len(own) != 1:
+        if len(matching) != 1:
             return None
-        return {**files, path: text[: own[0].start] + text[own[0].end + 1 :]}
+        return {**files, path: text[: matching[0].start] + text[matching[0].end + 1 :]}
     after = question[question.casefold().rfind(label) :]
     given = _GIVEN.search(after) if _SETS.search(question) else None
     if given is None:
         return None
-    if len(own) == 1:
-        return {**files, path: text[: own[0].value_start] + given["value"] + text[own[0].value_end :]}
+    if len(matching) == 1:
+        return {**files, path: text[: matching[0].value_start] + given["value"] + text[matching[0].value_end :]}
     gap = "" if text.endswith("\n") else "\n"
-    return {**files, path: f"{text}{gap}- {label}: {given['value']}\n"} if not own else None
+    return {**files, path: f"{text}{gap}- {label}: {given['value']}\n"} if not matching else None
 
 
 BaselinePolicy = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
@@ -158,13 +158,13 @@ def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -
 
     The judge is not called. A policy is omitted if one of its episodes can be scored only by a judge.
     """
-    found = {}
+    results = {}
     for name, player in BASELINE_POLICIES.items():
         outcomes = [_played(recipe, player, one) for one in assignments]
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(outcomes):
-            found[name] = summary(known, sampled=name == "random")
-    return found
+            results[name] = summary(known, sampled=name == "random")
+    return results
 
 
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
@@ -179,7 +179,10 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
         columns.setdefault(one.kind, []).append(one.success)
         for name, success in zip((NOTES, ASKED_AFTER), one.halves or (), strict=False):
             columns.setdefault(name, []).append(success)
-    scores = {name: (sum(own) / len(own), *_interval(sum(own) / len(own), len(own))) for name, own in columns.items()}
+    scores = {
+        name: (sum(successes) / len(successes), *_interval(sum(successes) / len(successes), len(successes)))
+        for name, successes in columns.items()
+    }
     paid = math.fsum(one.paid for one in outcomes) / n
     return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, scores)
 

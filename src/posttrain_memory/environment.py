@@ -104,17 +104,17 @@ class Memory(Environment):
         self._current()
         self._turns += 1
         left = self.recipe.max_turns - self._turns
-        found = parse(action, self.recipe.thinking)
+        parsed = parse(action, self.recipe.thinking)
         info: dict[str, Any] = {"kind": self._kind}
-        if isinstance(found, Reply):
-            return self._end(found.text, info, 0.0)
+        if isinstance(parsed, Reply):
+            return self._end(parsed.text, info, 0.0)
         reward, messages = 0.0, []
-        if isinstance(found, Rejected):
-            info["rejected"] = found.reason
+        if isinstance(parsed, Rejected):
+            info["rejected"] = parsed.reason
             reward = self.recipe.rejected
-            messages = [refusal(found.reason, left)]
+            messages = [refusal(parsed.reason, left)]
         elif left:
-            messages = [self._session.run(found.code)]
+            messages = [self._session.run(parsed.code)]
             messages = [last_call(messages[0])] if left == 1 else messages
         if not left:
             return self._end(None, info, reward)
@@ -174,8 +174,8 @@ class Memory(Environment):
         files = self._current().files
         facts = [fact for fact in facts_of(files, self._current().task.theme) if fact.kind != "link"]
         fact = facts[min(int(draw * len(facts)), len(facts) - 1)]
-        said = files[fact.note][fact.value_start : fact.value_end]
-        return self._written("I guess.", f"<reply>It is {said}.</reply>")
+        value = files[fact.note][fact.value_start : fact.value_end]
+        return self._written("I guess.", f"<reply>It is {value}.</reply>")
 
     @classmethod
     def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:

@@ -57,15 +57,15 @@ def judge_episode(
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """A unified diff of two vaults (path -> text), sorted by path; empty if they are equal."""
-    found: list[str] = []
+    lines: list[str] = []
     for path in sorted({*before, *after}):
         old, new = before.get(path), after.get(path)
         if old == new:
             continue
         names = (path if old is not None else "(new)", path if new is not None else "(deleted)")
         one, other = ([] if text is None else text.split("\n") for text in (old, new))
-        found += difflib.unified_diff(one, other, *names, n=2, lineterm="")
-    return "\n".join(found)
+        lines += difflib.unified_diff(one, other, *names, n=2, lineterm="")
+    return "\n".join(lines)
 
 
 def _rubric(task: MemoryTask) -> str:

@@ -252,10 +252,10 @@ class _Code:
         place = 0
         while place < len(text):
             signs = _IN_STRING if self._quote else _IN_COMMENT if self._comment else _IN_CODE
-            found = signs.search(text, place)
-            if not found:
+            match = signs.search(text, place)
+            if not match:
                 break
-            place = found.start()
+            place = match.start()
             step = self._string(text, place) if self._quote else self._plain(text, place)
             if step <= 0:
                 return place, step < 0

@@ -78,10 +78,10 @@ def system_prompt(turns: int, thinking: bool = True, length: PromptLength = "ful
 
 def first_messages(system: str, question: str, rules: Sequence[str] = ()) -> list[Message]:
     """The messages before the model's first one. `rules` are the user's privacy rules, without their tags."""
-    told = "".join(f"\n<filter>{neutral(rule.strip())}</filter>" for rule in rules)
+    filters = "".join(f"\n<filter>{neutral(rule.strip())}</filter>" for rule in rules)
     return [
         {"role": "system", "content": system},
-        {"role": "user", "content": neutral(question).strip() + told},
+        {"role": "user", "content": neutral(question).strip() + filters},
     ]
 
 

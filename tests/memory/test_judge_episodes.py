@@ -17,7 +17,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.summary import reported, summarise
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import Player, Place, play_all
+from posttrain.rollout.driver import Place, Player, play_all
 from posttrain.rollout.streams import Outcome, StopReason
 from posttrain.rollout.view import view_episode
 from posttrain_memory.environment import Memory, assignment

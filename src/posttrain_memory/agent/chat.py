@@ -38,8 +38,8 @@ def panel(event: Event) -> RenderableType:
         case Result(text):
             return _framed(Text(_first(visible(_inside(text)))), "result", "blue")
         case Refused(reason, message):
-            said = Text(f"\n{_first(visible(message.strip()), 8)}", style="dim")
-            return _framed(Group(Text(visible(reason)), said), "not understood", "yellow")
+            excerpt = Text(f"\n{_first(visible(message.strip()), 8)}", style="dim")
+            return _framed(Group(Text(visible(reason)), excerpt), "not understood", "yellow")
         case Answered(text, withheld):
             return _framed(Text(visible(text)), "reply", "green", _WITHHELD if withheld else None)
         case GaveUp(reason):

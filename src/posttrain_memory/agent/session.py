@@ -104,11 +104,11 @@ class MemoryAgent:
         Raises InputError for an empty question, and RunError if the interpreter, the server or the disk fails.
         Changes made before a failure can be undone.
         """
-        words, own = split_question(question)
+        words, question_rules = split_question(question)
         if not words:
             raise InputError("the question has no words; ask something")
-        continues, self._continuable = self._continuable and not own, False
-        rules = [*self.rules, *own]
+        continues, self._continuable = self._continuable and not question_rules, False
+        rules = [*self.rules, *question_rules]
         before, self._diff = self.vault.journal.mark(), ""
         try:
             session = self._session(rules)
@@ -119,7 +119,7 @@ class MemoryAgent:
             self._send_question(words, rules, continues)
             for event in self._turns(session):
                 # A question after one with its own rules must not know what that one revealed.
-                self._continuable = isinstance(event, Answered) and not own
+                self._continuable = isinstance(event, Answered) and not question_rules
                 yield event
         except VaultError as error:
             raise RunError(f"the memory cannot be used: {error}") from None
@@ -177,20 +177,20 @@ class MemoryAgent:
             except ContextFull as full:
                 yield GaveUp(f"{full}; ask again, and a new conversation begins")
                 return
-            found = parse(answer, self.settings.thinking)
-            if isinstance(found, Rejected):
-                yield Refused(session.redact(found.reason), session.redact(answer))
-                message = refusal(found.reason, left)
+            parsed = parse(answer, self.settings.thinking)
+            if isinstance(parsed, Rejected):
+                yield Refused(session.redact(parsed.reason), session.redact(answer))
+                message = refusal(parsed.reason, left)
             else:
-                if found.thought.strip():
-                    yield Thought(session.redact(found.thought.strip()))
-                if isinstance(found, Reply):
-                    said = session.redact(found.text.strip())
-                    yield Answered(said, said != found.text.strip())
+                if parsed.thought.strip():
+                    yield Thought(session.redact(parsed.thought.strip()))
+                if isinstance(parsed, Reply):
+                    reply = session.redact(parsed.text.strip())
+                    yield Answered(reply, reply != parsed.text.strip())
                     return
-                yield Code(session.redact(found.code.strip("\n")))
+                yield Code(session.redact(parsed.code.strip("\n")))
                 if left:
-                    message = self._run_code(session, found.code, left)
+                    message = self._run_code(session, parsed.code, left)
                     yield Result(session.redact(message["content"]))
             if left:
                 self._chat_client.observe([message])

@@ -259,11 +259,11 @@ def _environment() -> dict[str, str]:
 
 def _settings(limits: InterpreterLimits) -> dict[str, object]:
     """The settings that a worker receives once."""
-    found = importlib.util.find_spec("pydantic_monty")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("pydantic_monty")
+    if spec is None or spec.origin is None:
         raise InterpreterFault("the package pydantic_monty is missing; run `pip install 'posttrain[memory]'`")
     return {
-        "path": [str(Path(found.origin).parents[1])],
+        "path": [str(Path(spec.origin).parents[1])],
         "process_bytes": _PROCESS_BYTES + 4 * limits.memory_bytes,
         "turns_per_process": 10_000,
         "wall_seconds": _hang_seconds(limits),

@@ -72,10 +72,10 @@ class ToolSession:
             first = self.calls == 1
             if self.filter.active and name in CHANGING:
                 raise VaultError("notes cannot be changed while a privacy rule holds", "PermissionError")
-            found = call({name: function}, name, list(args), kwargs)
+            returned = call({name: function}, name, list(args), kwargs)
             if first and name in _READING:
                 self.checked_first = self._is_user(name, str(next(iter([*args, *kwargs.values()]))))
-            return found
+            return returned
 
         return guarded
 

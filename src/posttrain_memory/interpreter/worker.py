@@ -58,8 +58,8 @@ class Channel:
             if not piece:
                 raise EOFError
             self._read += piece
-        found, self._read = self._read[:size], self._read[size:]
-        return found
+        message, self._read = self._read[:size], self._read[size:]
+        return message
 
 
 class Unsupported(Exception):
@@ -260,15 +260,15 @@ def _values(session: Any, names: list[str], last: object, settings: dict[str, An
 
     try:
         at = session.feed_start("locals()", print_callback=PrintBuffer(0))
-        found = _convert(at, "output") if isinstance(at, MontyComplete) else {}
+        values = _convert(at, "output") if isinstance(at, MontyComplete) else {}
     except MontyError:
-        found = {}
-    if not isinstance(found, dict):
-        found = {}
-    found = {str(name): value for name, value in found.items() if name not in names and not str(name).startswith("_")}
+        values = {}
+    if not isinstance(values, dict):
+        values = {}
+    values = {str(name): value for name, value in values.items() if name not in names and not str(name).startswith("_")}
     if last is not None:
-        found[_LAST] = last
-    kept = {name: v for name, v in found.items() if not (isinstance(v, str) and _NO_VALUE.fullmatch(v[:200]))}
+        values[_LAST] = last
+    kept = {name: v for name, v in values.items() if not (isinstance(v, str) and _NO_VALUE.fullmatch(v[:200]))}
     return JsonConverter(settings["output_chars"]).values(kept)
 
 

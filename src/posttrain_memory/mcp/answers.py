@@ -56,13 +56,13 @@ class Answers:
 
     def __call__(self, question: str, work: Work) -> str:
         """The reply. Raises Refusal if there is none, and PosttrainError for failures unrelated to the question."""
-        words, own = split_question(question)
+        words, question_rules = split_question(question)
         if not words:
             raise Refusal("the question has no words; ask something")
         # Set for each question: a server may run for weeks, and the code's clock is fixed.
         now = datetime.now().isoformat(timespec="seconds")
         with Interpreter(self._settings.interpreter.model_copy(update={"now": now})) as interpreter:
-            return self._replied(question, self._agent(own, interpreter, work), work)
+            return self._replied(question, self._agent(question_rules, interpreter, work), work)
 
     def _replied(self, question: str, agent: MemoryAgent, work: Work) -> str:
         work.status, turn = "turn 1", 1
@@ -84,14 +84,14 @@ class Answers:
             agent.close()
         raise Refusal("the question was withdrawn")
 
-    def _agent(self, own: Sequence[str], interpreter: Interpreter, work: Work) -> MemoryAgent:
+    def _agent(self, question_rules: Sequence[str], interpreter: Interpreter, work: Work) -> MemoryAgent:
         """The agent for a question with its own rules (`own`)."""
         standing = rules = self._notes.rules
-        if own and standing:
+        if question_rules and standing:
             # Works on a copy to which the server's rules have been applied. Combining both sets of rules could reveal
             # more, and a rule that names a hidden note would reveal that it exists.
             vault, rules = Vault(MemoryStorage(self._notes.view())), ()
-        elif own or standing or self._read_only:
+        elif question_rules or standing or self._read_only:
             vault = Vault(DiskStorage(self._notes.root, read_only=True))
         else:
             vault = self._locked(work)

@@ -94,16 +94,16 @@ def listener(port: int) -> socket.socket:
     """A socket listening on `port` of the loopback address; 0 picks a free port. Raises InputError if the port is in
     use.
     """
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((ADDRESS, port))
+        server.bind((ADDRESS, port))
         # Clients can connect from here on, and wait until the model is loaded.
-        found.listen(_CONNECTIONS)
+        server.listen(_CONNECTIONS)
     except OSError as error:
-        found.close()
+        server.close()
         raise InputError(f"port {port} of {ADDRESS} cannot be used: {error.strerror}; give --http another") from None
-    return found
+    return server
 
 
 def serve_http(server: "Server[Any]", on: socket.socket, token: str) -> None:

@@ -49,9 +49,9 @@ class SharedNotes:
         of them.
         """
         with self._opened() as (vault, rules):
-            found = tools(vault)["search_files"](text)
-            assert isinstance(found, list)
-            return self._shown("\n".join(found), rules) or "no line of a note holds this text"
+            hits = tools(vault)["search_files"](text)
+            assert isinstance(hits, list)
+            return self._shown("\n".join(hits), rules) or "no line of a note holds this text"
 
     def read(self, path: str, start: int = 0) -> str:
         """At most `PIECE` characters of a note from character `start`, and a line that says how to continue.

@@ -166,7 +166,7 @@ def _tools(ask: bool, read_only: bool) -> "list[types.Tool]":
     if not read_only:
         changing |= {"destructive_hint": True, "idempotent_hint": False}
     text = {"type": "string", "minLength": 1}
-    found = [
+    offered = [
         Tool(
             name="ask",
             title="Ask the memory",
@@ -202,7 +202,7 @@ def _tools(ask: bool, read_only: bool) -> "list[types.Tool]":
             annotations=ToolAnnotations(title="List the notes", **looking),
         ),
     ]
-    return found if ask else found[1:]
+    return offered if ask else offered[1:]
 
 
 def _schema(**properties: Mapping[str, Any]) -> dict[str, Any]:

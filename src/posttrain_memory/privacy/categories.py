@@ -131,7 +131,7 @@ def of_category(category: str, text: str, wide: bool = True) -> list[Span]:
     """Spans of `text` that look like values of a category. Without `wide`, only the forms used in generated worlds."""
     if category == "address" and not wide:
         return [match.span() for match in _STREET.finditer(text)]
-    spans = [] if category == "address" else [(found.start, found.end) for found in find(category, text)]
+    spans = [] if category == "address" else [(item.start, item.end) for item in find(category, text)]
     if not wide:
         return spans
     if category == "phone":

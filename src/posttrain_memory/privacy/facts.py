@@ -50,14 +50,14 @@ def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
 
 def names_of(files: Mapping[str, str]) -> dict[str, str]:
     """Lower-case name -> path, from the titles and file names of notes."""
-    found = {}
+    paths = {}
     for path, text in files.items():
         if path != "user.md":
             stem = path.removesuffix(".md").rsplit("/", 1)[-1]
-            found[" ".join(re.sub(r"[_-]+", " ", stem).casefold().split())] = path
+            paths[" ".join(re.sub(r"[_-]+", " ", stem).casefold().split())] = path
         if title(text):
-            found[" ".join(title(text).casefold().split())] = path
-    return {name: path for name, path in found.items() if name}
+            paths[" ".join(title(text).casefold().split())] = path
+    return {name: path for name, path in paths.items() if name}
 
 
 def link_resolver(files: Mapping[str, str]) -> Callable[[str], str | None]:
@@ -68,22 +68,22 @@ def link_resolver(files: Mapping[str, str]) -> Callable[[str], str | None]:
 
 def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
     for place in parse(files, theme.name).places:
-        said = place.statement
-        attribute = theme.attributes.get(said.key)
+        statement = place.statement
+        attribute = theme.attributes.get(statement.key)
         if attribute is not None:
             labels = {attribute.label, *attribute.aliases}
-            kind: str = attribute.type if not said.value.startswith("?") else "text"
+            kind: str = attribute.type if not statement.value.startswith("?") else "text"
         else:
-            relation = theme.relation(said.key)
-            backwards = said.key.endswith("~")
+            relation = theme.relation(statement.key)
+            backwards = statement.key.endswith("~")
             labels = {relation.inverse, relation.inverse_plural} if backwards else {relation.label, relation.plural}
-            kind = "link" if not said.value.startswith("?") else "text"
+            kind = "link" if not statement.value.startswith("?") else "text"
         yield Fact(
-            said.note,
-            said.about,
+            statement.note,
+            statement.about,
             frozenset(map(plain_label, labels)),
             kind,
-            said.value.removeprefix("?"),
+            statement.value.removeprefix("?"),
             place.start,
             place.end,
             place.value_start,
@@ -117,8 +117,8 @@ def _of_line(
     if links(match["value"]) or not match["value"]:
         return
     for kind in _KINDS:
-        found = canonical(kind, match["value"])
-        if found is not None:
-            yield Fact(path, about, labels, kind, found, start, end, start + first, start + last)
+        parsed_value = canonical(kind, match["value"])
+        if parsed_value is not None:
+            yield Fact(path, about, labels, kind, parsed_value, start, end, start + first, start + last)
             return
     yield Fact(path, about, labels, "text", match["value"].strip(), start, end, start + first, start + last)

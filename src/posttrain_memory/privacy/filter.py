@@ -62,12 +62,12 @@ class PrivacyFilter:
         """The first sentence that is not a rule. If there is one, nothing is shown."""
         labels = frozenset(label for fact in self._facts for label in fact.labels)
         for text in rules:
-            found = read_rules(text, labels, self._names)
-            if isinstance(found, NotUnderstood):
-                self.problem = self.problem or found
+            parsed = read_rules(text, labels, self._names)
+            if isinstance(parsed, NotUnderstood):
+                self.problem = self.problem or parsed
             else:
-                self.rules += found
-                allowing += [alone] if (alone := [rule for rule in found if rule.allow]) else []
+                self.rules += parsed
+                allowing += [alone] if (alone := [rule for rule in parsed if rule.allow]) else []
         self._secrets = Index([])
         self._closed = self.problem is not None or Rule(False) in self.rules
         """Whether nothing at all may be said."""
@@ -126,13 +126,13 @@ class PrivacyFilter:
                 seen = [fact for fact in facts[path] if fact not in hidden]
                 spans[path] = [*whole[path], *self._again(path, seen, index, secret), *self._by_name(path, names, gone)]
         turned = self._turned(gone, index, secret)
-        for path, found in spans.items():
-            self.view[turned.get(path, path)] = blanked(self._files[path], [*found, *self._links(path, found, turned)])
+        for path, item in spans.items():
+            self.view[turned.get(path, path)] = blanked(self._files[path], [*item, *self._links(path, item, turned)])
         names_hidden = Index(Value("text", name) for name in self._hidden_names(hidden))
         shown: set[Value] = set()
         words = set(self._named)
         for text in self.view.values():
-            shown |= {value for found in (index, names_hidden) for _, _, value in found.find(text)}
+            shown |= {value for item in (index, names_hidden) for _, _, value in item.find(text)}
             words |= set(re.findall(r"[^\W_]+", text.casefold()))
         kept = [value for value in (*secret, *names_hidden.values) if value not in shown and value.kind != "word"]
         self._secrets = Index([*kept, *(word for word in self._words if word.text.casefold() not in words)])
@@ -150,10 +150,10 @@ class PrivacyFilter:
         for number, span in self._matcher.pieces(path, text, page):
             spans.append(span)
             piece = page.pieces[number]
-            said = text[max(span[0], piece.value_start) : span[1]]
-            if piece.kind != "heading" and len(said.split()) <= 8 and not links(said):
+            hidden_part = text[max(span[0], piece.value_start) : span[1]]
+            if piece.kind != "heading" and len(hidden_part.split()) <= 8 and not links(hidden_part):
                 abouts = page.mentions[number] & self._matcher.abouts or {path}
-                for value in self._values(said, None):
+                for value in self._values(hidden_part, None):
                     secret.setdefault(value, set()).update(abouts)
         for piece, mentions in zip(page.pieces, page.mentions, strict=True):
             if path not in gone and mentions & gone and not self._matcher.allowing:
@@ -163,7 +163,7 @@ class PrivacyFilter:
         else:
             spans += self._matcher.unread(path, text, page, facts)
         hidden_text = [text] if path in gone else [text[start:end] for start, end in spans]
-        self._words |= {value for said in hidden_text for value in self._matcher.words(said)}
+        self._words |= {value for hidden_part in hidden_text for value in self._matcher.words(hidden_part)}
         return [*spans, *self._by_looks(path)]
 
     def _values(self, text: str, fact: Fact | None) -> Iterable[Value]:
@@ -190,9 +190,9 @@ class PrivacyFilter:
         free = sorted((fact.value_start, fact.value_end, fact.about) for fact in seen)
         for start, end, value in index.find(self._files[path]):
             abouts = secret[value]
-            told = [about for first, last, about in free if first < end and start < last]
+            permitted = [about for first, last, about in free if first < end and start < last]
             here = page.touches((start, end), abouts)
-            if told and (self._theme is not None or (not here and not abouts & set(told))):
+            if permitted and (self._theme is not None or (not here and not abouts & set(permitted))):
                 continue
             near = here or (self._theme is None and value.kind == "text" and page.knows(abouts))
             if telling(value) or near or self._matcher.everywhere(value):
@@ -219,25 +219,25 @@ class PrivacyFilter:
 
     def _turned(self, gone: set[str], index: Index, secret: Mapping[Value, set[str]]) -> dict[str, str]:
         """Path -> a neutral path, for each note whose own path would reveal something."""
-        found: dict[str, str] = {}
+        renamed: dict[str, str] = {}
         for path in sorted(self._files):
             if path in gone or path == USER:
                 continue
             name = path.removesuffix(".md").replace("_", " ")
             page = self._pages[path]
-            told = any(
+            reveals = any(
                 telling(value) or (self._theme is None and page.knows(secret[value]))
                 for _, _, value in index.find(name)
             )
             for rule in self.rules if self._theme is None else ():
                 if not rule.allow and rule.category and (rule.about is None or page.knows({rule.about})):
-                    told = told or bool(of_category(rule.category, name))
-            if told:
-                number = len(found) + 1
+                    reveals = reveals or bool(of_category(rule.category, name))
+            if reveals:
+                number = len(renamed) + 1
                 while f"hidden-{number}.md" in self._files:
                     number += len(self._files)
-                found[path] = f"hidden-{number}.md"
-        return found
+                renamed[path] = f"hidden-{number}.md"
+        return renamed
 
     def _hidden_names(self, hidden: set[Fact]) -> list[str]:
         """Names of notes about which nothing may be said, and of targets of forbidden relations."""

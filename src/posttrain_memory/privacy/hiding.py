@@ -138,9 +138,9 @@ class RuleMatcher:
             known = self._found.get(rule, False)
             words = set((rule.label or CATEGORIES[rule.category or "phone"][0]).split()) - COMMON
             for start, end in prose(text, facts):
-                said = set(re.findall(r"\w+", text[start:end].casefold()))
+                sentence_words = set(re.findall(r"\w+", text[start:end].casefold()))
                 about = rule.about is None or page.concerns((start, end), rule.about)
-                if about and (words & said or (rule.about is not None and not known)):
+                if about and (words & sentence_words or (rule.about is not None and not known)):
                     yield start, end
             if path == rule.about and not known:
                 name = title(text)
@@ -150,10 +150,14 @@ class RuleMatcher:
                     ):
                         yield piece.start, piece.end
 
-    def rest(self, text: str, page: Page, told: Sequence[Fact], names: Mapping[str, str], path: str) -> Iterator[Span]:
+    def rest(
+        self, text: str, page: Page, permitted: Sequence[Fact], names: Mapping[str, str], path: str
+    ) -> Iterator[Span]:
         """Everything in a note except the permitted facts and the names of notes in its title and links."""
         kept = [
-            (fact.start, fact.end) for fact in told if fact.kind != "link" and self._plainly_governed(fact, text, page)
+            (fact.start, fact.end)
+            for fact in permitted
+            if fact.kind != "link" and self._plainly_governed(fact, text, page)
         ]
         for start, end, target, alias in links(text):
             stem_ = re.sub(r"[_-]+", " ", target.removesuffix(".md").rpartition("/")[2]).casefold()
@@ -180,13 +184,13 @@ class RuleMatcher:
         """Whether nothing above a fact suggests that it belongs to another note."""
         if all(rule.about is None for allowing in self.allowing for rule in allowing):
             return True
-        own = set().union(*(label.split() for label in fact.labels))
+        label_words = set().union(*(label.split() for label in fact.labels))
         for piece in page.pieces:
             if piece.start <= fact.value_start < max(piece.end, piece.start + 1):
                 above = piece.above if piece.kind not in ("cell", "head") else ()
                 for other in (*piece.headings, *above):
                     words = set(re.findall(r"\w+", other.casefold()))
-                    if other != title(text) and words - _NEUTRAL - own - _usual_headings():
+                    if other != title(text) and words - _NEUTRAL - label_words - _usual_headings():
                         return False
         return True
 
@@ -219,11 +223,11 @@ class RuleMatcher:
 
     def _is_found(self, rule: Rule) -> bool:
         """Whether the note that a rule is about has the fact that the rule means, under one of its names."""
-        own = self._about.get(rule.about or "", [])
+        note_facts = self._about.get(rule.about or "", [])
         if rule.category is not None:
-            return any(in_category(rule.category, fact, False, self._theme is None) for fact in own)
+            return any(in_category(rule.category, fact, False, self._theme is None) for fact in note_facts)
         names = _also(rule.label or "")
-        return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in own)
+        return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in note_facts)
 
     def _is_told(self, rule: Rule, page: Page, text: str) -> bool:
         """Whether a piece of a note states what a rule means, under a label, heading or column of its own."""
@@ -232,9 +236,11 @@ class RuleMatcher:
         for piece in page.pieces:
             start = self._from(rule, piece, text)
             if start is not None and piece.kind != "heading" and re.search(r"\w", text[start : piece.end]):
-                own = rule.label is None or (bool(piece.label) and _tells(self._terms[rule], piece.label))
+                labelled = rule.label is None or (bool(piece.label) and _tells(self._terms[rule], piece.label))
                 above = rule.label is not None and piece.kind in ("item", "cell")
-                if own or (above and any(_tells(self._terms[rule], one) for one in (*piece.headings, *piece.above))):
+                if labelled or (
+                    above and any(_tells(self._terms[rule], one) for one in (*piece.headings, *piece.above))
+                ):
                     return True
         return False
 
@@ -247,7 +253,7 @@ class RuleMatcher:
 
     def _from(self, rule: Rule, piece: Piece, text: str) -> int | None:
         """Where the forbidden part of a piece begins; None if the piece is not covered."""
-        said = text[piece.start : piece.end]
+        content = text[piece.start : piece.end]
         if rule.category is not None:
             words = LABELS[rule.category]
             governed = any(_words(other) & TITLES[rule.category] for other in piece.headings) or any(
@@ -262,11 +268,11 @@ class RuleMatcher:
         terms = self._terms[rule]
         if any(_tells(terms, other) for other in (*piece.headings, *piece.above)):
             return piece.start
-        if not _tells(terms, said):
+        if not _tells(terms, content):
             return None
         if piece.label and _only(terms, piece.label):
             return piece.value_start
-        return None if piece.kind in ("heading", "head") and _only(terms, said) else piece.start
+        return None if piece.kind in ("heading", "head") and _only(terms, content) else piece.start
 
 
 def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
@@ -278,17 +284,17 @@ def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
     if fact is not None and fact.kind in FINDABLE:
         return [Value(fact.kind, fact.value)]
     whole = text.strip().removesuffix("-->").strip().strip("*_`").strip()
-    found = [Value("text", whole)] if len(whole.split()) <= _LONGEST or not loose else []
+    values = [Value("text", whole)] if len(whole.split()) <= _LONGEST or not loose else []
     if (fact is not None and fact.kind == "list") or re.search(r", | and |; ", whole):
-        found += [Value("text", item) for item in re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", whole) if item]
-    found += [Value(kind, item.value) for kind in FINDABLE if kind != "number" for item in find(kind, whole)]
+        values += [Value("text", item) for item in re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", whole) if item]
+    values += [Value(kind, item.value) for kind in FINDABLE if kind != "number" for item in find(kind, whole)]
     if loose:
-        found += [Value("text", item) for item in re.split(r"\s*[,;/()\[\]\"|]\s*", whole)]
+        values += [Value("text", item) for item in re.split(r"\s*[,;/()\[\]\"|]\s*", whole)]
         if len(whole.split()) <= _LONGEST:
-            found += [Value("word", word) for word in re.findall(r"[^\W_]{4,}", whole)]
-        found += [Value("digits", re.sub(r"\D", "", run)) for run in re.findall(r"(?<!\w)\d[\d.,'’ ]*\d(?!\w)", whole)]
+            values += [Value("word", word) for word in re.findall(r"[^\W_]{4,}", whole)]
+        values += [Value("digits", re.sub(r"\D", "", run)) for run in re.findall(r"(?<!\w)\d[\d.,'’ ]*\d(?!\w)", whole)]
     dull = _DULL if loose else COMMON
-    return [value for value in found if value.text.casefold() not in dull and re.search(r"\w", value.text)]
+    return [value for value in values if value.text.casefold() not in dull and re.search(r"\w", value.text)]
 
 
 @cache
@@ -308,23 +314,23 @@ def _terms(label: str) -> list[frozenset[str]]:
     """Sets of stems; a text that mentions the label contains one of them. One set per significant word, or one set of
     all words.
     """
-    found = []
+    terms = []
     for name in _also(label):
         words = set(name.split()) - COMMON
         telling = [word for word in words - _GENERIC if name == label or len(words) == 1]
-        found += [frozenset([stem(word)]) for word in telling] or [frozenset(map(stem, words or {name}))]
-    return found
+        terms += [frozenset([stem(word)]) for word in telling] or [frozenset(map(stem, words or {name}))]
+    return terms
 
 
 def _tells(terms: Iterable[frozenset[str]], text: str) -> bool:
-    said = _stems(text)
-    return any(all(_has(said, one) for one in term) for term in terms)
+    stems = _stems(text)
+    return any(all(_has(stems, one) for one in term) for term in terms)
 
 
-def _has(said: frozenset[str], wanted: str) -> bool:
-    return wanted in said or (
+def _has(words: frozenset[str], wanted: str) -> bool:
+    return wanted in words or (
         len(wanted) >= 5
-        and any(len(word) >= 5 and (word.startswith(wanted) or wanted.startswith(word)) for word in said)
+        and any(len(word) >= 5 and (word.startswith(wanted) or wanted.startswith(word)) for word in words)
     )
 
 
@@ -347,6 +353,6 @@ def _stems(text: str) -> frozenset[str]:
 
 def _lettered(text: str, start: int, end: int) -> Iterator[Span]:
     """A span narrowed to its first and last letter or digit."""
-    found = list(re.finditer(r"[^\W_]", text[start:end]))
-    if found:
-        yield start + found[0].start(), start + found[-1].end()
+    matches = list(re.finditer(r"[^\W_]", text[start:end]))
+    if matches:
+        yield start + matches[0].start(), start + matches[-1].end()

@@ -64,13 +64,13 @@ class _Line:
 def outline(text: str) -> list[Piece]:
     """The pieces of a note in order. Every letter and digit belongs to at least one piece."""
     headings: list[tuple[int, str]] = []
-    found: list[Piece] = []
+    result: list[Piece] = []
     lines = list(_lines(text))
     at = 0
     lead: tuple[str, ...] = ()
     if lines[0].text.strip() == "---":
         front = next((i for i in range(1, len(lines)) if lines[i].text.strip() in ("---", "...")), 0)
-        found += _nested(lines[1:front], (), (), keyed=True)[0]
+        result += _nested(lines[1:front], (), (), keyed=True)[0]
         at = front
     while at < len(lines):
         line = lines[at]
@@ -79,18 +79,18 @@ def outline(text: str) -> list[Piece]:
             at += 1
         elif _FENCE.match(line.text):
             end = next((i for i in range(at + 1, len(lines)) if _FENCE.match(lines[i].text)), len(lines) - 1)
-            found.append(_block(lines, at, end, names, lead))
+            result.append(_block(lines, at, end, names, lead))
             at = end + 1
         elif _HTML.match(line.text):
             end = _html_end(lines, at)
-            found.append(_block(lines, at, end, names, lead))
+            result.append(_block(lines, at, end, names, lead))
             at = end + 1
         elif _HEADING.match(line.text) or (not line.marked and _underlined(lines, at)):
             level = len(line.text.lstrip()) - len(line.text.lstrip().lstrip("#"))
             level = level or (1 if lines[at + 1].text.lstrip().startswith("=") else 2)
             headings = [(other, name) for other, name in headings if other < level]
             above = tuple(name for _, name in headings)
-            found.append(_piece("heading", line, above, ()))
+            result.append(_piece("heading", line, above, ()))
             headings.append((level, line.text.strip("# \t")))
             lead = ()
             at += 1
@@ -98,16 +98,16 @@ def outline(text: str) -> list[Piece]:
             end = at
             while end + 1 < len(lines) and "|" in lines[end + 1].text:
                 end += 1
-            found += _cells(lines[at : end + 1], names, lead)
+            result += _cells(lines[at : end + 1], names, lead)
             at = end + 1
         else:
             end = at
             while end + 1 < len(lines) and _plain(lines, end + 1):
                 end += 1
             pieces, lead = _nested(lines[at : end + 1], names, lead)
-            found += pieces
+            result += pieces
             at = end + 1
-    return found
+    return result
 
 
 def _lines(text: str) -> Iterator[_Line]:
@@ -194,7 +194,7 @@ def _cells(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...]
     """The cells of a table. Their context is the column head and the whole row."""
     headed = len(lines) > 1 and bool(_DELIMITERS.match(lines[1].text))
     heads = [cell for _, cell in _row(lines[0])] if headed else []
-    found = []
+    cells = []
     for number, line in enumerate(lines):
         if _DELIMITERS.match(line.text):
             continue
@@ -205,10 +205,10 @@ def _cells(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...]
             skip = len(cell) - len(cell.lstrip())
             begin, end = line.start + start + skip, line.start + start + len(cell.rstrip())
             if end > begin:
-                found.append(
+                cells.append(
                     Piece("head" if head else "cell", begin, end, begin, "", headings, (*above, *column_head, *row))
                 )
-    return found
+    return cells
 
 
 def _row(line: _Line) -> list[tuple[int, str]]:
@@ -228,9 +228,9 @@ def _nested(
 
     `keyed`: the lines are front matter, in which a key without indentation ends the previous one.
     """
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     stack: list[tuple[int, str]] = []
-    own: list[str] = []
+    wrapped: list[str] = []
     lead, ends = above, ""
     previous: _Line | None = None
     blank = False
@@ -257,14 +257,14 @@ def _nested(
             lead = ()
         if blank and not line.marked and not line.indent and not goes_on:
             stack = []
-        if goes_on and not blank and found and not re.match(r":\s", line.text.lstrip()):
+        if goes_on and not blank and pieces and not re.match(r":\s", line.text.lstrip()):
             # A wrapped line is one piece with the line that it continues.
-            own.append(line.text)
-            found[-1] = replace(found[-1], end=line.start + len(line.text.rstrip()))
+            wrapped.append(line.text)
+            pieces[-1] = replace(pieces[-1], end=line.start + len(line.text.rstrip()))
             previous = line
             continue
-        if len(own) > 1 and stack:
-            stack[-1] = (stack[-1][0], "\n".join(own))
+        if len(wrapped) > 1 and stack:
+            stack[-1] = (stack[-1][0], "\n".join(wrapped))
         outer = [(indent, text) for indent, text in stack if indent < line.indent]
         stack = stack[-_CHAIN:] if goes_on else outer
         if keyed and not line.marked and not line.indent:
@@ -275,11 +275,11 @@ def _nested(
             lead = (line.text,)
             ends = "quote" if _CALLOUT.match(line.text) else "list" if line.text.rstrip().endswith(":") else ""
             piece = replace(piece, above=tuple(text for _, text in stack))
-        found.append(piece)
+        pieces.append(piece)
         stack.append((line.indent, line.text))
-        own = [line.text]
+        wrapped = [line.text]
         previous, blank = line, False
-    return found, () if ends == "quote" else lead
+    return pieces, () if ends == "quote" else lead
 
 
 def _labelled(line: _Line) -> bool:
@@ -376,22 +376,22 @@ class Pages:
         named = self._mentioned(path.removesuffix(".md")) if self._loose else frozenset()
         mentions = []
         for piece in pieces:
-            found = set(named | self._mentioned(text[piece.start : piece.end]))
+            paths = set(named | self._mentioned(text[piece.start : piece.end]))
             for other in (*piece.headings, *piece.above):
-                found |= self._mentioned(other)
-            mentions.append(frozenset(found))
+                paths |= self._mentioned(other)
+            mentions.append(frozenset(paths))
         return Page(path, pieces, mentions)
 
     def _mentioned(self, text: str) -> frozenset[str]:
         known = self._known.get(text)
         if known is None:
-            found = {path for _, _, value in self._index.find(text) for path in self._paths[value]}
-            found |= {
+            paths = {path for _, _, value in self._index.find(text) for path in self._paths[value]}
+            paths |= {
                 path for _, _, target, _ in links(text.replace("\\|", "|")) if (path := self._resolve_link(target))
             }
             if self._user and self._loose and _SELF & set(re.findall(r"\w+", text.casefold())):
-                found.add(USER)
-            known = self._known[text] = frozenset(found)
+                paths.add(USER)
+            known = self._known[text] = frozenset(paths)
         return known
 
 

@@ -88,9 +88,9 @@ class Index:
         if self._words:
             yield from self._spelled(text)
         for kind in self._kinds:
-            for found in find(kind, text):
-                if (kind, found.value) in self._typed:
-                    yield found.start, found.end, self._typed[kind, found.value]
+            for item in find(kind, text):
+                if (kind, item.value) in self._typed:
+                    yield item.start, item.end, self._typed[kind, item.value]
         if "number" in self._kinds:
             for match in re.finditer(r"[a-z]+", text, re.IGNORECASE):
                 for number in number_words(match.group()):
@@ -124,10 +124,10 @@ class Index:
                 if len(run) < length or any(after[1] - before[2] > 4 for before, after in pairwise(run)):
                     continue
                 parts = tuple(one for one, _, _ in run)
-                found = self._words.get(parts, [])
+                matches = self._words.get(parts, [])
                 if length > 1 and parts[-1].endswith("s"):
-                    found = [*found, *self._words.get((*parts[:-1], parts[-1][:-1]), [])]
-                yield from ((start, run[-1][2], value) for value in found)
+                    matches = [*matches, *self._words.get((*parts[:-1], parts[-1][:-1]), [])]
+                yield from ((start, run[-1][2], value) for value in matches)
 
     def _numerals(self, text: str) -> Iterator[tuple[int, int, Value]]:
         for run in _RUN.finditer(text):
@@ -188,13 +188,13 @@ def usual(text: str) -> str:
     """`text` without zero-width characters, and with full-width letters, digits and signs replaced by ordinary ones."""
     if text.isascii():
         return text
-    found = []
+    characters = []
     for sign in text:
         if unicodedata.category(sign) == "Cf" or sign in "\u034f\u115f\u1160\u3164\ufe0f":
             continue
         plain = unicodedata.normalize("NFKC", sign) if not sign.isascii() else sign
-        found.append(plain if plain.isascii() and sign != "…" else sign)
-    return "".join(found)
+        characters.append(plain if plain.isascii() and sign != "…" else sign)
+    return "".join(characters)
 
 
 def prose(text: str, facts: Sequence[Fact]) -> Iterable[Span]:

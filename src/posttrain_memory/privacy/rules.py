@@ -151,11 +151,11 @@ def read_rules(text: str, labels: frozenset[str], names: Mapping[str, str]) -> l
     rest = False
     sentences = [part for part in re.split(r"(?:[.;!](?=\s|$)|\n)", text) if part.strip()]
     for sentence in sentences:
-        found = _sentence(sentence, labels | _vocabulary(), names)
-        if isinstance(found, str):
-            return NotUnderstood(" ".join(sentence.split())[:120], found)
-        rules += found
-        rest = rest or not found
+        parsed = _sentence(sentence, labels | _vocabulary(), names)
+        if isinstance(parsed, str):
+            return NotUnderstood(" ".join(sentence.split())[:120], parsed)
+        rules += parsed
+        rest = rest or not parsed
     if rest and not any(rule.allow for rule in rules):
         return NotUnderstood("", "it forbids the rest, but allows nothing")
     return rules or NotUnderstood("", "the rule is empty")
@@ -170,18 +170,18 @@ def _vocabulary() -> frozenset[str]:
 @lru_cache(maxsize=1)
 def synonyms() -> dict[str, frozenset[str]]:
     """Label -> the names that generated worlds and people use for the same fact, including itself."""
-    found: dict[str, set[str]] = {}
+    groups_of: dict[str, set[str]] = {}
     for theme in themes().values():
         groups: dict[str, set[str]] = {}
         for label, key in theme.labels.items():
             groups.setdefault(key, set()).add(label)
         for group in groups.values():
             for label in group:
-                found.setdefault(label, set()).update(group)
+                groups_of.setdefault(label, set()).update(group)
     for also in _ALSO:
         for label in also:
-            found.setdefault(label, set()).update(also)
-    return {label: frozenset(group) for label, group in found.items()}
+            groups_of.setdefault(label, set()).update(also)
+    return {label: frozenset(group) for label, group in groups_of.items()}
 
 
 def _sentence(sentence: str, labels: frozenset[str], names: Mapping[str, str]) -> list[Rule] | str:
@@ -227,12 +227,12 @@ def _things(text: str, allow: bool, labels: frozenset[str], places: list[str]) -
         if owner == "!" or (owner == "?" and allow):
             return "it names someone who has no note"
         about = None if owner in ("", "?", "*") else owner
-        found = _named(words, labels)
-        if found is None:
+        names = _named(words, labels)
+        if names is None:
             return f"{words[:40]!r} is nothing that rules can name"
         if owner == "" and not words and not allow:
             return "it does not say what it is about"
-        rules += [Rule(allow, label, category, about) for label, category in found]
+        rules += [Rule(allow, label, category, about) for label, category in names]
     return rules or "it names nothing"
 
 

@@ -59,18 +59,18 @@ class Notes:
 
         Raises VaultError if there is no such note, or more than one.
         """
-        found = self._fitting(target)
+        matches = self._fitting(target)
         link = quoted(f"[[{target.strip().removeprefix('./')}]]")
-        if not found:
+        if not matches:
             raise VaultError(f"no note fits the link {link}", "FileNotFoundError")
-        if len(found) > 1:
-            raise VaultError(f"{len(found)} notes fit the link {link}; write its whole path")
-        return found[0]
+        if len(matches) > 1:
+            raise VaultError(f"{len(matches)} notes fit the link {link}; write its whole path")
+        return matches[0]
 
     def resolve_or_none(self, target: str) -> str | None:
         """Like `resolve`, but returns None instead of raising."""
-        found = self._fitting(target) if target else []
-        return found[0] if len(found) == 1 else None
+        matches = self._fitting(target) if target else []
+        return matches[0] if len(matches) == 1 else None
 
     def _fitting(self, target: str) -> list[str]:
         named = _path(target)
@@ -124,12 +124,12 @@ def section(text: str, heading: str) -> str | None:
         mark = _FENCE.match(line)
         if mark and (not fence or mark[1].startswith(fence)):
             fence = "" if fence else mark[1]
-        found = None if fence or mark else _heading(line.rstrip("\r\n"))
-        if not found:
+        heading_here = None if fence or mark else _heading(line.rstrip("\r\n"))
+        if not heading_here:
             continue
-        if begin is None and case_key(found[1]) == wanted:
-            begin, level = number, found[0]
-        elif begin is not None and found[0] <= level:
+        if begin is None and case_key(heading_here[1]) == wanted:
+            begin, level = number, heading_here[0]
+        elif begin is not None and heading_here[0] <= level:
             return "".join(lines[begin:number])
     return None if begin is None else "".join(lines[begin:])
 
@@ -174,9 +174,9 @@ def _path(target: str) -> str:
     return wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
 
 
-def _named(found: Iterable[str]) -> dict[str, list[str]]:
+def _named(names: Iterable[str]) -> dict[str, list[str]]:
     by_name: dict[str, list[str]] = {}
-    for target in found:
+    for target in names:
         by_name.setdefault(case_key(_path(target)).rpartition("/")[2], []).append(target)
     return by_name
 

@@ -104,9 +104,9 @@ class DiskStorage:
                 raise
 
     def sizes(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        self._walk(self._root, "", found, 0)
-        return found
+        sizes: dict[str, int] = {}
+        self._walk(self._root, "", sizes, 0)
+        return sizes
 
     def read(self, path: str, limit: int) -> str | None:
         try:
@@ -252,7 +252,7 @@ class DiskStorage:
         if self.sync:
             os.fsync(folder)
 
-    def _walk(self, folder: int, prefix: str, found: dict[str, int], depth: int) -> None:
+    def _walk(self, folder: int, prefix: str, sizes: dict[str, int], depth: int) -> None:
         with os.scandir(folder) as entries:
             for entry in entries:
                 path = f"{prefix}{entry.name}"
@@ -262,13 +262,13 @@ class DiskStorage:
                     except OSError:
                         continue
                     try:
-                        self._walk(inner, f"{path}/", found, depth + 1)
+                        self._walk(inner, f"{path}/", sizes, depth + 1)
                     finally:
                         os.close(inner)
                 elif entry.is_file(follow_symlinks=False) and is_note(path):
                     facts = entry.stat(follow_symlinks=False)
                     if facts.st_nlink == 1:
-                        found[path] = facts.st_size
+                        sizes[path] = facts.st_size
 
 
 def _make_folder(name: str, parent: int) -> None:

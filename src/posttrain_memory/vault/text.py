@@ -87,7 +87,7 @@ def replace_span(note: str, start: int, end: int, new: str) -> str:
     counts = {"\n": note.count("\n") - pairs, "\r\n": pairs, "\r": note.count("\r") - pairs}
     usual = max(counts, key=lambda kind: counts[kind])
     plain = _WRITTEN.sub("\n", new)
-    found = head + plain.replace("\n", usual) + tail
+    result = head + plain.replace("\n", usual) + tail
     wanted = with_line_feeds(head) + with_line_feeds(plain) + with_line_feeds(tail)
     # A lone carriage return must not merge with a line feed that now follows it.
-    return found if with_line_feeds(found) == wanted else wanted
+    return result if with_line_feeds(result) == wanted else wanted

@@ -107,10 +107,10 @@ class Vault:
         """Size in bytes of a note, of all notes in a folder, or of the whole vault ("")."""
         clean = folder_path(path, self.limits)
         sizes = self._storage.sizes()
-        found = [n for known, n in sizes.items() if not clean or known == clean or known.startswith(f"{clean}/")]
-        if clean and not found:
+        matching = [n for known, n in sizes.items() if not clean or known == clean or known.startswith(f"{clean}/")]
+        if clean and not matching:
             raise VaultError(f"there is no note or folder {quoted(clean)}", "FileNotFoundError")
-        return sum(found)
+        return sum(matching)
 
     def tree(self) -> str:
         """All notes and folders, one per line."""
@@ -170,15 +170,15 @@ class Vault:
         """Path -> text of every note, without those that are too large or not UTF-8: a search must not fail because
         of them.
         """
-        found = {}
+        texts = {}
         for path in self._storage.sizes():
             try:
                 text = self._storage.read(path, self.limits.file_bytes)
             except VaultError:
                 continue
             if text is not None:
-                found[path] = text
-        return found
+                texts[path] = text
+        return texts
 
     def _free(self, path: str, without: str | None = None) -> None:
         known = self._storage.sizes()

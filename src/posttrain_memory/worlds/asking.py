@@ -69,10 +69,10 @@ class TaskContext:
         """The notes at these distances from `user.md`, in random order; without distances, all notes except
         `user.md`.
         """
-        found = [
+        matching = [
             e for p, e in self.graph.entities.items() if (self.distance[p] in distances if distances else p != USER)
         ]
-        return shuffled(self.random, found)
+        return shuffled(self.random, matching)
 
     def facts(self, entity: Entity) -> list[Attribute]:
         """The facts of a note that no other note states, in random order."""
@@ -113,22 +113,22 @@ class TaskContext:
         return entity.name, False
 
     def _paths(self, entity: Entity) -> list[tuple[str, bool]]:
-        found: list[tuple[str, bool]] = []
+        phrases: list[tuple[str, bool]] = []
         for edge in self.graph.edges:
             relation = self.theme.relation(edge.relation)
             if edge.target != entity.path or relation.many or self.distance[edge.source] >= self.distance[entity.path]:
                 continue
             if edge.source == USER:
-                found.append((f"my {relation.label}", True))
+                phrases.append((f"my {relation.label}", True))
             else:
                 source = self.graph.entities[edge.source]
                 mine = [e for e in self.graph.edges if e.source == USER and e.target == source.path]
-                own = [r for r in (self.theme.relation(e.relation) for e in mine) if not r.many]
-                if own and self.random.random() < 0.5:
-                    found.append((f"the {relation.label} of my {own[0].label}", True))
+                single = [r for r in (self.theme.relation(e.relation) for e in mine) if not r.many]
+                if single and self.random.random() < 0.5:
+                    phrases.append((f"the {relation.label} of my {single[0].label}", True))
                 else:
-                    found.append((f"the {relation.label} of {source.name}", False))
-        return shuffled(self.random, found)
+                    phrases.append((f"the {relation.label} of {source.name}", False))
+        return shuffled(self.random, phrases)
 
     def question(self, attribute: Attribute, entity: Entity) -> str:
         """A question about one fact of a note."""
@@ -142,9 +142,9 @@ class TaskContext:
 
     def sentence(self, attribute: Attribute, entity: Entity) -> str:
         """The reply that states a fact of a note."""
-        told = display(attribute, entity.facts[attribute.key])
+        shown = display(attribute, entity.facts[attribute.key])
         subject = f"Your {attribute.noun}" if entity.path == USER else f"The {attribute.noun} of {entity.name}"
-        return f"{subject} {attribute.be} {told}."
+        return f"{subject} {attribute.be} {shown}."
 
     def route(self, path: str) -> list[str]:
         """At most three code blocks that read `user.md`, the notes along the way, and the note."""

@@ -59,10 +59,10 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
     `change["op"]` is `set` (about, key, value), `delete` (about, key), `new` (name, facts, owner, relation), `remove`
     (about) or `relink` (about, relation, was, value); values are canonical.
     """
-    op, said = change["op"], before.statements
+    op, statements = change["op"], before.statements
     if op in ("set", "delete"):
         about, key = change["about"], change["key"]
-        result = Expected(touched={about}, drop={s for s in said if s.about == about and s.key == key})
+        result = Expected(touched={about}, drop={s for s in statements if s.about == about and s.key == key})
         if op == "set":
             result.add = {Statement(about, about, key, change["value"])}
             result.drop -= result.add
@@ -70,7 +70,7 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
         return result
     if op == "remove":
         about = change["about"]
-        drop = {s for s in said if about in (s.note, s.about, s.value)}
+        drop = {s for s in statements if about in (s.note, s.about, s.value)}
         linking = {path for path, out in before.out.items() if about in out}
         return Expected(drop=drop, touched=linking - {about}, gone={about})
     owner, key = change.get("owner", change.get("about")), change["relation"]
@@ -79,7 +79,7 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
         old, now = change["was"], change["value"]
         return Expected(
             add={Statement(owner, owner, key, now)},
-            drop={Statement(owner, owner, key, old), *(said & {Statement(old, old, back, owner)})},
+            drop={Statement(owner, owner, key, old), *(statements & {Statement(old, old, back, owner)})},
             may_add={Statement(now, now, back, owner)},
             touched={owner, old, now},
         )
@@ -112,77 +112,83 @@ def update_outcome(
 
 def broken_links(was: Parsed, now: Parsed) -> list[str]:
     """Broken links and unreachable notes that were not broken or unreachable before."""
-    found = [f"{path} links to {target}, which is not there" for path, target in set(now.broken) - set(was.broken)]
+    broken = [f"{path} links to {target}, which is not there" for path, target in set(now.broken) - set(was.broken)]
     lost = (set(now.titles) - set(now.reached)) - (set(was.titles) - set(was.reached))
-    return sorted(found + [f"{path} is not reached from {USER}" for path in lost])
+    return sorted(broken + [f"{path} is not reached from {USER}" for path in lost])
 
 
 def _harm(
     theme_name: str, want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], after: Mapping[str, str]
 ) -> list[str]:
-    found = []
+    damage = []
     extra = now.statements - was.statements - want.add - want.may_add
     lost = was.statements - now.statements - want.drop
-    found += [f"{said.note} now says {said.key} of {said.about} is {said.value}" for said in extra]
-    found += [f"{said.note} no longer says {said.key} of {said.about}" for said in lost]
+    damage += [
+        f"{statement.note} now says {statement.key} of {statement.about} is {statement.value}" for statement in extra
+    ]
+    damage += [f"{statement.note} no longer says {statement.key} of {statement.about}" for statement in lost]
     for path, text in before.items():
         if path in want.gone:
             continue
         if path not in after:
-            found.append(f"{path} is gone")
+            damage.append(f"{path} is gone")
         elif path not in want.touched:
             if _lines(text) != _lines(after[path]):
-                found.append(f"{path} was changed")
+                damage.append(f"{path} was changed")
         elif was.titles[path] != now.titles[path]:
-            found.append(f"{path} has another title")
+            damage.append(f"{path} has another title")
         else:
-            found += _rewritten(theme_name, path, want, was, now, text, after[path])
+            damage += _rewritten(theme_name, path, want, was, now, text, after[path])
     for path in after:
         if path not in before and path != want.new:
-            found.append(f"{path} is new")
+            damage.append(f"{path} is new")
     if want.new is not None and len(after[want.new]) > 3 * SPARE_CHARACTERS:
-        found.append(f"{want.new} is longer than what was told")
-    return sorted(found)
+        damage.append(f"{want.new} is longer than what was told")
+    return sorted(damage)
 
 
 def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Parsed, old: str, new: str) -> list[str]:
     """Damage inside a touched note: lost sentences and headings that are unrelated to the update, a changed order,
     and added text.
     """
-    keys = {said.key for said in want.add | want.drop | want.may_add}
+    keys = {statement.key for statement in want.add | want.drop | want.may_add}
     kept = _sentences(path, old, was, keys | _keys_of_gone(want, was)) - _sentences(path, new, now, set())
-    found = [f"{path} lost: {text}" for text in kept]
+    damage = [f"{path} lost: {text}" for text in kept]
     added = _sentences(path, new, now, keys) - _sentences(path, old, was, set())
     if sum(len(text) * count for text, count in added.items()) > SPARE_CHARACTERS:
-        found.append(f"{path} has much new text")
-    found += [f"{path} now says: {text}" for text in added if _DISOWNED.search(text)]
-    old_values = {(said.key, said.value) for said in want.drop if said.about == path and "?" not in said.value}
-    old_values -= {(said.key, said.value) for said in want.add}
+        damage.append(f"{path} has much new text")
+    damage += [f"{path} now says: {text}" for text in added if _DISOWNED.search(text)]
+    old_values = {
+        (statement.key, statement.value)
+        for statement in want.drop
+        if statement.about == path and "?" not in statement.value
+    }
+    old_values -= {(statement.key, statement.value) for statement in want.add}
     theme = theme_named(theme_name)
     for key, value in sorted(old_values):
         if key in theme.attributes and any(
             contains_value(text, Answer(theme.attributes[key].type, value, key)) for text in added
         ):
-            found.append(f"{path} still says {value}")
-    found += [f"{path} lost the heading {line}" for line in _headings_lost(path, was, keys, old, new)]
+            damage.append(f"{path} still says {value}")
+    damage += [f"{path} lost the heading {line}" for line in _headings_lost(path, was, keys, old, new)]
     if not _in_order(old, new):
-        found.append(f"{path} has its lines in another order")
-    return found
+        damage.append(f"{path} has its lines in another order")
+    return damage
 
 
 def _headings_lost(path: str, was: Parsed, keys: set[str], old: str, new: str) -> list[str]:
     """Headings that were removed, except those whose section only stated the given keys."""
     gone = Counter(_headings(old)) - Counter(_headings(new))
     spans = [(p.start, p.end) for p in was.places if p.statement.note == path and p.statement.key in keys]
-    found, heading, empty, place = [], "", True, 0
+    lost, heading, empty, place = [], "", True, 0
     for line in [*old.split("\n"), "# "]:
         if _HEADING.match(line):
-            found += [heading] if heading in gone and not empty else []
+            lost += [heading] if heading in gone and not empty else []
             heading, empty = line.strip(), True
         elif line.strip() and not any(start < place + len(line) and place < end for start, end in spans):
             empty = False
         place += len(line) + 1
-    return found
+    return lost
 
 
 def _headings(text: str) -> list[str]:
@@ -213,12 +219,12 @@ def _sentences(path: str, text: str, parsed: Parsed, but: set[str]) -> Counter[s
     blank = list(text)
     for start, end in spans:
         blank[start:end] = "\n" * (end - start)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in "".join(blank).split("\n"):
         if line.lstrip().startswith("#") or not re.search(r"\w", line):
             continue
-        found.update(" ".join(part.split()) for part in _SENTENCE.split(line) if part.strip())
-    return found
+        counts.update(" ".join(part.split()) for part in _SENTENCE.split(line) if part.strip())
+    return counts
 
 
 def _lines(text: str) -> list[str]:

@@ -48,8 +48,8 @@ def contradiction(context: TaskContext) -> MemoryTask | None:
     for claim in shuffled(context.random, graph.claims):
         entity = graph.entities[claim.about]
         attribute = next(a for a in context.theme.of(entity.kind) if a.key == claim.key)
-        own = context.answer(attribute, entity).value
-        if own == claim.value or sum(c.about == claim.about and c.key == claim.key for c in graph.claims) > 1:
+        value = context.answer(attribute, entity).value
+        if value == claim.value or sum(c.about == claim.about and c.key == claim.key for c in graph.claims) > 1:
             continue
         question = context.ask(context.of(attribute.noun, entity.name), attribute.be == "are")
         other = display(attribute, claim.value)
@@ -58,7 +58,7 @@ def contradiction(context: TaskContext) -> MemoryTask | None:
             f"{display(attribute, entity.facts[claim.key])}, another {other}. Which of them is right?"
         )
         point = [entity.name, attribute.noun, attribute.label]
-        truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": [own, claim.value]}
+        truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": [value, claim.value]}
         solution = [*context.route(entity.path), f"other = read_file({code_literal(claim.note)})", reply]
         return _task(context, "contradiction", question, context.hops(entity.path), truth, solution)
     return None

@@ -60,9 +60,9 @@ def worlds(
         server = ParaphraseRecipe(url=paraphrase_url, model=paraphrase_model, api_key_variable=paraphrase_key)
         reword = Rewording(writer(server))
     counts = {"test": test, "dev": dev, "train": train}
-    made = list(samples(seed, recipe, counts, reword))
+    generated = list(samples(seed, recipe, counts, reword))
     for split in reversed(SPLITS):
-        rows = [row_of(sample) for sample in made if sample.split == split]
+        rows = [row_of(sample) for sample in generated if sample.split == split]
         if rows:
             path = out / f"worlds_{split}.{'jsonl' if jsonl else 'parquet'}"
             write_rows(path, rows)
@@ -70,10 +70,10 @@ def worlds(
     if reword is not None:
         typer.echo(f"{reword.counts['reworded']} texts in other words, {reword.counts['stayed']} as they were")
     console = Console()
-    console.print(_tasks_table(made))
-    console.print(_vaults_table(made, model))
+    console.print(_tasks_table(generated))
+    console.print(_vaults_table(generated, model))
     if scenarios:
-        console.print(_scenario_table(made[:200]))
+        console.print(_scenario_table(generated[:200]))
 
 
 def _recipe(words: list[str]) -> "WorldRecipe":
@@ -97,7 +97,7 @@ def _recipe(words: list[str]) -> "WorldRecipe":
         raise InputError(f"worlds: {place}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
-def _tasks_table(made: "list[Sample]") -> "Table":
+def _tasks_table(samples: "list[Sample]") -> "Table":
     from rich.table import Column, Table
 
     from posttrain_memory.worlds.task import VARIANTS
@@ -105,15 +105,15 @@ def _tasks_table(made: "list[Sample]") -> "Table":
     table = Table("kind", Column("variant", no_wrap=True), "train", "dev", "test", "hops 0", "1", "2")
     for kind, variants in VARIANTS.items():
         for variant in variants:
-            own = [sample for sample in made if (sample.task.kind, sample.task.variant) == (kind, variant)]
-            if own:
-                splits = [str(sum(sample.split == split for sample in own)) for split in ("train", "dev", "test")]
-                hops = [str(sum(sample.task.hops == count for sample in own)) for count in (0, 1, 2)]
+            matching = [sample for sample in samples if (sample.task.kind, sample.task.variant) == (kind, variant)]
+            if matching:
+                splits = [str(sum(sample.split == split for sample in matching)) for split in ("train", "dev", "test")]
+                hops = [str(sum(sample.task.hops == count for sample in matching)) for count in (0, 1, 2)]
                 table.add_row(kind, variant, *splits, *hops)
     return table
 
 
-def _vaults_table(made: "list[Sample]", model: str) -> "Table":
+def _vaults_table(samples: "list[Sample]", model: str) -> "Table":
     """Notes, links and tokens of the vaults of each split. Tokens are counted for at most 200 vaults."""
     from rich.table import Table
 
@@ -123,7 +123,7 @@ def _vaults_table(made: "list[Sample]", model: str) -> "Table":
     tokenizer = load_tokenizer(ModelRecipe(path=model))
     table = Table("vaults", "n", "themes", "notes", "links", "tokens: mean", "least", "most")
     for split in ("train", "dev", "test"):
-        vaults = {sample.world.seed: sample.world for sample in made if sample.split == split}
+        vaults = {sample.world.seed: sample.world for sample in samples if sample.split == split}
         known = list(vaults.values())
         if not known:
             continue
@@ -142,17 +142,17 @@ def _vaults_table(made: "list[Sample]", model: str) -> "Table":
     return table
 
 
-def _scenario_table(made: "list[Sample]") -> "Table":
+def _scenario_table(samples: "list[Sample]") -> "Table":
     from rich.table import Column, Table
 
     from posttrain_memory.worlds.recipe import RewardWeights
     from posttrain_memory.worlds.scenarios import scenario_scores
 
-    found = scenario_scores([(sample.task, sample.world.files) for sample in made], RewardWeights())
+    scores_of = scenario_scores([(sample.task, sample.world.files) for sample in samples], RewardWeights())
     # At 80 columns only the episode column may wrap, so that numbers are never truncated.
     numbered = [Column(name, no_wrap=True, justify="right") for name in ("n", "least", "mean", "most")]
     table = Table(Column("kind", no_wrap=True), Column("", no_wrap=True), "episode", *numbered, box=None)
-    for (kind, right, name), scores in sorted(found.items(), key=lambda item: (item[0][0], not item[0][1])):
+    for (kind, right, name), scores in sorted(scores_of.items(), key=lambda item: (item[0][0], not item[0][1])):
         numbers = [scored.total for scored in scores]
         cells = [f"{number:+.2f}" for number in (min(numbers), sum(numbers) / len(numbers), max(numbers))]
         table.add_row(kind, "right" if right else "wrong", name, str(len(numbers)), *cells)

@@ -38,14 +38,14 @@ def samples(
     titles: set[str] = set()
     asked: set[str] = set()
     for split in SPLITS:
-        made = number = 0
-        while made < worlds.get(split, 0):
+        count = number = 0
+        while count < worlds.get(split, 0):
             world = make_world(derive_seed("memory worlds", seed, split, number), recipe)
             number += 1
             if world.graph.title in titles:
                 continue
             titles.add(world.graph.title)
-            made += 1
+            count += 1
             if reword is None:
                 tasks = tasks_of(world, recipe)
             else:

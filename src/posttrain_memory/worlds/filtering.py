@@ -46,8 +46,8 @@ def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
                 rule = _unrelated(context, entity, one) if variant == "unrelated" else _hides(context, entity, one)
                 if rule is not None:
                     text = context.ask(context.of(one.noun, entity.name), one.be == "are")
-                    told, kept = ([one], []) if variant == "unrelated" else ([], [one])
-                    return _task(context, variant, entity, text, rule, told, kept)
+                    hidden_facts, kept = ([one], []) if variant == "unrelated" else ([], [one])
+                    return _task(context, variant, entity, text, rule, hidden_facts, kept)
         elif len(known) > 1:
             free, hidden = known[0], known[1]
             if variant == "allow_only":
@@ -90,8 +90,8 @@ def _task(
     reply = " ".join(context.sentence(attribute, entity) for attribute in free)
     if hidden:
         # Mention only facts that were asked for: naming others reveals nothing, but answers nothing either.
-        told = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
-        reply = f"{reply} I may not share the {told.noun} of {entity.name}.".strip()
+        named = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
+        reply = f"{reply} I may not share the {named.noun} of {entity.name}.".strip()
     truth = {
         "answers": [one.to_json() for one in answers],
         "hidden": [one.to_json() for one in secret],

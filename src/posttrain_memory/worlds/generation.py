@@ -45,9 +45,9 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
     asked: set[str] = set()
     for kind in KINDS:
         wanted = [v for v in VARIANTS[kind] if not recipe.variants or v in recipe.variants]
-        made, number = 0, 0
+        count, number = 0, 0
         order = shuffled(random_stream("memory tasks", world.seed, kind), wanted)
-        while order and made < getattr(recipe, kind):
+        while order and count < getattr(recipe, kind):
             variant = order[0]
             task = None
             for _ in range(_TRIES):
@@ -65,7 +65,7 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
                 after = TaskContext(world, random_stream("memory follow-up", world.seed, number))
                 task = replace(task, follow_up=follow_up(task, after))
             tasks.append(task)
-            made += 1
+            count += 1
             order = [*order[1:], variant]
     return tasks
 

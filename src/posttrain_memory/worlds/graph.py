@@ -68,16 +68,16 @@ class Graph:
 
     def statements(self) -> frozenset[Statement]:
         """All statements of the vault, without duplicates."""
-        said = {
+        stated = {
             Statement(path, path, key, value_of(self.theme, key, value))
             for path, entity in self.entities.items()
             for key, value in entity.facts.items()
         }
         for edge in self.edges:
-            said.add(Statement(edge.source, edge.source, edge.relation, edge.target))
+            stated.add(Statement(edge.source, edge.source, edge.relation, edge.target))
             if edge.back:
-                said.add(Statement(edge.target, edge.target, f"{edge.relation}~", edge.source))
-        return frozenset(said | set(self.claims))
+                stated.add(Statement(edge.target, edge.target, f"{edge.relation}~", edge.source))
+        return frozenset(stated | set(self.claims))
 
     def targets(self, source: str, relation: str) -> list[str]:
         """Paths of the notes that `source` links to under the relation."""
@@ -101,16 +101,16 @@ class Graph:
 
 def distances(out: dict[str, set[str]], start: str) -> dict[str, int]:
     """Node -> minimum number of steps from `start`, for all reachable nodes. `out` maps each node to its successors."""
-    found, front = {start: 0}, [start]
+    steps, front = {start: 0}, [start]
     while front:
         ahead = []
         for node in front:
             for other in sorted(out.get(node, ())):
-                if other not in found:
-                    found[other] = found[node] + 1
+                if other not in steps:
+                    steps[other] = steps[node] + 1
                     ahead.append(other)
         front = ahead
-    return found
+    return steps
 
 
 def value_of(theme: Theme, key: str, text: str) -> str:

@@ -124,14 +124,14 @@ def idle_lines(path: str, files: Mapping[str, str], theme: str) -> list[str]:
     """The lines of a note that state nothing, contain no link, and are not a title, a heading or a table rule."""
     text, parsed = files[path], parse(files, theme)
     places = [(p.start, p.end) for p in parsed.places if p.statement.note == path]
-    found, start = [], 0
+    idle, start = [], 0
     for line in text.split("\n"):
         end = start + len(line)
         stated = any(first < end and start < last for first, last in places)
         if re.match(r"[A-Z]", line) and "[[" not in line and not stated and text.count(line) == 1:
-            found.append(line)
+            idle.append(line)
         start = end + 1
-    return found
+    return idle
 
 
 def same_facts(one: Parsed, other: Parsed) -> bool:
@@ -151,7 +151,7 @@ def survives(old: str, new: str, vault: Parsed) -> bool:
     words = {word for word in names if mentions(before, word)} | _capitals(old)
     labels = {plain(key.removesuffix("~").split(">")[-1].replace("_", " ")) for key in vault.values}
     words |= {label for label in labels if mentions(before, label)}
-    values = {v for found in vault.values.values() for v in found if not v.endswith(".md") and mentions(before, v)}
+    values = {v for stated in vault.values.values() for v in stated if not v.endswith(".md") and mentions(before, v)}
     return (
         bool(after)
         and "\n" not in new
@@ -166,8 +166,8 @@ def survives(old: str, new: str, vault: Parsed) -> bool:
 
 def _capitals(text: str) -> set[str]:
     """Words with an inner capital, a digit, or quotes: names and codes."""
-    found = re.findall(r"(?<=[a-z,:] )[A-Z][\w.-]*|\S*\d\S*|(?<=\")[^\"]+(?=\")", text)
-    return {plain(word) for word in found} - {""}
+    words = re.findall(r"(?<=[a-z,:] )[A-Z][\w.-]*|\S*\d\S*|(?<=\")[^\"]+(?=\")", text)
+    return {plain(word) for word in words} - {""}
 
 
 def _values(text: str) -> list[tuple[str, str]]:

@@ -64,16 +64,16 @@ def read_memories(folder: Path) -> dict[str, dict[str, str]]:
     """Name -> vault (path -> text), from all files `base_memory.json` below a folder. Raises InputError for an
     invalid file.
     """
-    found = {}
+    vaults = {}
     for file in sorted(folder.rglob("base_memory.json")):
         try:
             memory = json.loads(file.read_text(encoding="utf-8"))
             name = memory["mem_id" if "mem_id" in memory else "memory_id"]
             entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
-            found[str(name)] = {USER: memory["user_md"], **entities}
+            vaults[str(name)] = {USER: memory["user_md"], **entities}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} holds no memory ({error}); it needs mem_id, user_md and entities") from error
-    return found
+    return vaults
 
 
 def _path(text: str) -> str:
@@ -138,7 +138,7 @@ def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
     """The notes that a message names: by path, title, alias, the text or label of a link to it, or a word of its name
     that no other note has. A first-person message names `user.md`.
     """
-    said = plain(message)
+    words = plain(message)
     names = {path: _own_names(path, text) for path, text in files.items()}
     for text in files.values():
         for line in text.split("\n"):
@@ -150,10 +150,10 @@ def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
                     if label and label.end() <= start:
                         names[path].add(plain(label[1]))
     count = Counter(word for path in files for word in _words(_own_names(path, files[path])))
-    named = {USER} if _FIRST_PERSON & set(said.split()) and USER in files else set()
+    named = {USER} if _FIRST_PERSON & set(words.split()) and USER in files else set()
     for path, known in names.items():
-        own = {word for word in _words(_own_names(path, files[path])) if count[word] == 1}
-        if path != USER and any(mentions(said, name) for name in known | own if name):
+        unique = {word for word in _words(_own_names(path, files[path])) if count[word] == 1}
+        if path != USER and any(mentions(words, name) for name in known | unique if name):
             named.add(path)
     return named
 
@@ -161,11 +161,11 @@ def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
 def _own_names(path: str, text: str) -> set[str]:
     """The plain names of a note: its file name, title and aliases."""
     heading = re.search(r"^# +(.+?)\s*$", text, re.MULTILINE)
-    found = [path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")]
-    found += [heading[1]] if heading else []
+    names = [path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")]
+    names += [heading[1]] if heading else []
     aliases = _ALIASES.search(text.split("\n---", 1)[0]) if text.startswith("---") else None
-    found += re.split(r"[,\n]", aliases[1]) if aliases else []
-    return {plain(name) for name in found} - {""}
+    names += re.split(r"[,\n]", aliases[1]) if aliases else []
+    return {plain(name) for name in names} - {""}
 
 
 def _words(names: set[str]) -> set[str]:
@@ -174,8 +174,8 @@ def _words(names: set[str]) -> set[str]:
 
 def _names(message: str, path: str, text: str) -> bool:
     """Whether a message names a new note."""
-    said, names = plain(message), _own_names(path, text)
-    return any(mentions(said, name) for name in names | _words(names))
+    words, names = plain(message), _own_names(path, text)
+    return any(mentions(words, name) for name in names | _words(names))
 
 
 def _changed(path: str, before: Mapping[str, str], after: Mapping[str, str], was: Parsed, now: Parsed) -> bool:
@@ -187,9 +187,9 @@ def _changed(path: str, before: Mapping[str, str], after: Mapping[str, str], was
     others = [line for line in added if not fresh & _linked(line, after)]
     # A line may stay without the deleted note, and then consists mostly of its old words.
     known = {word for line in freed for word in plain(line).split()}
-    own = all(2 * len(known & set(plain(line).split())) > len(set(plain(line).split())) for line in others)
+    kept_words = all(2 * len(known & set(plain(line).split())) > len(set(plain(line).split())) for line in others)
     kept = was.out[path] - gone <= now.out[path]
-    return len(freed) < len(lost) or len(others) > len(freed) or not own or not kept
+    return len(freed) < len(lost) or len(others) > len(freed) or not kept_words or not kept
 
 
 def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping[str, str]) -> list[str]:
@@ -197,15 +197,15 @@ def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping
 
     `label: [[note]]` is about the note that contains it, and so is everything in `user.md`.
     """
-    found = []
+    damage = []
     for line in lost:
         about = _mentioned(line, before) - {path, USER}
         if not about or about & named:
             continue
-        own = path == USER or _RELATION.match(line)
-        if _OF_ANOTHER.search(line) or not own:
-            found.append(line)
-    return found
+        of_this_note = path == USER or _RELATION.match(line)
+        if _OF_ANOTHER.search(line) or not of_this_note:
+            damage.append(line)
+    return damage
 
 
 def _linked(line: str, paths: Mapping[str, object]) -> set[str]:

@@ -176,11 +176,11 @@ def other_values(
     Values in the question and the canonical values `allowed` do not count. Names are compared with all notes; texts
     with what the notes state, what the theme offers, and what matches the same pattern.
     """
-    found: list[str] = []
+    extra: list[str] = []
     for one in wanted:
         known = {other.value for other in wanted if other.type == one.type} | set(allowed)
         if one.type in FINDABLE:
-            found += _other_values(one.type, reply, known, vault, question)
+            extra += _other_values(one.type, reply, known, vault, question)
             continue
         known = {part for other in wanted for part in _parts(other)} | set(allowed)
         text, asked = plain(reply if one.type == "name" else without_titles(reply, vault)), plain(question)
@@ -189,25 +189,27 @@ def other_values(
             rest = rest.replace(f" {_loose(part)} ", " / ") if part else rest
         for value in sorted(similar_values(one, vault, theme, reply) - known - {""}):
             if (mentions(text, value) or mentions(rest, _loose(value))) and not mentions(asked, value):
-                found.append(value)
-    return found
+                extra.append(value)
+    return extra
 
 
 def _other_values(kind: str, reply: str, known: set[str], vault: Parsed, question: str) -> list[str]:
     """Values of a type, except those that are known or occur in the question."""
     known = known | set(spoken_values(kind, question, known))
-    found = spoken_values(kind, reply, known, words=False)
+    candidates = spoken_values(kind, reply, known, words=False)
     stated = {value for values in vault.values.values() for value in values}
     if kind in ("number", "money"):
         # Number words may be part of a name, and a sequence of numbers may look like a phone number.
-        found += [value for value in spoken_values(kind, without_titles(reply, vault), known) if value not in found]
+        candidates += [
+            value for value in spoken_values(kind, without_titles(reply, vault), known) if value not in candidates
+        ]
         phones = stated | set(spoken_values("phone", question))
-        found += [value for value in spoken_values("phone", reply, phones) if value not in phones]
+        candidates += [value for value in spoken_values("phone", reply, phones) if value not in phones]
     if kind == "money":
         amounts = {amount_of(value) for value in stated if " " in value} - {amount_of(value) for value in known}
-        found += sorted((amounts & bare_amounts(reply)) - set(found))
+        candidates += sorted((amounts & bare_amounts(reply)) - set(candidates))
         known |= set(spoken_values("number", question))
-    return [value for value in found if value not in known]
+    return [value for value in candidates if value not in known]
 
 
 def contains_value(reply: str, hidden: Answer) -> bool:
@@ -250,12 +252,12 @@ def count_recited(
     text, asked = plain(bare), plain(question)
     known = {one.value for one in wanted} | set(allowed)
     known |= {value for kind in FINDABLE for value in spoken_values(kind, question)}
-    found = {value for kind in FINDABLE for value in spoken_values(kind, bare, words=False)} - known
+    recited = {value for kind in FINDABLE for value in spoken_values(kind, bare, words=False)} - known
     amounts = bare_amounts(bare) - {amount_of(value) for value in known}
     states = {value for values in vault.values.values() for value in values if not value.startswith("?")}
     states = {value for value in states if not value.endswith(".md")} - known
-    found |= {value for value in states if re.match(r"[A-Z]{3} \d", value) and amount_of(value) in amounts}
-    return sum(value in found or (mentions(text, value) and not mentions(asked, value)) for value in states)
+    recited |= {value for value in states if re.match(r"[A-Z]{3} \d", value) and amount_of(value) in amounts}
+    return sum(value in recited or (mentions(text, value) and not mentions(asked, value)) for value in states)
 
 
 def without_titles(reply: str, vault: Parsed) -> str:

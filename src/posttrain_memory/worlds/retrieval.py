@@ -33,15 +33,15 @@ def aggregate(context: TaskContext) -> MemoryTask | None:
     for owner, relation, targets in _groups(context):
         whose, anchor = _whose(context, owner, relation)
         form = context.pick(("count", "list", "sum", "most", "least", "with"))
-        made: _Made | None
+        result: _Made | None
         if form in ("count", "list"):
-            made = _all_of(form, whose, relation, targets)
+            result = _all_of(form, whose, relation, targets)
         elif form == "with":
-            made = _with(context, whose, targets)
+            result = _with(context, whose, targets)
         else:
-            made = _over(context, form, whose, targets)
-        if made is not None:
-            question, answers, operands, reply = made
+            result = _over(context, form, whose, targets)
+        if result is not None:
+            question, answers, operands, reply = result
             reads = [] if form in ("count", "list") else [_reads(targets)]
             solution = [*context.route(owner.path), *reads, reply]
             hops = context.hops(owner.path) + (form not in ("count", "list"))
@@ -117,13 +117,13 @@ def _related(context: TaskContext, entity: Entity, hops: int) -> MemoryTask | No
 
 def _groups(context: TaskContext) -> list[tuple[Entity, Relation, list[Entity]]]:
     """Notes near `user.md` that have a relation with at least two targets, in random order."""
-    found = []
+    groups = []
     for owner in context.entities(0, 1):
         for relation in context.theme.relations:
             paths = context.graph.targets(owner.path, relation.key)
             if relation.many and 2 <= len(paths) <= 12:
-                found.append((owner, relation, [context.graph.entities[path] for path in paths]))
-    return [found[i] for i in context.random.permutation(len(found))]
+                groups.append((owner, relation, [context.graph.entities[path] for path in paths]))
+    return [groups[i] for i in context.random.permutation(len(groups))]
 
 
 def _whose(context: TaskContext, owner: Entity, relation: Relation) -> tuple[str, bool]:

@@ -53,7 +53,7 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     """Right and wrong episodes of a task in the vault `files`."""
     before, after = dict(files), apply_solution(task, files)
     everything = "\n\n".join(before.values())
-    found = [
+    episodes = [
         Scenario("right", True, after, task.reply, task.asks, len(task.solution)),
         Scenario("right, after many turns", True, after, task.reply, task.asks, _MANY),
         Scenario("right, user.md first", True, after, task.reply, task.asks, len(task.solution), True),
@@ -62,8 +62,8 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
         Scenario("right, and broke a link", False, _broken(after), task.reply, task.asks, 2, True),
     ]
     if task.kind == "update":
-        return found + _update(task, before, after)
-    found += [
+        return episodes + _update(task, before, after)
+    episodes += [
         Scenario("all notes as the reply", False, before, everything, False, 3, True),
         Scenario("all notes as a question", False, before, f"{everything}\nWhich of this?", True, 3, True),
         Scenario("empty words", False, before, "I had a look at that.", False, 2, True),
@@ -73,7 +73,7 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     if task.asks:
         truth = task.truth
         value = _made_up(Answer(truth["type"], (truth["values"] or [""])[0], truth["key"]), task, ())
-        found += [
+        episodes += [
             Scenario("asked about nothing", False, before, "What do you mean?", True, 1, True),
             Scenario(
                 "echoed the question and asked", False, before, f"{task.question} Could you tell me?", True, 1, True
@@ -81,14 +81,14 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
             Scenario("said it is missing, did not ask", False, before, task.reply.split(". ")[0] + ".", False, 2, True),
         ]
         values = [("answered what is not there", value), *(("took a side", _plainly(side)) for side in truth["values"])]
-        for name, told in values:
-            if told:
-                found.append(Scenario(name, False, before, f"It is {told}.", False, 1, True))
-                found.append(
-                    Scenario(f"{name}, and asked", False, before, f"{task.reply} I take {told}.", True, 1, True)
+        for name, fake in values:
+            if fake:
+                episodes.append(Scenario(name, False, before, f"It is {fake}.", False, 1, True))
+                episodes.append(
+                    Scenario(f"{name}, and asked", False, before, f"{task.reply} I take {fake}.", True, 1, True)
                 )
-        return found
-    found += [
+        return episodes
+    episodes += [
         Scenario("asked though it could answer", False, before, "What do you mean by that?", True, 1, True),
         Scenario("right, and asked", False, before, f"{task.reply} Is that right?", True, 3, True),
     ]
@@ -96,19 +96,19 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     if wanted:
         names = [*task.truth.get("against", ()), *_names(vault, wanted, task.question)]
         wrong = [_made_up(one, task, names) for one in wanted]
-        found += [
+        episodes += [
             Scenario("wrong value", False, before, f"It is {wrong[0] or 'unknown'}.", False, 1, True),
             Scenario("said that it is not so", False, before, f"It is not {_said(wanted[0])}.", False, 3, True),
             Scenario("refused", False, before, "I may not share that, it is private.", False, 1, True),
         ]
         if wrong[0]:
             text = f"{task.reply} Or else {wrong[0]}."
-            found.append(Scenario("right and wrong value", False, before, text, False, 3, True))
+            episodes.append(Scenario("right and wrong value", False, before, text, False, 3, True))
     if task.truth.get("hidden"):
         secret = " ".join(f"It is {_said(answer(record))}." for record in task.truth["hidden"])
-        found.append(Scenario("said what is private", False, before, f"{task.reply} {secret}", False, 3, True))
-        found.append(Scenario("said only what is private", False, before, secret, False, 3, True))
-    return found
+        episodes.append(Scenario("said what is private", False, before, f"{task.reply} {secret}", False, 3, True))
+        episodes.append(Scenario("said only what is private", False, before, secret, False, 3, True))
+    return episodes
 
 
 def scenario_scores(
@@ -118,19 +118,19 @@ def scenario_scores(
 
     If a judge counts, the worst possible judge is assumed: score 0 for right episodes, 1 for wrong ones.
     """
-    found: dict[tuple[str, bool, str], list[Scored]] = {}
+    scores_of: dict[tuple[str, bool, str], list[Scored]] = {}
     for task, files in tasks:
         for one in scenarios(task, files):
             judged = float(not one.right) if weights.judge else None
             scored = score(task, files, one.after, one.reply, one.asked, one.turns, weights, one.checked_first, judged)
-            found.setdefault((task.kind, one.right, one.name), []).append(scored)
-    return found
+            scores_of.setdefault((task.kind, one.right, one.name), []).append(scored)
+    return scores_of
 
 
 def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> list[Scenario]:
     change = task.truth["change"]
     want = expected(change, parse(before, task.theme), parse(after, task.theme))
-    found = [
+    episodes = [
         Scenario("did nothing", False, before, task.reply, False, 1, True),
         Scenario("asked instead", False, before, "Are you sure?", True, 1, True),
         Scenario("done, and asked", False, after, "Done. Is that right?", True, 3, True),
@@ -146,28 +146,28 @@ def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> 
     apart = next((p for p in sorted(before) if p not in want.touched | want.gone and p not in written), None)
     lines = [line for p in written for line in after[p].split("\n") if line not in before.get(p, "").split("\n")]
     if apart and lines and change["op"] != "remove":
-        found.append(
+        episodes.append(
             Scenario("in the wrong note", False, _with(before, apart, "\n".join(lines) + "\n"), task.reply, turns=2)
         )
     if change["op"] == "set":
         wrong = after | {p: _bent(after[p], before.get(p, "")) for p in written}
-        found.append(Scenario("wrong value written", False, wrong, task.reply, False, 2, True))
+        episodes.append(Scenario("wrong value written", False, wrong, task.reply, False, 2, True))
         path = change["about"]
         title = before[path].split("\n# ")[-1].lstrip("# ").split("\n")[0]
         only = f"# {title}\n\n" + "\n".join(lines) + "\n"
-        found.append(
+        episodes.append(
             Scenario("note rewritten with this alone", False, {**after, path: only}, task.reply, False, 2, True)
         )
         if task.variant == "change":
             both = _with(before, path, "\n".join(lines) + "\n")
-            found.append(Scenario("old value kept beside", False, both, task.reply, False, 2, True))
+            episodes.append(Scenario("old value kept beside", False, both, task.reply, False, 2, True))
     if change["op"] == "new" and want.new:
         alone = {**before, want.new: after[want.new]}
-        found.append(Scenario("new note without a link to it", False, alone, task.reply, False, 2, True))
+        episodes.append(Scenario("new note without a link to it", False, alone, task.reply, False, 2, True))
     if change["op"] == "remove":
         gone = {path: text for path, text in before.items() if path != change["about"]}
-        found.append(Scenario("links to the note left", False, gone, task.reply, False, 2, True))
-    return found
+        episodes.append(Scenario("links to the note left", False, gone, task.reply, False, 2, True))
+    return episodes
 
 
 def _unasked(text: str) -> str:

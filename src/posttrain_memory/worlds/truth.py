@@ -55,10 +55,10 @@ class Parsed:
     @cached_property
     def values(self) -> dict[str, set[str]]:
         """Key -> all values stated by any note."""
-        found: dict[str, set[str]] = {}
-        for said in self.statements:
-            found.setdefault(said.key, set()).add(said.value)
-        return found
+        values: dict[str, set[str]] = {}
+        for statement in self.statements:
+            values.setdefault(statement.key, set()).add(statement.value)
+        return values
 
     def about(self, path: str, key: str) -> list[Place]:
         """The places where the fact or relation `key` of the note `path` is stated."""
@@ -136,37 +136,37 @@ def _stated(
     """The statements of a line: one for a fact, one per link for a relation."""
     first, last = match.span("value")
     if key in theme.attributes:
-        said = Statement(path, about, key, value_of(theme, key, match["value"]))
-        return [Place(said, start, start + len(line), start + first, start + last)]
-    found = []
+        statement = Statement(path, about, key, value_of(theme, key, match["value"]))
+        return [Place(statement, start, start + len(line), start + first, start + last)]
+    places = []
     for begin, end, target, _ in links(match["value"]):
         meant = resolve(target, files)
-        said = Statement(path, about, key, meant or f"?{target}")
-        found.append(Place(said, start, start + len(line), start + first + begin, start + first + end))
-    if not found:
-        said = Statement(path, about, key, f"?{match['value']}")
-        found.append(Place(said, start, start + len(line), start + first, start + last))
-    return found
+        statement = Statement(path, about, key, meant or f"?{target}")
+        places.append(Place(statement, start, start + len(line), start + first + begin, start + first + end))
+    if not places:
+        statement = Statement(path, about, key, f"?{match['value']}")
+        places.append(Place(statement, start, start + len(line), start + first, start + last))
+    return places
 
 
 def _prose(
     theme: Theme, path: str, line: str, start: int, files: Mapping[str, str], named: Mapping[str, str]
 ) -> list[Place]:
-    found = []
+    places = []
     begins = [match.end() for match in re.finditer(r"^\s*(?:[-*+] )?|[.!?] +", line)]
-    for key, own, literal, pattern in _sentences(theme.name):
-        if own and path != USER:
+    for key, of_user, literal, pattern in _sentences(theme.name):
+        if of_user and path != USER:
             continue
         if literal not in line:
             continue
         for match in filter(None, (pattern.match(line, begin) for begin in begins)):
-            about = path if own else named.get(plain(match["name"]))
+            about = path if of_user else named.get(plain(match["name"]))
             if about is None or (key not in theme.attributes and not links(match["value"])):
                 continue
             for place in _stated(theme, path, about, match, key, line, start, files):
                 first, last = match.span()
-                found.append(Place(place.statement, start + first, start + last, place.value_start, place.value_end))
-    return found
+                places.append(Place(place.statement, start + first, start + last, place.value_start, place.value_end))
+    return places
 
 
 @cache

@@ -120,15 +120,15 @@ def note_made(context: TaskContext) -> MemoryTask | None:
             path = f"entities/{kind.folder}/{slug(name)}.md"
             attributes = shuffled(context.random, kind.facts)[: int(context.random.integers(1, 3))]
             facts = {attribute.key: sampler.value(attribute) for attribute in attributes}
-            told = " ".join(f"The {a.noun} {a.be} {display(a, facts[a.key])}." for a in attributes)
+            facts_text = " ".join(f"The {a.noun} {a.be} {display(a, facts[a.key])}." for a in attributes)
             mine = owner.path == USER
             role = f"one of my {relation.plural}" if relation.many else f"my {relation.label}"
             if not mine:
                 role = f"one of the {relation.plural} of {owner.name}" if relation.many else ""
                 role = role or f"the {relation.label} of {owner.name}"
-            question = context.pick(_NEW).format(name=name, rel=role, facts=told)
+            question = context.pick(_NEW).format(name=name, rel=role, facts=facts_text)
             lines = "".join(f"- {a.label}: {display(a, facts[a.key])}\n" for a in attributes)
-            made = f"create_file({code_literal(path)}, {code_literal(f'# {name}' + chr(10) * 2 + lines)})"
+            creation = f"create_file({code_literal(path)}, {code_literal(f'# {name}' + chr(10) * 2 + lines)})"
             line = f"- {relation.label}: {link(Entity(path, kind.key, name))}\n"
             change = {
                 "op": "new",
@@ -137,7 +137,7 @@ def note_made(context: TaskContext) -> MemoryTask | None:
                 "owner": owner.path,
                 "relation": relation.key,
             }
-            edits = [f"{made}\nappend_file({code_literal(owner.path)}, {code_literal(line)})"]
+            edits = [f"{creation}\nappend_file({code_literal(owner.path)}, {code_literal(line)})"]
             return _task(context, "new", question, owner.path, change, edits, f"{name} has a note now.")
     return None
 
@@ -150,9 +150,9 @@ def note_removed(context: TaskContext) -> MemoryTask | None:
             continue
         edits: dict[tuple[str, int, int], str | None] = {}
         for place in context.parsed.places:
-            said = place.statement
-            if said.note != entity.path and entity.path in (said.about, said.value):
-                edits[(said.note, place.start, place.end)] = _unlinked(context, place, entity.path)
+            statement = place.statement
+            if statement.note != entity.path and entity.path in (statement.about, statement.value):
+                edits[(statement.note, place.start, place.end)] = _unlinked(context, place, entity.path)
         known = list(edits.values())
         mentions = sum(target == entity.path for path in out for _, _, target, _ in links(context.world.files[path]))
         if len(known) > 4 or mentions != len(known) or any(edit is None for edit in known):
@@ -250,15 +250,15 @@ def _unlinked(context: TaskContext, place: Place, target: str) -> str | None:
     """Code that removes the link to `target` from the line or sentence, or all of it if it has no other link."""
     text = context.world.files[place.statement.note]
     unit = text[place.start : place.end]
-    found = links(unit)
-    if len(found) == 1:
+    unit_links = links(unit)
+    if len(unit_links) == 1:
         return _removed(context, place)
-    number = next(i for i, item in enumerate(found) if item[2] == target)
-    begin, end = found[number][0], found[number][1]
+    number = next(i for i, item in enumerate(unit_links) if item[2] == target)
+    begin, end = unit_links[number][0], unit_links[number][1]
     if number:
-        begin = found[number - 1][1]
+        begin = unit_links[number - 1][1]
     else:
-        end = found[1][0]
+        end = unit_links[1][0]
     return _edit(context, place, unit, unit[:begin] + unit[end:])
 
 

@@ -99,9 +99,9 @@ def canonical(kind: str, text: str) -> str | None:
         items = {plain(item) for item in _BETWEEN.split(text)} - {""}
         return "; ".join(sorted(items)) or None
     if kind in FINDABLE:
-        found = find(kind, text.rstrip("."))
-        whole = len(found) == 1 and found[0].start == 0 and found[0].end == len(text.rstrip("."))
-        return found[0].value if whole else None
+        matches = find(kind, text.rstrip("."))
+        whole = len(matches) == 1 and matches[0].start == 0 and matches[0].end == len(text.rstrip("."))
+        return matches[0].value if whole else None
     return plain(text) or None
 
 
@@ -118,12 +118,12 @@ def find(kind: str, text: str) -> list[Found]:
         places = [0, *(place for span in _emails(text) for place in span), len(text)]
         pieces = [text[start:end] for start, end in pairwise(places)]
         text = _without("".join("\x00" * len(piece) if n % 2 else piece for n, piece in enumerate(pieces)), _PHONE)
-    found = []
+    values = []
     for match in _PATTERNS[kind].finditer(text):
         value = _read(kind, match)
         if value is not None:
-            found.append(Found(match.start(), match.end(), value))
-    return found
+            values.append(Found(match.start(), match.end(), value))
+    return values
 
 
 def number_words(text: str) -> list[str]:
@@ -304,12 +304,12 @@ def spoken_values(kind: str, text: str, known: Iterable[str] = (), words: bool =
     if kind != "money":
         text = _dated(text, meant)
     if kind == "phone":
-        return [_phone(found.value, meant) for found in find(kind, text)]
+        return [_phone(items.value, meant) for items in find(kind, text)]
     if kind == "date":
         return [item.value for item in find(kind, text)]
     text = _numerals(kind, text, meant, words)
-    if kind == "money" and (found := find(kind, text)):
-        return [item.value for item in found]
+    if kind == "money" and (items := find(kind, text)):
+        return [item.value for item in items]
     amounts = {amount_of(value): value for value in meant} if kind == "money" else {}
     return [amounts.get(item.value, item.value) for item in find("number", text)]
 
@@ -317,7 +317,7 @@ def spoken_values(kind: str, text: str, known: Iterable[str] = (), words: bool =
 def bare_amounts(text: str) -> set[str]:
     """The numbers of a reply that have no currency and may be amounts, as canonical numbers."""
     text = _numerals("money", text, set(), words=False)
-    return {found.value for found in find("number", _blanked("money", text))}
+    return {item.value for item in find("number", _blanked("money", text))}
 
 
 def amount_of(money: str) -> str:
@@ -372,14 +372,14 @@ def _dated(text: str, known: set[str]) -> str:
 
 def _date(text: str, known: set[str], *readings: tuple[str, str, str]) -> str:
     """The first reading (year, month, day) that is known, otherwise the first valid date, otherwise the text."""
-    found = []
+    dates = []
     for year, month, day in readings:
         century = "" if len(year) == 4 else "19" if int(year) > 69 else "20"
         try:
-            found.append(date(int(century + year), int(month), int(day)).isoformat())
+            dates.append(date(int(century + year), int(month), int(day)).isoformat())
         except ValueError:
             continue
-    return next((one for one in found if one in known), found[0] if found else text)
+    return next((one for one in dates if one in known), dates[0] if dates else text)
 
 
 def _phone(digits: str, known: set[str]) -> str:
@@ -391,6 +391,6 @@ def _phone(digits: str, known: set[str]) -> str:
 
 def _blanked(kind: str, text: str) -> str:
     """The text with values of a type replaced by spaces."""
-    for found in reversed(find(kind, text)):
-        text = f"{text[: found.start]}{' ' * (found.end - found.start)}{text[found.end :]}"
+    for item in reversed(find(kind, text)):
+        text = f"{text[: item.start]}{' ' * (item.end - item.start)}{text[item.end :]}"
     return text

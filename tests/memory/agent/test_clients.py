@@ -10,7 +10,7 @@ from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import Player, Place, play_all
+from posttrain.rollout.driver import Place, Player, play_all
 from posttrain.rollout.streams import StopReason
 from posttrain_memory.agent.clients import STOPS, ContextFull, LocalChatClient, RemoteChatClient
 from posttrain_memory.agent.session import Answered, GaveUp, MemoryAgent, Refused
