@@ -22,12 +22,12 @@ from posttrain_memory.privacy.facts import Fact, facts_of, names_of
 from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter, split_question
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
 from posttrain_memory.worlds.truth import title
 from posttrain_memory.worlds.updates import is_forgotten
 
-USER = "user.md"
 _DELETES = re.compile(r"\b(?:forget|delete|remove|take out|do not want|no longer need)\b", re.IGNORECASE)
 _SETS = re.compile(
     r"\b(?:note|record|write down|add this|correction|change|set|out of date|days|now|was told|turns out)\b",

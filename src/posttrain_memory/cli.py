@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Ask a memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True)
+app = typer.Typer(
+    help="Use the memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True
+)
 
 
 class PromptLength(StrEnum):
@@ -24,26 +26,27 @@ class Opener(StrEnum):
     template = "template"
 
 
-VaultFolder = Annotated[Path, typer.Argument(help="Folder of the memory.")]
+VaultFolder = Annotated[Path, typer.Argument(help="Folder of the vault.")]
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="Path or hub id of a model, or with --url its name at the server.")
+    str | None, typer.Option("--model", help="Path or hub id of a model; with --url, the model's name on the server.")
 ]
 Url = Annotated[
     str | None, typer.Option("--url", help="An OpenAI-compatible server, such as http://localhost:8000/v1.")
 ]
-Key = Annotated[str | None, typer.Option("--key", help="Environment variable that holds the server's key.")]
+Key = Annotated[str | None, typer.Option("--key", help="Environment variable with the server's API key.")]
 Rules = Annotated[
     list[str] | None,
-    typer.Option("--filter", help="A privacy rule for every question or call; may be given several times."),
+    typer.Option("--filter", help="A privacy rule for every question or call; can be repeated."),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(help="0 is greedy, the default; with --url, the server's own by default.", min=0)
+    float | None,
+    typer.Option(help="Sampling temperature. Default: 0 (greedy); with --url, the server's default.", min=0),
 ]
-MaxTurns = Annotated[int | None, typer.Option(help="Most messages of the model to a question; 8.", min=2)]
+MaxTurns = Annotated[int | None, typer.Option(help="Maximum number of model messages per question. Default: 8.", min=2)]
 NoThinking = Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")]
 Prompt = Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")]
 OpenedBy = Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")]
-ReadOnly = Annotated[bool, typer.Option("--read-only", help="Change nothing, whatever is asked; take no lock.")]
+ReadOnly = Annotated[bool, typer.Option("--read-only", help="Never change notes; take no lock.")]
 
 
 @app.command()
@@ -60,7 +63,7 @@ def chat(
     opened_by: OpenedBy = Opener.policy,
     read_only: ReadOnly = False,
     new: Annotated[
-        bool, typer.Option("--new", help="Make the memory where there is none, with an empty user.md.")
+        bool, typer.Option("--new", help="Create the folder and an empty user.md if they are missing.")
     ] = False,
 ) -> None:
     """Chat with a memory agent in a terminal, or with one question per line on standard input.
@@ -116,11 +119,18 @@ def mcp(
     read_only: ReadOnly = False,
     http: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="HTTP on 127.0.0.1 instead of stdio; 0 is any free port.", min=0, max=65_535),
+        typer.Option(
+            metavar="PORT",
+            help="Serve HTTP on this port of 127.0.0.1 instead of stdio; 0 picks a free port.",
+            min=0,
+            max=65_535,
+        ),
     ] = None,
     token_variable: Annotated[
         str | None,
-        typer.Option(help="Environment variable that holds the token for HTTP; without it, one is made and printed."),
+        typer.Option(
+            help="Environment variable with the token for HTTP. Default: a random token, printed at the start."
+        ),
     ] = None,
 ) -> None:
     """Serve a vault over the Model Context Protocol: list, search and read notes, and with a model ask questions.
@@ -143,7 +153,7 @@ def mcp(
     from posttrain_memory.mcp.server import memory_server, private_wire, serve_stdio
 
     if token_variable is not None and http is None:
-        raise InputError("--token-variable is for HTTP; give --http, too")
+        raise InputError("--token-variable requires --http")
     with ExitStack() as stack:
         # Before a model is loaded, because loading may print: stdout belongs to the protocol.
         wire = stack.enter_context(private_wire()) if http is None else None
@@ -157,7 +167,7 @@ def mcp(
             chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
             answers = Answers(notes, chat_client, settings, read_only)
         else:
-            typer.echo("posttrain: no --model, so `ask` is not offered; list, search and read are", err=True)
+            typer.echo("posttrain: without --model, `ask` is not available; list, search and read are", err=True)
         server = memory_server(notes, answers, read_only)
         if wire is not None:
             if wire[0].isatty():
@@ -172,7 +182,7 @@ def mcp(
 @app.command()
 def undo(
     vault: VaultFolder,
-    count: Annotated[int, typer.Option(help="How many operations to take back, the last ones.", min=1)] = 1,
+    count: Annotated[int, typer.Option(help="Number of operations to undo, counted from the last.", min=1)] = 1,
 ) -> None:
     """Undo the last operations on a vault, including those of earlier chats and MCP clients; all or none.
 
@@ -185,13 +195,13 @@ def undo(
     from posttrain_memory.agent.history import undo as taken_back
 
     for line in taken_back(vault, count):
-        print(f"taken back: {line.strip()}")
+        print(f"undone: {line.strip()}")
 
 
 @app.command()
 def journal(
     vault: VaultFolder,
-    count: Annotated[int, typer.Option(help="How many operations to list.", min=1)] = 20,
+    count: Annotated[int, typer.Option(help="Number of operations to list.", min=1)] = 20,
 ) -> None:
     """List the last operations on a vault, newest first: number, time, and the change of each note.
 
@@ -201,5 +211,5 @@ def journal(
     """
     from posttrain_memory.agent.history import last_operations
 
-    for line in last_operations(vault, count) or ["the journal is empty; there is nothing to undo"]:
+    for line in last_operations(vault, count) or ["the journal is empty; nothing to undo"]:
         print(line)

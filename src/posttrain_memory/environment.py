@@ -281,7 +281,7 @@ def assignment(recipe: MemoryRecipe, seed: int) -> Assignment:
     rows = task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows
     if not 0 <= seed < len(rows):
         raise InputError(
-            f"environment seed {seed} is no row of environment.tasks, which has {len(rows)} tasks (0 to {len(rows) - 1}); "
+            f"environment seed {seed} is beyond environment.tasks, which has {len(rows)} tasks (0 to {len(rows) - 1}); "
             "change `seeds` or `evaluation.seeds`"
         )
     return rows[seed]

@@ -36,7 +36,7 @@ class AgentRecipe(Part):
     @model_validator(mode="after")
     def _opened(self):
         if not self.thinking and self.opened_by != "policy":
-            raise ValueError("`opened_by` means nothing without `thinking`; leave one out")
+            raise ValueError("`opened_by` has no effect without `thinking`; drop one")
         return self
 
 
@@ -76,24 +76,24 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     @model_validator(mode="after")
     def _consistent(self) -> "MemoryRecipe":
         if self.memories is not None and not self.tasks:
-            raise ValueError("`memories` belongs to rows that name them; give `tasks`, too")
+            raise ValueError("`memories` requires `tasks`")
         weights = self.weights
         if weights.judge and self.judge is None:
-            raise ValueError("`weights.judge` means nothing without a judge; name one in `judge`, or leave it out")
+            raise ValueError("`weights.judge` requires `judge`")
         rejected = (self.max_turns - 1) * (2 if self.follow_up else 1)
         least = weights.success - weights.turns_at_most - weights.judge + self.rejected * rejected
         most = weights.partial + weights.check_first
         half = (weights.success + weights.check_first + most) / 2
         if self.follow_up and least <= half:
-            judged = " where the judge sees nothing in it" if weights.judge else " after messages that were rejected"
+            judged = " with judge score 0" if weights.judge else " after rejected messages"
             raise ValueError(
-                f"an episode that succeeds could earn as little as {least:g}{judged}, and one of which half is wrong as "
+                f"a successful episode could earn as little as {least:g}{judged}, and one that is half wrong as "
                 f"much as {half:g}; lower `weights.partial`, `weights.check_first`, `weights.judge` or `max_turns`, or "
-                "bring `rejected` nearer to 0"
+                "move `rejected` towards 0"
             )
         if least <= most:
             raise ValueError(
-                f"an episode that succeeds after messages that were rejected could earn as little as {least:g}, no more "
-                "than a wrong one; bring `rejected` nearer to 0, or lower `max_turns` or `weights.judge`"
+                f"a successful episode with rejected messages could earn as little as {least:g}, no more "
+                "than a wrong one; move `rejected` towards 0, or lower `max_turns` or `weights.judge`"
             )
         return self

@@ -55,9 +55,7 @@ def _generated_task(key: str, seed: int) -> Assignment:
         tasks = tasks_of(world, one)
         if tasks:
             return Assignment(tasks[0], dict(world.files))
-    raise InputError(
-        "environment.worlds makes worlds without a place for any task; allow more notes, facts or variants"
-    )
+    raise InputError("environment.worlds has no room for any task; allow more notes, facts or variants")
 
 
 @dataclass(frozen=True)
@@ -103,5 +101,5 @@ def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]], judged: bool
         return Assignment(*read_row(row))
     task, files = read_published_row(row, vaults)
     if "judge" in task.truth and not judged:
-        raise InputError("an update of this form has a truth that only a judge can tell; name one in environment.judge")
+        raise InputError("an update in the published format can only be scored by a judge; set environment.judge")
     return Assignment(task, files)

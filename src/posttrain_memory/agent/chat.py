@@ -100,15 +100,15 @@ def _marked(name: str, text: str) -> str:
 
 
 _HELP = """\
-/undo       take back what the last question changed
-/diff       show what the last question changed
+/undo       undo the changes of the last question
+/diff       show the changes of the last question
 /notes      list the notes
 /read PATH  show a note
-/new        begin a new conversation
-/filters    show the privacy rules that hold
+/new        start a new conversation
+/filters    show the privacy rules in force
 /help       show this
-/quit       leave; so does Ctrl-D
-Ctrl-C interrupts an answer. <filter>…</filter> in a question is a privacy rule for that question alone."""
+/quit       leave (or Ctrl-D)
+Ctrl-C interrupts an answer. <filter>…</filter> in a question is a privacy rule for that question only."""
 
 
 class Leave(Exception):
@@ -121,7 +121,7 @@ def command(agent: MemoryAgent, line: str) -> str:
     """
     name, _, rest = line.partition(" ")
     does: dict[str, Callable[[], str]] = {
-        "/undo": lambda: f"taken back: {', '.join(agent.undo())}; the next question begins a new conversation",
+        "/undo": lambda: f"undone: {', '.join(agent.undo())}; the next question starts a new conversation",
         "/diff": lambda: agent.changes() or "the last question changed nothing",
         "/notes": lambda: agent.seen().tree() or "there are no notes",
         "/read": lambda: agent.seen().read(rest.strip()),
@@ -131,15 +131,15 @@ def command(agent: MemoryAgent, line: str) -> str:
         "/quit": _leave,
     }
     if name not in does:
-        raise InputError(f"there is no command {name}; /help lists them")
+        raise InputError(f"unknown command {name}; /help lists the commands")
     if name == "/read" and not rest.strip():
-        raise InputError("/read takes the path of a note, for example /read user.md")
+        raise InputError("/read needs the path of a note, for example /read user.md")
     try:
         return visible(does[name]().rstrip("\n"))
     except VaultError as error:
         raise InputError(str(error)) from None
     except OSError as error:
-        raise RunError(f"the memory cannot be read: {error.strerror or type(error).__name__}") from None
+        raise RunError(f"the vault cannot be read: {error.strerror or type(error).__name__}") from None
 
 
 class TerminalChat:

@@ -89,8 +89,8 @@ class LocalChatClient:
         room = self.tokens_per_episode - len(conversation.context)
         if room <= 0 and not conversation.turns:
             raise RunError(
-                f"the question has {len(conversation.context)} tokens with all that stands before it, and the model may "
-                f"read {self.tokens_per_episode}; ask a shorter one, or take the brief prompt"
+                f"the question has {len(conversation.context)} tokens including the prompt, but the limit is "
+                f"{self.tokens_per_episode}; ask a shorter question, or use --prompt brief"
             )
         if room <= 0:
             raise ContextFull(
@@ -143,7 +143,7 @@ class RemoteChatClient:
     def begin(self, messages: Sequence[Message], primer: str) -> None:
         if primer:
             raise InputError(
-                f"a server lets nobody write the beginning of an answer ({primer}); choose another `opened_by`"
+                f"a server cannot continue a prefilled answer ({primer}); set `opened_by` to policy or template"
             )
         self._messages = list(messages)
 
@@ -160,7 +160,7 @@ class RemoteChatClient:
                 stop=STOPS,
             )
         except RemoteFailure as failure:
-            raise RunError(f"{failure}; check that the server runs, the address and the name of the model") from None
+            raise RunError(f"{failure}; check that the server is running, its address, and the model's name") from None
         text = written.text
         if self._thinking and written.thoughts and not text.lstrip().startswith("<think>"):
             text = f"<think>{written.thoughts}</think>{text}"

@@ -31,11 +31,11 @@ def undo(folder: Path, count: int) -> list[str]:
     with _opened(folder, read_only=False) as vault:
         entries = vault.journal.entries()
         if len(entries) < count:
-            raise InputError(f"the journal of {folder} has {len(entries)} operations; undo no more than that")
+            raise InputError(f"the journal of {folder} has {len(entries)} operations; choose --count accordingly")
         try:
             return [describe(entry) for entry in vault.journal.undo(entries[-count].number)]
         except VaultError as error:
-            raise InputError(f"{folder} cannot be taken back: {error}") from None
+            raise InputError(f"the changes in {folder} cannot be undone: {error}") from None
 
 
 def describe(entry: Entry) -> str:
@@ -57,7 +57,7 @@ def _became(change: Change) -> str:
 def _opened(folder: Path, read_only: bool) -> Iterator[Vault]:
     """The vault in `folder`. It may lack `user.md`, because undoing its removal is a use of undo."""
     if not (folder / RESERVED).is_dir():
-        raise InputError(f"{folder} has no journal ({RESERVED}), so no memory was changed there; name that of a memory")
+        raise InputError(f"{folder} has no journal ({RESERVED}); name the folder of a vault that has been changed")
     try:
         with closing(Vault(DiskStorage(folder, read_only=read_only))) as vault:
             if vault.journal.warning:

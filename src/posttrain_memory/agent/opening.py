@@ -11,7 +11,7 @@ from posttrain_memory.agent.clients import ChatClient, LocalChatClient, RemoteCh
 from posttrain_memory.interpreter.pool import InterpreterLimits
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
-from posttrain_memory.vault.paths import START
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.vault.storage import DiskStorage
 from posttrain_memory.vault.vault import Vault
 
@@ -25,28 +25,26 @@ def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vaul
     another process is writing to the vault.
     """
     if new and read_only:
-        raise InputError("--new makes a memory and --read-only changes nothing; leave one out")
+        raise InputError("--new cannot be combined with --read-only; drop one")
     if new:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"{folder} cannot be made: {error.strerror}; name another folder") from None
+            raise InputError(f"{folder} cannot be created: {error.strerror}; name another folder") from None
     if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; name that of a memory, or add --new to make one")
+        raise InputError(f"there is no folder {folder}; name the folder of a vault, or create one with --new")
     vault = Vault(DiskStorage(folder, read_only=read_only))
     if vault.journal.warning:
         print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
     try:
-        known = START in vault.paths()
+        known = USER in vault.paths()
         if new and not known:
-            vault.create(START, _FIRST)
+            vault.create(USER, _FIRST)
         elif not known:
-            raise InputError(
-                f"{folder} has no {START} and is no memory; name another folder, or add --new to make it one"
-            )
+            raise InputError(f"{folder} has no {USER}, so it is not a vault; name another folder, or add --new")
     except VaultError as error:
         vault.close()
-        raise InputError(f"{folder} cannot be used as a memory: {error}") from None
+        raise InputError(f"{folder} cannot be used as a vault: {error}") from None
     except BaseException:
         vault.close()
         raise
@@ -69,15 +67,15 @@ def open_chat_client(
     from posttrain.recipe.rollout import SamplingRecipe
 
     if model is None:
-        raise InputError("no model is named; give --model PATH, or --url URL --model NAME for one behind a server")
+        raise InputError("no model given; use --model PATH, or --url URL --model NAME for a server")
     if url is None and key_variable is not None:
-        raise InputError("--key belongs to a server; give --url, too, or leave it out")
+        raise InputError("--key requires --url; add --url or drop --key")
     if url is None:
         return LocalChatClient(ModelRecipe(path=model, dtype="auto"), SamplingRecipe(temperature=temperature or 0.0))
     if not url.startswith(("http://", "https://")):
-        raise InputError(f"--url {url} is no address of a server; write for example http://localhost:8000/v1")
+        raise InputError(f"--url {url} is not a server address; use for example http://localhost:8000/v1")
     if key_variable is not None and not os.environ.get(key_variable):
-        raise InputError(f"--key names the environment variable {key_variable}, which is not set; export it")
+        raise InputError(f"--key names the environment variable {key_variable}, which is not set; set it")
     return RemoteChatClient(url, model, key_variable, temperature, thinking=thinking)
 
 
@@ -89,7 +87,7 @@ def settings_in_use(
 ) -> AgentRecipe:
     """The agent's settings for use: as in training, except that the code's clock shows the current time."""
     if not thinking and opened_by != "policy":
-        raise InputError("--opened-by means nothing with --no-thinking; leave one out")
+        raise InputError("--opened-by has no effect with --no-thinking; drop one")
     now = datetime.now().isoformat(timespec="seconds")
     given = {} if max_turns is None else {"max_turns": max_turns}
     return AgentRecipe(

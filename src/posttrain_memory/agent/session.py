@@ -106,7 +106,7 @@ class MemoryAgent:
         """
         words, question_rules = split_question(question)
         if not words:
-            raise InputError("the question has no words; ask something")
+            raise InputError("the question is empty")
         continues, self._continuable = self._continuable and not question_rules, False
         rules = [*self.rules, *question_rules]
         before, self._diff = self.vault.journal.mark(), ""
@@ -122,9 +122,9 @@ class MemoryAgent:
                 self._continuable = isinstance(event, Answered) and not question_rules
                 yield event
         except VaultError as error:
-            raise RunError(f"the memory cannot be used: {error}") from None
+            raise RunError(f"the vault cannot be used: {error}") from None
         except OSError as error:
-            raise RunError(f"the memory cannot be read or written: {error.strerror or type(error).__name__}") from None
+            raise RunError(f"the vault cannot be read or written: {error.strerror or type(error).__name__}") from None
         finally:
             self._remember(before)
 
@@ -143,7 +143,7 @@ class MemoryAgent:
         and changes nothing, if there is nothing to undo or one of the notes has been changed by something else since.
         """
         if not self._undoable:
-            raise InputError("there is nothing to undo: no question of this session changed a note")
+            raise InputError("nothing to undo: no question of this session changed a note")
         first = self._undoable[-1]
         try:
             changes = self.vault.journal.changes(first - 1)
@@ -175,7 +175,7 @@ class MemoryAgent:
             try:
                 answer = self._chat_client.answer()
             except ContextFull as full:
-                yield GaveUp(f"{full}; ask again, and a new conversation begins")
+                yield GaveUp(f"{full}; the next question starts a new conversation")
                 return
             parsed = parse(answer, self.settings.thinking)
             if isinstance(parsed, Rejected):
@@ -194,7 +194,7 @@ class MemoryAgent:
                     yield Result(session.redact(message["content"]))
             if left:
                 self._chat_client.observe([message])
-        yield GaveUp(f"no reply within {self.settings.max_turns} messages; ask again, or for less at a time")
+        yield GaveUp(f"no reply within {self.settings.max_turns} messages; ask again, or ask for less at once")
 
     def _run_code(self, session: ToolSession, code: str, left: int) -> Message:
         message = session.run(code)
@@ -223,7 +223,7 @@ class MemoryAgent:
         try:
             return PrivacyFilter(rules, self.vault.files() if rules else {})
         except VaultError as error:
-            raise RunError(f"the memory cannot be used with privacy rules: {error}; mend or move that note") from None
+            raise RunError(f"the vault cannot be used with privacy rules: {error}; correct or move that note") from None
 
     def _remember(self, before: int) -> None:
         """Record the changes since the mark `before`, for `undo` and `changes`."""
@@ -238,4 +238,4 @@ class MemoryAgent:
 
 
 def _not_understood(sentence: str, reason: str) -> str:
-    return f"the privacy rule “{sentence}” is not understood ({reason}), so nothing is read; write it in other words"
+    return f"the privacy rule “{sentence}” is not understood ({reason}), so nothing was read; rephrase it"

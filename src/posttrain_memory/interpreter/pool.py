@@ -25,9 +25,9 @@ from pydantic import Field
 
 from posttrain.errors import RunError
 from posttrain.recipe.base import Part
-from posttrain_memory.interpreter.tools import call
 from posttrain_memory.interpreter.worker import Channel
 from posttrain_memory.vault.limits import VaultError
+from posttrain_memory.vault.tools import call
 
 _KINDS = frozenset(
     [
@@ -172,9 +172,7 @@ class _Worker:
             raise InterpreterFault(f"the interpreter does not start ({error or type(error).__name__})") from None
         if answer != {"ready": True}:
             self.kill()
-            raise InterpreterFault(
-                f"the interpreter does not start: {answer.get('fault')}; is pydantic-monty installed?"
-            )
+            raise InterpreterFault(f"the interpreter does not start: {answer.get('fault')}")
         self._socket.settimeout(_hang_seconds(limits) + 10)
 
     def alive(self) -> bool:

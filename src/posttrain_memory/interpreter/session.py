@@ -9,15 +9,14 @@ from typing import Any
 
 from posttrain.environments.protocol import Message
 from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.interpreter.tools import call, tools
 from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.prompts import result
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.links import parse_link
-from posttrain_memory.vault.paths import note_path
+from posttrain_memory.vault.paths import USER, note_path
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.tools import call, tools
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.graph import USER
 
 CHANGING = ("create_file", "update_file", "append_file", "delete_file", "move_file")
 """The tools that change notes."""

@@ -58,7 +58,7 @@ class Answers:
         """The reply. Raises Refusal if there is none, and PosttrainError for failures unrelated to the question."""
         words, question_rules = split_question(question)
         if not words:
-            raise Refusal("the question has no words; ask something")
+            raise Refusal("the question is empty")
         # Set for each question: a server may run for weeks, and the code's clock is fixed.
         now = datetime.now().isoformat(timespec="seconds")
         with Interpreter(self._settings.interpreter.model_copy(update={"now": now})) as interpreter:
@@ -82,7 +82,7 @@ class Answers:
                     work.status = f"turn {turn} of at most {self._settings.max_turns}"
         finally:
             agent.close()
-        raise Refusal("the question was withdrawn")
+        raise Refusal("the question was cancelled")
 
     def _agent(self, question_rules: Sequence[str], interpreter: Interpreter, work: Work) -> MemoryAgent:
         """The agent for a question with its own rules (`own`)."""
@@ -113,9 +113,7 @@ class Answers:
             except InputError:
                 work.status = "waiting for another program that uses the memory"
                 if work.cancelled.wait(0.2) or time.monotonic() > until:
-                    raise Refusal(
-                        "another program is changing the memory; ask again when it is done, or close it"
-                    ) from None
+                    raise Refusal("another program is changing the vault; ask again when it has finished") from None
         try:
             vault = Vault(storage)
         except BaseException:

@@ -37,8 +37,8 @@ def token_of(variable: str | None) -> str:
     token = os.environ.get(variable, "")
     if len(token) < _TOKEN_CHARS or not all("!" <= sign <= "~" for sign in token):
         raise InputError(
-            f"--token-variable names {variable}, which holds no token of at least {_TOKEN_CHARS} visible ASCII "
-            "characters; export one, or leave the option out and a token is made"
+            f"--token-variable names {variable}, which does not hold a token of at least {_TOKEN_CHARS} visible ASCII "
+            "characters; set one, or drop the option to get a random token"
         )
     return token
 
@@ -102,7 +102,9 @@ def listener(port: int) -> socket.socket:
         server.listen(_CONNECTIONS)
     except OSError as error:
         server.close()
-        raise InputError(f"port {port} of {ADDRESS} cannot be used: {error.strerror}; give --http another") from None
+        raise InputError(
+            f"port {port} of {ADDRESS} cannot be used: {error.strerror}; choose another with --http"
+        ) from None
     return server
 
 
@@ -124,5 +126,5 @@ def serve_http(server: "Server[Any]", on: socket.socket, token: str) -> None:
         limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=2,
     )
-    print(f"posttrain: the memory is at http://{ADDRESS}:{port}{PATH}", file=sys.stderr, flush=True)
+    print(f"posttrain: serving the vault at http://{ADDRESS}:{port}{PATH}", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[on])

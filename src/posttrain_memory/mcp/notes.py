@@ -8,10 +8,11 @@ from threading import Lock
 
 from posttrain.environments.neutral import neutral
 from posttrain.errors import InputError
-from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.vault.limits import VaultError, VaultLimits
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 
 PIECE = 16_000
@@ -77,14 +78,12 @@ class SharedNotes:
         except VaultError as error:
             raise InputError(f"{self.root} cannot be used with privacy rules: {error.__cause__ or error}") from None
         if problem is not None:
-            raise InputError(
-                f"the privacy rule “{problem.sentence}” is not understood ({problem.reason}); write it in other words"
-            )
+            raise InputError(f"the privacy rule “{problem.sentence}” is not understood ({problem.reason}); rephrase it")
         with closing(DiskStorage(self.root, read_only=True)) as storage:
-            if "user.md" not in storage.sizes():
-                raise InputError(f"{self.root} has no user.md, so it is no memory; make one about the user first")
+            if USER not in storage.sizes():
+                raise InputError(f"{self.root} has no user.md, so it is not a vault; create user.md first")
         if writable and not os.access(self.root, os.W_OK | os.X_OK):
-            raise InputError(f"{self.root} cannot be written; give --read-only")
+            raise InputError(f"{self.root} is not writable; use --read-only")
 
     def safe(self, text: str) -> str:
         """`text`, written by the agent, redacted for a client."""

@@ -145,7 +145,7 @@ def private_wire() -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         incoming, outgoing = os.dup(0), os.dup(1)
     except OSError:
-        raise InputError("stdin or stdout is closed; let a client start the command, or give --http") from None
+        raise InputError("stdin or stdout is closed; start the command from an MCP client, or use --http") from None
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -241,7 +241,7 @@ def _settled(call: Callable[..., str], **given: Any) -> tuple[str, bool]:
     except Exception:
         traceback.print_exc()
     # Details, which may name something of this machine, went to stderr.
-    return "the call failed; what the server wrote to stderr says why", True
+    return "the call failed; see the server's stderr", True
 
 
 def _result(text: str, failed: bool) -> "types.CallToolResult":

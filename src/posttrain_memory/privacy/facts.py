@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from posttrain_memory.vault.links import Notes
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import Theme, plain_label, themes
 from posttrain_memory.worlds.truth import parse, title
 from posttrain_memory.worlds.values import canonical, links
@@ -52,7 +53,7 @@ def names_of(files: Mapping[str, str]) -> dict[str, str]:
     """Lower-case name -> path, from the titles and file names of notes."""
     paths = {}
     for path, text in files.items():
-        if path != "user.md":
+        if path != USER:
             stem = path.removesuffix(".md").rsplit("/", 1)[-1]
             paths[" ".join(re.sub(r"[_-]+", " ", stem).casefold().split())] = path
         if title(text):

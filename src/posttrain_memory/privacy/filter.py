@@ -26,7 +26,8 @@ from posttrain_memory.privacy.redaction import (
     usual,
     within,
 )
-from posttrain_memory.privacy.rules import USER, NotUnderstood, Rule, read_rules
+from posttrain_memory.privacy.rules import NotUnderstood, Rule, read_rules
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.values import links
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from posttrain_memory.privacy.redaction import Index, Span, Value
-from posttrain_memory.privacy.rules import USER
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.values import links
 
 _FENCE = re.compile(r"\s*(?:```|~~~)")

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import plain_label, themes
 
-USER = "user.md"
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "phone": ("phone", "phone number", "telephone", "telephone number", "mobile number", "number to call"),
     "email": ("email", "e-mail", "email address", "e-mail address", "mail address"),

@@ -116,14 +116,14 @@ class DiskLog:
         """Start an empty journal. The old file is renamed, or ignored if the vault is read-only."""
         self._entries, self._ends = [], []
         if self._storage.read_only:
-            self.warning = f"{RESERVED}/{_FILE} is damaged and was not read; the notes are as they were"
+            self.warning = f"{RESERVED}/{_FILE} is damaged and was not used; the notes are unchanged"
             return
         os.close(self._file)
         kept = self._storage.move_aside(_FILE)
         self._file = self._storage.reserved(_FILE)
         self.warning = (
-            f"{RESERVED}/{_FILE} was damaged: it is kept as {RESERVED}/{kept}, the notes are as they were, and what was "
-            "changed before now cannot be undone"
+            f"{RESERVED}/{_FILE} was damaged and renamed to {RESERVED}/{kept}; the notes are unchanged, and earlier "
+            "changes cannot be undone"
         )
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
 
 SUFFIX = ".md"
-START = "user.md"
+USER = "user.md"
 """The entry note of a vault."""
 _FORBIDDEN = frozenset('\\:*?"<>|#^[]')
 """Characters with a special meaning in some file system or in wikilinks."""

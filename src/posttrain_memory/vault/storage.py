@@ -94,7 +94,7 @@ class DiskStorage:
             # The folder itself may be a symbolic link: the user chose it, not the model.
             self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise InputError(f"{root} cannot be opened as a memory: {error.strerror}; make the folder first") from None
+            raise InputError(f"{root} cannot be opened as a vault: {error.strerror}; create the folder first") from None
         self._lock = -1
         if not read_only:
             try:
@@ -165,7 +165,7 @@ class DiskStorage:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             os.close(file)
-            raise InputError(f"{RESERVED}/{name} of the memory is no plain file; take it away")
+            raise InputError(f"{RESERVED}/{name} of the vault is not a regular file; remove it")
         return file
 
     def replace_reserved(self, name: str, data: bytes) -> None:
@@ -194,7 +194,7 @@ class DiskStorage:
                 os.close(folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
-                raise InputError(f"{RESERVED} of the memory is no plain folder of plain files; take it away") from None
+                raise InputError(f"{RESERVED} of the vault is not a folder of regular files; remove it") from None
             raise
 
     def _locked(self, root: Path) -> int:
@@ -208,7 +208,7 @@ class DiskStorage:
             owner = os.pread(file, 20, 0).decode(errors="replace").strip()
             os.close(file)
             raise InputError(
-                f"{root} is being written by process {owner or 'unknown'}; end it first, or open the memory read-only"
+                f"{root} is being written by process {owner or 'unknown'}; end it first, or open the vault read-only"
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)

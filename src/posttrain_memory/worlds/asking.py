@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from posttrain_memory.worlds.graph import USER, Entity, Graph, value_of
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Entity, Graph, value_of
 from posttrain_memory.worlds.render import World
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.theme import Attribute, Theme

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain_memory.worlds.graph import USER, Statement
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Statement
 from posttrain_memory.worlds.replies import Answer, contains_value
 from posttrain_memory.worlds.theme import theme_named
 from posttrain_memory.worlds.truth import Parsed, parse

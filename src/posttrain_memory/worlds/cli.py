@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 def worlds(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Keys of the worlds, such as notes=4 or bare=true."),
+        typer.Argument(metavar="[key=value ...]", help="Settings of the worlds, such as notes=4 or bare=true."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for the files of the splits.")] = Path("worlds"),
-    seed: Annotated[int, typer.Option(help="Another seed, other worlds.", min=0)] = 0,
-    train: Annotated[int, typer.Option(help="Worlds to train on.", min=0)] = 400,
-    dev: Annotated[int, typer.Option(help="Worlds to choose a checkpoint by.", min=0)] = 40,
-    test: Annotated[int, typer.Option(help="Worlds for the test.", min=0)] = 40,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="JSON lines instead of parquet.")] = False,
-    model: Annotated[str, typer.Option(help="Whose tokenizer counts the tokens of a vault.")] = "packaged:smollm2-135m",
+    out: Annotated[Path, typer.Option(help="Output directory.")] = Path("worlds"),
+    seed: Annotated[int, typer.Option(help="Random seed of the worlds.", min=0)] = 0,
+    train: Annotated[int, typer.Option(help="Number of training worlds.", min=0)] = 400,
+    dev: Annotated[int, typer.Option(help="Number of worlds for selecting a checkpoint.", min=0)] = 40,
+    test: Annotated[int, typer.Option(help="Number of test worlds.", min=0)] = 40,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Write JSON lines instead of Parquet.")] = False,
+    model: Annotated[
+        str, typer.Option(help="Model whose tokenizer counts the tokens of the vaults.")
+    ] = "packaged:smollm2-135m",
     scenarios: Annotated[
-        bool, typer.Option("--scenarios", help="Show what right and wrong episodes of the first tasks earn.")
+        bool, typer.Option("--scenarios", help="Show the rewards of right and wrong episodes of the first tasks.")
     ] = False,
-    paraphrase_url: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible server that says texts in other words.")
-    ] = None,
-    paraphrase_model: Annotated[str | None, typer.Option(help="Its model.")] = None,
-    paraphrase_key: Annotated[str | None, typer.Option(help="Name of the environment variable with its key.")] = None,
+    paraphrase_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server for paraphrasing texts.")] = None,
+    paraphrase_model: Annotated[str | None, typer.Option(help="Name of the paraphrasing model.")] = None,
+    paraphrase_key: Annotated[str | None, typer.Option(help="Environment variable with the server's API key.")] = None,
 ) -> None:
     """Write generated worlds of notes and tasks about them: facts to find, to change, to ask about, and to keep
     private.
@@ -56,7 +56,7 @@ def worlds(
         from posttrain_memory.worlds.paraphrase import ParaphraseRecipe, Rewording, writer
 
         if paraphrase_url is None or paraphrase_model is None:
-            raise InputError("--paraphrase-url and --paraphrase-model go together; give both")
+            raise InputError("--paraphrase-url and --paraphrase-model must be given together")
         server = ParaphraseRecipe(url=paraphrase_url, model=paraphrase_model, api_key_variable=paraphrase_key)
         reword = Rewording(writer(server))
     counts = {"test": test, "dev": dev, "train": train}
@@ -68,7 +68,7 @@ def worlds(
             write_rows(path, rows)
             typer.echo(f"{path}: {len(rows)} tasks in {len({row['world'] for row in rows})} worlds")
     if reword is not None:
-        typer.echo(f"{reword.counts['reworded']} texts in other words, {reword.counts['stayed']} as they were")
+        typer.echo(f"{reword.counts['reworded']} texts paraphrased, {reword.counts['stayed']} unchanged")
     console = Console()
     console.print(_tasks_table(generated))
     console.print(_vaults_table(generated, model))
@@ -87,7 +87,7 @@ def _recipe(words: list[str]) -> "WorldRecipe":
     for word in words:
         key, sign, text = word.partition("=")
         if not sign or key not in WorldRecipe.model_fields:
-            raise InputError(f"{word} is no key=value of worlds; the keys are {', '.join(WorldRecipe.model_fields)}")
+            raise InputError(f"{word}: expected key=value; the keys are {', '.join(WorldRecipe.model_fields)}")
         values[key] = yaml.safe_load(text)
     try:
         return WorldRecipe(**values)

@@ -94,5 +94,5 @@ def read_row(row: Mapping[str, Any]) -> tuple[MemoryTask, dict[str, str]]:
         return task, dict(make_world(label["world"], WorldRecipe(**label["recipe"])).files)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"a record has no label of a memory task ({error}); write it with `posttrain data worlds`"
+            f"a record has no valid label of a memory task ({error}); write records with `posttrain data worlds`"
         ) from error

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.naming import Namer, fill, slug
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.theme import Attribute, Relation, Theme, themes
 from posttrain_memory.worlds.values import canonical, pick, shuffled
-
-USER = "user.md"
 
 
 class Statement(NamedTuple):

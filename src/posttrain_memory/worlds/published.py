@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, broken_links
-from posttrain_memory.worlds.graph import USER
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import FOREIGN
@@ -44,13 +44,13 @@ def read_published_row(
     """
     parts = _SEPARATOR.split(row["label"])
     if len(parts) != 3:
-        raise InputError(f"a label has {len(parts)} parts between lines of ~/~, not kind, memory and answer")
+        raise InputError(f"a label has {len(parts)} parts separated by lines of ~/~; expected kind, memory and answer")
     kind, name, text = (part.strip() for part in parts)
     if name not in memories:
-        raise InputError(f"the memory {name} of a record is not among the base_memory.json files; name their folder")
+        raise InputError(f"there is no base_memory.json file for the memory {name}; check `environment.memories`")
     asked = [message["content"] for message in row["context_messages"] if message["role"] == "user"]
     if kind not in ("retrieval", "update", "clarification") or not asked:
-        raise InputError(f"a record of the kind {kind!r} with {len(asked)} user messages is no memory task")
+        raise InputError(f"a record of kind {kind!r} with {len(asked)} user messages is not a memory task")
     question, truth = asked[-1], _truth(kind, asked[-1], text)
     if "rule" in truth:
         kind = "filter"
@@ -72,7 +72,7 @@ def read_memories(folder: Path) -> dict[str, dict[str, str]]:
             entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
             vaults[str(name)] = {USER: memory["user_md"], **entities}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{file} holds no memory ({error}); it needs mem_id, user_md and entities") from error
+            raise InputError(f"{file} is not a memory ({error}); it needs mem_id, user_md and entities") from error
     return vaults
 
 

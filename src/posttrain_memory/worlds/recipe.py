@@ -76,7 +76,7 @@ class WorldRecipe(Part):
     @classmethod
     def _in_order(cls, value: tuple[int, int]) -> tuple[int, int]:
         if value[0] > value[1]:
-            raise ValueError("the first number is the fewest and the second the most; exchange them")
+            raise ValueError("the minimum is larger than the maximum; exchange them")
         return value
 
     @field_validator("facts")
@@ -91,7 +91,7 @@ class WorldRecipe(Part):
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
             if name not in themes():
-                raise ValueError(f"there is no theme {name!r}; use some of {', '.join(sorted(themes()))}")
+                raise ValueError(f"unknown theme {name!r}; choose from {', '.join(sorted(themes()))}")
         return value
 
 

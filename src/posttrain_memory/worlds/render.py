@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.seeds import random_stream
-from posttrain_memory.worlds.graph import USER, Entity, Graph, Statement, build
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Entity, Graph, Statement, build
 from posttrain_memory.worlds.naming import fill
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.theme import Attribute, Theme, themes

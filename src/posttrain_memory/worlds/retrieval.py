@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from datetime import date, timedelta
 from decimal import Decimal
 
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.asking import TaskContext, code_literal, display, joined, name_answer
-from posttrain_memory.worlds.graph import USER, Entity
+from posttrain_memory.worlds.graph import Entity
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute, Relation

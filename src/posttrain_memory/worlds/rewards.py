@@ -89,7 +89,7 @@ def score(
     if "judge" in task.truth:
         if judged is None:
             raise InputError(
-                f"the truth of {task.question[:60]!r} is known to a judge only; name one in `judge` or leave such tasks out"
+                f"{task.question[:60]!r} can only be scored by a judge; set `judge` or leave out such tasks"
             )
         _compared(published_outcome(task.question, before, after), asked, verdict)
         _confirmed(task, before, text, verdict)

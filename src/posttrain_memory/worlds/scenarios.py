@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from posttrain.seeds import random_stream
-from posttrain_memory.interpreter.tools import tools
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.asking import display
 from posttrain_memory.worlds.changes import expected
-from posttrain_memory.worlds.graph import USER, ValueSampler
+from posttrain_memory.worlds.graph import ValueSampler
 from posttrain_memory.worlds.naming import matcher
 from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.replies import Answer, answer

@@ -61,6 +61,8 @@ def task_of(record: dict[str, Any]) -> MemoryTask:
     names = set(MemoryTask.__dataclass_fields__) - {"follow_up"}
     missing = names - set(record)
     if missing:
-        raise InputError(f"the record of a memory task has no {', '.join(sorted(missing))}; write it anew")
+        raise InputError(
+            f"the record of a memory task lacks {', '.join(sorted(missing))}; write it again with `posttrain data worlds`"
+        )
     after = record.get("follow_up")
     return MemoryTask(**{name: record[name] for name in names}, follow_up=task_of(after) if after else None)

@@ -243,7 +243,7 @@ def read_theme(file: Path) -> Theme:
         return Theme.model_validate_json(json.dumps(values), strict=True)
     except (TypeError, ValidationError) as error:
         if not isinstance(error, ValidationError):
-            raise InputError(f"theme {file}: {error}; write every value as text") from None
+            raise InputError(f"theme {file}: {error}; quote the value so that YAML reads it as text") from None
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")

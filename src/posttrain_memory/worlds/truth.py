@@ -7,7 +7,8 @@ from functools import cache, cached_property, lru_cache
 
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.links import resolve as vault_resolve
-from posttrain_memory.worlds.graph import USER, Statement, distances, value_of
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Statement, distances, value_of
 from posttrain_memory.worlds.theme import Theme, plain_label, theme_named
 from posttrain_memory.worlds.values import links, plain
 

@@ -6,8 +6,9 @@ the notes.
 
 from collections.abc import Mapping
 
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.asking import TaskContext, code_literal, display, name_answer
-from posttrain_memory.worlds.graph import USER, Entity, ValueSampler, distances, value_of
+from posttrain_memory.worlds.graph import Entity, ValueSampler, distances, value_of
 from posttrain_memory.worlds.naming import slug
 from posttrain_memory.worlds.render import link
 from posttrain_memory.worlds.replies import Answer

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits, RunResult
-from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.limits import VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 
 SECRET = "hunter2-outside"

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.generation import MAKERS, question_key, tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe

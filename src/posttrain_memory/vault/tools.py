@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from posttrain_memory.vault.limits import VaultError, quoted
-from posttrain_memory.vault.paths import START, case_key
+from posttrain_memory.vault.paths import USER, case_key
 from posttrain_memory.vault.text import with_line_feeds
 from posttrain_memory.vault.vault import Vault
 
@@ -94,8 +94,8 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
 def _check_not_start(path: object) -> None:
     """Raise VaultError for the entry note, in any case: the file system may ignore case."""
-    if isinstance(path, str) and len(path) <= 4 * len(START) and case_key(path) == START:
-        raise VaultError(f"{START} is where every question begins: it cannot be deleted or moved", "PermissionError")
+    if isinstance(path, str) and len(path) <= 4 * len(USER) and case_key(path) == USER:
+        raise VaultError(f"{USER} is where every question begins: it cannot be deleted or moved", "PermissionError")
 
 
 def call(
