@@ -160,7 +160,7 @@ def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -
     """
     results = {}
     for name, player in BASELINE_POLICIES.items():
-        outcomes = [_played(recipe, player, one) for one in assignments]
+        outcomes = [_play(recipe, player, one) for one in assignments]
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(outcomes):
             results[name] = summary(known, sampled=name == "random")
@@ -187,20 +187,20 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
     return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, scores)
 
 
-def _played(recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment) -> Outcome | None:
+def _play(recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment) -> Outcome | None:
     """The result of an episode; None if only a judge can score it."""
-    scored, changed = _replied(recipe, player, one)
+    scored, changed = _score_reply(recipe, player, one)
     if scored.success and "judge" in one.task.truth:
         return None
     if not (recipe.follow_up and one.task.follow_up):
         return Outcome(one.task.kind, scored.success, scored.total)
     grounded = is_forgotten(one.task, changed)
-    after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed), grounded)
+    after, _ = _score_reply(recipe, player, Assignment(one.task.follow_up, changed), grounded)
     halves = (scored.success, after.success)
     return Outcome(one.task.kind, all(halves), (scored.total + after.total) / 2, halves)
 
 
-def _replied(
+def _score_reply(
     recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment, grounded: bool = True
 ) -> tuple[Scored, dict[str, str]]:
     """The score of the policy's reply, and the notes after it."""
@@ -219,7 +219,7 @@ def _replied(
 
 def random_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """A random fact, drawn from the question's hash."""
-    facts = _told(files)
+    facts = _statement(files)
     if not facts:
         return "", files
     draw = random_stream("memory baseline", question).random()
@@ -241,7 +241,7 @@ def one_note_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str
 
 def bm25_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """The fact whose label, note and value match the question best, in a sentence."""
-    facts = _told(files)
+    facts = _statement(files)
     if not facts:
         return "", files
     documents = [_tokens(f"{title(files[f.about])} {' '.join(f.labels)} {_value(f, files)}") for f in facts]
@@ -278,7 +278,7 @@ def bm25(query: Sequence[str], documents: Sequence[Sequence[str]], k1: float = 1
     return scores
 
 
-def _told(files: dict[str, str]) -> list[Fact]:
+def _statement(files: dict[str, str]) -> list[Fact]:
     return [fact for fact in facts_of(files) if fact.about in files]
 
 

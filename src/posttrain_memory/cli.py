@@ -83,11 +83,11 @@ def chat(
     from rich.console import Console
 
     from posttrain_memory.agent.chat import LineChat, TerminalChat
-    from posttrain_memory.agent.opening import open_chat_client, open_vault, settings_in_use
+    from posttrain_memory.agent.opening import live_settings, open_chat_client, open_vault
     from posttrain_memory.agent.session import MemoryAgent
     from posttrain_memory.interpreter.pool import Interpreter
 
-    settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
+    settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
     opened = open_vault(vault, new, read_only)
     try:
         chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
@@ -96,7 +96,10 @@ def chat(
             if not sys.stdin.isatty():
                 LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
                 return
-            about = [f"{len(agent.seen().paths())} notes in {vault}", f"model {model}{f' at {url}' if url else ''}"]
+            about = [
+                f"{len(agent.visible_vault().paths())} notes in {vault}",
+                f"model {model}{f' at {url}' if url else ''}",
+            ]
             about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
             about += ["read-only"] if read_only else []
             TerminalChat(agent, Console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
@@ -146,9 +149,9 @@ def mcp(
     from contextlib import ExitStack
 
     from posttrain.errors import InputError
-    from posttrain_memory.agent.opening import open_chat_client, settings_in_use
+    from posttrain_memory.agent.opening import live_settings, open_chat_client
     from posttrain_memory.mcp.answers import Answers
-    from posttrain_memory.mcp.http import listener, serve_http, token_of
+    from posttrain_memory.mcp.http import open_listener, read_token, serve_http
     from posttrain_memory.mcp.notes import SharedNotes
     from posttrain_memory.mcp.server import memory_server, private_wire, serve_stdio
 
@@ -159,9 +162,9 @@ def mcp(
         wire = stack.enter_context(private_wire()) if http is None else None
         notes = SharedNotes(vault, rules or ())
         notes.check(writable=not read_only)
-        settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
-        token = token_of(token_variable) if http is not None else ""
-        on = stack.enter_context(listener(http)) if http is not None else None
+        settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
+        token = read_token(token_variable) if http is not None else ""
+        on = stack.enter_context(open_listener(http)) if http is not None else None
         answers = None
         if model is not None or url is not None:
             chat_client = open_chat_client(model, url, key, temperature, settings.thinking)

@@ -26,7 +26,7 @@ from posttrain_memory.judging import judge_episode
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.facts import facts_of
 from posttrain_memory.privacy.filter import split_question
-from posttrain_memory.prompts import first_messages, last_call, refusal, system_prompt
+from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment, generated_task, task_table
 from posttrain_memory.vault.storage import MemoryStorage
@@ -64,7 +64,7 @@ class Memory(Environment):
             prepare_judge(self._judge)
 
     @classmethod
-    def _unjudged(cls, recipe: MemoryRecipe) -> "Memory":
+    def _without_judge(cls, recipe: MemoryRecipe) -> "Memory":
         """An environment that does not call the judge."""
         environment = cls(recipe)
         environment._judge = None
@@ -80,9 +80,9 @@ class Memory(Environment):
         self._grounded = True
         """Whether the notes lack what the update should have removed, while its follow-up is under way."""
         self._vault = Vault(MemoryStorage(given.files), self.recipe.vault)
-        return Observation(self._begin(given))
+        return Observation(self._start_conversation(given))
 
-    def _begin(self, given: Assignment) -> list[Message]:
+    def _start_conversation(self, given: Assignment) -> list[Message]:
         """Start a conversation about the current vault; returns its first messages."""
         self._assignment = given
         self._turns = 0
@@ -107,7 +107,7 @@ class Memory(Environment):
         parsed = parse(action, self.recipe.thinking)
         info: dict[str, Any] = {"kind": self._kind}
         if isinstance(parsed, Reply):
-            return self._end(parsed.text, info, 0.0)
+            return self._finish(parsed.text, info, 0.0)
         reward, messages = 0.0, []
         if isinstance(parsed, Rejected):
             info["rejected"] = parsed.reason
@@ -115,12 +115,12 @@ class Memory(Environment):
             messages = [refusal(parsed.reason, left)]
         elif left:
             messages = [self._session.run(parsed.code)]
-            messages = [last_call(messages[0])] if left == 1 else messages
+            messages = [with_last_turn_notice(messages[0])] if left == 1 else messages
         if not left:
-            return self._end(None, info, reward)
+            return self._finish(None, info, reward)
         return Step(messages, reward, terminated=False, truncated=False, info=info)
 
-    def _end(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
+    def _finish(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
         """The last step of a conversation. The policy's own words are scored, before privacy redaction, so that
         guessing a hidden fact is penalised.
         """
@@ -147,7 +147,7 @@ class Memory(Environment):
             info["withheld"] = True
         if self.recipe.follow_up and task.follow_up is not None:
             self._updated, self._grounded = scored, is_forgotten(task, after)
-            messages = self._begin(Assignment(task.follow_up, after))
+            messages = self._start_conversation(Assignment(task.follow_up, after))
             return Step(messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, fresh=True)
         self._assignment = None
         success, halves, paid = scored.success, {}, scored.total
@@ -166,8 +166,8 @@ class Memory(Environment):
         place = min(self._turns, len(task.code))
         thought = _thought(task.kind, task.asks, place, len(task.code))
         if place < len(task.code):
-            return self._written(thought, f"<python>\n{task.code[place]}\n</python>")
-        return self._written(thought, f"<reply>{task.reply}</reply>")
+            return self._message(thought, f"<python>\n{task.code[place]}\n</python>")
+        return self._message(thought, f"<reply>{task.reply}</reply>")
 
     def random_answer(self, draw: float) -> str:
         """A reply with one fact of the vault, chosen by `draw` in [0, 1)."""
@@ -175,7 +175,7 @@ class Memory(Environment):
         facts = [fact for fact in facts_of(files, self._current().task.theme) if fact.kind != "link"]
         fact = facts[min(int(draw * len(facts)), len(facts) - 1)]
         value = files[fact.note][fact.value_start : fact.value_end]
-        return self._written("I guess.", f"<reply>It is {value}.</reply>")
+        return self._message("I guess.", f"<reply>It is {value}.</reply>")
 
     @classmethod
     def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
@@ -212,7 +212,7 @@ class Memory(Environment):
             return players
         solved = []
         for seed in seeds:
-            steps = play(cls._unjudged(recipe), seed)
+            steps = play(cls._without_judge(recipe), seed)
             last = steps[-1].info
             scores = last["scores"]
             halves = (scores[NOTES] == 1, scores[ASKED_AFTER] == 1) if NOTES in scores else None
@@ -228,7 +228,7 @@ class Memory(Environment):
         that only it can score, only two resets are compared.
         """
         assert isinstance(recipe, MemoryRecipe)
-        environment, weights = cls._unjudged(recipe), recipe.weights
+        environment, weights = cls._without_judge(recipe), recipe.weights
         if recipe.tasks:
             count = len(task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows)
             seeds = [seed for seed in seeds if seed < count] or seeds[:1]
@@ -242,8 +242,8 @@ class Memory(Environment):
             earned = sum(step.reward for step in best)
             require(earned >= weights.success - weights.turns_at_most - 1e-9, seed, f"it earned {earned:g} only")
             require(play(environment, seed) == best, seed, "the same messages led to something else")
-            code = environment._written("", "<python>\na = 1\n</python>")
-            wrong = environment._written("", f"<reply>{_NOTHING}</reply>")
+            code = environment._message("", "<python>\na = 1\n</python>")
+            wrong = environment._message("", f"<reply>{_NOTHING}</reply>")
             for name, messages in (
                 ("a wrong reply", [wrong] * 2),
                 ("no reply", [code] * 2 * recipe.max_turns),
@@ -261,7 +261,7 @@ class Memory(Environment):
                 continue
             raise AssertionError(f"seed {seed}: a step was taken after the end")
 
-    def _written(self, thought: str, block: str) -> str:
+    def _message(self, thought: str, block: str) -> str:
         """A message in the recipe's format; without `<think>` if the chat template writes it."""
         if not self.recipe.thinking:
             return block

@@ -117,10 +117,10 @@ class Parser:
         if self._state is _State.AFTER and self._closed and not self._pending.strip():
             return self._complete()
         if self._state is _State.START and not self._pending.strip():
-            return Rejected(f"the message is empty; write {self._form()}")
+            return Rejected(f"the message is empty; write {self._format_hint()}")
         if self._state is _State.START:
             return Rejected(self._without_end_of_thought())
-        return Rejected(self._misplaced(self._pending.strip()))
+        return Rejected(self._misplaced_error(self._pending.strip()))
 
     def _advance(self, pieces: list[Piece]) -> bool:
         """Consume one element of the pending text. Returns False if more text is needed."""
@@ -145,7 +145,7 @@ class Parser:
     def _start(self) -> bool:
         # Some files begin with a byte-order mark, and so do texts learned from them.
         self._pending = _LEAD.sub("", self._pending)
-        if not self._pending or _begins(self._pending, "<think>"):
+        if not self._pending or _is_prefix(self._pending, "<think>"):
             return False
         self._tagged = self._pending.startswith("<think>")
         self._pending = self._pending.removeprefix("<think>")
@@ -154,7 +154,7 @@ class Parser:
 
     def _between(self) -> bool:
         text = self._pending = self._pending.lstrip()
-        if not text or any(_begins(text, tag) for tag in ("<python>", "<reply>")):
+        if not text or any(_is_prefix(text, tag) for tag in ("<python>", "<reply>")):
             return False
         for tag, state in (("<python>", _State.CODE), ("<reply>", _State.REPLY)):
             if text.startswith(tag):
@@ -167,7 +167,7 @@ class Parser:
     def _until(self, tag: str, block: Literal["thought", "reply"], after: _State, pieces: list[Piece]) -> bool:
         place = self._pending.find(tag)
         if place < 0:
-            self._take(block, _certain(self._pending, tag), pieces)
+            self._take(block, _safe_length(self._pending, tag), pieces)
             return False
         self._take(block, place, pieces)
         self._pending = self._pending.removeprefix(tag)
@@ -198,10 +198,10 @@ class Parser:
 
     def _without_end_of_thought(self) -> str:
         if self._tagged:
-            return f"no </think>; write {self._form()}"
-        return f"no <think>…</think>; write {self._form()}"
+            return f"no </think>; write {self._format_hint()}"
+        return f"no <think>…</think>; write {self._format_hint()}"
 
-    def _misplaced(self, rest: str) -> str:
+    def _misplaced_error(self, rest: str) -> str:
         """The error for `rest`, where a block should have begun or the message should have ended."""
         opened = re.match(r"</?(\w+)>", rest)
         name = opened.group(1) if opened else ""
@@ -214,16 +214,18 @@ class Parser:
             return f"text after </{'python' if self._block == 'code' else 'reply'}>; stop there"
         if not rest:
             missing = "after </think>" if self.thinking else "in the message"
-            return f"no <python> or <reply> {missing}; write {self._form()}"
+            return f"no <python> or <reply> {missing}; write {self._format_hint()}"
         if name == "think":
-            return "a second <think>; think once" if self.thinking else f"<think> is not used; write {self._form()}"
+            return (
+                "a second <think>; think once" if self.thinking else f"<think> is not used; write {self._format_hint()}"
+            )
         if name in TAGS:
-            return f"</{name}> without <{name}>; write {self._form()}"
+            return f"</{name}> without <{name}>; write {self._format_hint()}"
         if name:
-            return f"<{name}> is no block; write {self._form()}"
-        return f"text outside the blocks; write {self._form()}"
+            return f"<{name}> is no block; write {self._format_hint()}"
+        return f"text outside the blocks; write {self._format_hint()}"
 
-    def _form(self) -> str:
+    def _format_hint(self) -> str:
         """The format in a few words."""
         thought = "<think>…</think> and then " if self.thinking else ""
         return f"{thought}either <python>…</python> or <reply>…</reply>"
@@ -270,7 +272,7 @@ class _Code:
         if sign == "<":
             if text.startswith("</python>", place):
                 return -1
-            return 0 if _begins(text[place : place + len("</python>")], "</python>") else 1
+            return 0 if _is_prefix(text[place : place + len("</python>")], "</python>") else 1
         if sign == "\n":
             self._comment = False
         elif sign == "#":
@@ -301,17 +303,17 @@ class _Code:
         elif text.startswith(self._quote, place):
             length, self._quote = len(self._quote), ""
             return length
-        elif _begins(text[place : place + len(self._quote)], self._quote):
+        elif _is_prefix(text[place : place + len(self._quote)], self._quote):
             return 0
         return 1
 
 
-def _begins(text: str, tag: str) -> bool:
+def _is_prefix(text: str, tag: str) -> bool:
     """Whether `text` is a proper prefix of `tag`."""
     return len(text) < len(tag) and tag.startswith(text)
 
 
-def _certain(text: str, tag: str) -> int:
+def _safe_length(text: str, tag: str) -> int:
     """The length of `text` without a suffix that could be the beginning of `tag`. `text` does not contain `tag`."""
     for length in range(min(len(text), len(tag) - 1), 0, -1):
         if tag.startswith(text[-length:]):

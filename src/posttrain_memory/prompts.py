@@ -108,7 +108,7 @@ def refusal(reason: str, turns_left: int | None = None) -> Message:
     return {"role": "user", "content": f"<result>\nerror: nothing was run: {neutral(reason)}{left}\n</result>"}
 
 
-def last_call(message: Message) -> Message:
+def with_last_turn_notice(message: Message) -> Message:
     """The result `message` with the notice that one message is left."""
     body = message["content"].removesuffix("\n</result>")
     return {"role": "user", "content": f"{body}\nThis is your last message: reply now.\n</result>"}

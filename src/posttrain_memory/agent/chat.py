@@ -22,7 +22,7 @@ _LINES = 40
 _WITHHELD = "something is withheld by the privacy rules"
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     """`text` without control characters, escape sequences and bidirectional marks."""
     lines = text.replace("\r\n", "\n").expandtabs(4)
     return "".join("�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") and c != "\n" else c for c in lines)
@@ -32,40 +32,40 @@ def panel(event: Event) -> RenderableType:
     """The panel for an event."""
     match event:
         case Thought(text):
-            return _framed(Text(visible(text), style="dim italic"), "thought", "dim")
+            return _framed(Text(printable(text), style="dim italic"), "thought", "dim")
         case Code(text):
-            return _framed(_coloured(visible(text), "python"), "code", "cyan")
+            return _framed(_coloured(printable(text), "python"), "code", "cyan")
         case Result(text):
-            return _framed(Text(_first(visible(_inside(text)))), "result", "blue")
+            return _framed(Text(_first_lines(printable(_without_tags(text)))), "result", "blue")
         case Refused(reason, message):
-            excerpt = Text(f"\n{_first(visible(message.strip()), 8)}", style="dim")
-            return _framed(Group(Text(visible(reason)), excerpt), "not understood", "yellow")
+            excerpt = Text(f"\n{_first_lines(printable(message.strip()), 8)}", style="dim")
+            return _framed(Group(Text(printable(reason)), excerpt), "not understood", "yellow")
         case Answered(text, withheld):
-            return _framed(Text(visible(text)), "reply", "green", _WITHHELD if withheld else None)
+            return _framed(Text(printable(text)), "reply", "green", _WITHHELD if withheld else None)
         case GaveUp(reason):
-            return _framed(Text(visible(reason)), "no reply", "red")
+            return _framed(Text(printable(reason)), "no reply", "red")
 
 
 def changed(diff: str) -> RenderableType:
     """A panel with the changes made by a question."""
-    return _framed(_coloured(_first(visible(diff)), "diff"), "changed notes", "magenta", "/undo takes it back")
+    return _framed(_coloured(_first_lines(printable(diff)), "diff"), "changed notes", "magenta", "/undo takes it back")
 
 
 def lines(event: Event) -> str:
     """An event as plain lines, prefixed by its name; a reply has no prefix."""
     match event:
         case Thought(text):
-            return _marked("thought", text)
+            return _prefixed("thought", text)
         case Code(text):
-            return _marked("code", text)
+            return _prefixed("code", text)
         case Result(text):
-            return _marked("result", _inside(text))
+            return _prefixed("result", _without_tags(text))
         case Refused(reason, message):
-            return f"{_marked('refused', reason)}\n{_marked('message', message.strip())}"
+            return f"{_prefixed('refused', reason)}\n{_prefixed('message', message.strip())}"
         case Answered(text, withheld):
-            return visible(text) + (f"\n({_WITHHELD})" if withheld else "")
+            return printable(text) + (f"\n({_WITHHELD})" if withheld else "")
         case GaveUp(reason):
-            return _marked("no reply", reason)
+            return _prefixed("no reply", reason)
 
 
 def _framed(inside: RenderableType, title: str, colour: str, subtitle: str | None = None) -> Panel:
@@ -84,19 +84,19 @@ def _coloured(text: str, language: str) -> Syntax:
     return Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True)
 
 
-def _inside(result: str) -> str:
+def _without_tags(result: str) -> str:
     """A result without its tags."""
     return result.removeprefix("<result>\n").removesuffix("\n</result>")
 
 
-def _first(text: str, most: int = _LINES) -> str:
+def _first_lines(text: str, most: int = _LINES) -> str:
     rows = text.rstrip("\n").split("\n")
     more = [f"… {len(rows) - most} more lines"] if len(rows) > most else []
     return "\n".join([*rows[:most], *more])
 
 
-def _marked(name: str, text: str) -> str:
-    return "\n".join(f"{name} | {row}".rstrip() for row in visible(text).split("\n"))
+def _prefixed(name: str, text: str) -> str:
+    return "\n".join(f"{name} | {row}".rstrip() for row in printable(text).split("\n"))
 
 
 _HELP = """\
@@ -111,7 +111,7 @@ _HELP = """\
 Ctrl-C interrupts an answer. <filter>…</filter> in a question is a privacy rule for that question only."""
 
 
-class Leave(Exception):
+class LeaveChat(Exception):
     """The user leaves the chat."""
 
 
@@ -123,8 +123,8 @@ def command(agent: MemoryAgent, line: str) -> str:
     does: dict[str, Callable[[], str]] = {
         "/undo": lambda: f"undone: {', '.join(agent.undo())}; the next question starts a new conversation",
         "/diff": lambda: agent.changes() or "the last question changed nothing",
-        "/notes": lambda: agent.seen().tree() or "there are no notes",
-        "/read": lambda: agent.seen().read(rest.strip()),
+        "/notes": lambda: agent.visible_vault().tree() or "there are no notes",
+        "/read": lambda: agent.visible_vault().read(rest.strip()),
         "/new": lambda: _new(agent),
         "/filters": lambda: _rules(agent),
         "/help": lambda: _HELP,
@@ -135,7 +135,7 @@ def command(agent: MemoryAgent, line: str) -> str:
     if name == "/read" and not rest.strip():
         raise InputError("/read needs the path of a note, for example /read user.md")
     try:
-        return visible(does[name]().rstrip("\n"))
+        return printable(does[name]().rstrip("\n"))
     except VaultError as error:
         raise InputError(str(error)) from None
     except OSError as error:
@@ -152,7 +152,7 @@ class TerminalChat:
         """Answer questions until the user leaves. `about` is shown first."""
         with suppress(ImportError):
             import readline  # noqa: F401 - with it, `input` edits lines and remembers them
-        self._console.print(Text(visible(about), style="dim"))
+        self._console.print(Text(printable(about), style="dim"))
         while True:
             try:
                 self._console.print()
@@ -161,15 +161,15 @@ class TerminalChat:
                 self._console.print()
                 return
             try:
-                self._take(line)
-            except Leave:
+                self._handle(line)
+            except LeaveChat:
                 return
             except KeyboardInterrupt:
                 self._console.print(Text("interrupted; the next question begins a new conversation", style="yellow"))
             except PosttrainError as error:
-                self._console.print(Text(visible(str(error)), style="red"))
+                self._console.print(Text(printable(str(error)), style="red"))
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if line.startswith("/"):
             self._console.print(Text(command(self._agent, line)))
         elif line:
@@ -205,8 +205,8 @@ class LineChat:
                 continue
             count += 1
             try:
-                answered = self._take(line.strip())
-            except Leave:
+                answered = self._handle(line.strip())
+            except LeaveChat:
                 break
             except InputError as error:
                 _note(str(error))
@@ -215,7 +215,7 @@ class LineChat:
         if without:
             raise RunError(f"{without} of {count} lines had no answer; the messages above say why")
 
-    def _take(self, line: str) -> bool:
+    def _handle(self, line: str) -> bool:
         if line.startswith("/"):
             print(command(self._agent, line), flush=True)
             return True
@@ -227,7 +227,7 @@ class LineChat:
 
 
 def _note(text: str) -> None:
-    print(visible(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _rules(agent: MemoryAgent) -> str:
@@ -242,4 +242,4 @@ def _new(agent: MemoryAgent) -> str:
 
 
 def _leave() -> str:
-    raise Leave
+    raise LeaveChat

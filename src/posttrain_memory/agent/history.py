@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from posttrain.errors import InputError, RunError
-from posttrain_memory.agent.chat import visible
+from posttrain_memory.agent.chat import printable
 from posttrain_memory.vault.journal import Change, Entry
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import RESERVED, DiskStorage
@@ -19,7 +19,7 @@ def last_operations(folder: Path, count: int) -> list[str]:
     """The last `count` operations of the vault in `folder`, newest first, one line each. Raises InputError if it is
     not a vault.
     """
-    with _opened(folder, read_only=True) as vault:
+    with _open_vault(folder, read_only=True) as vault:
         return [describe(entry) for entry in vault.journal.entries()[: -count - 1 : -1]]
 
 
@@ -28,7 +28,7 @@ def undo(folder: Path, count: int) -> list[str]:
 
     Raises InputError if there are fewer operations, or if a note has been changed by something else since.
     """
-    with _opened(folder, read_only=False) as vault:
+    with _open_vault(folder, read_only=False) as vault:
         entries = vault.journal.entries()
         if len(entries) < count:
             raise InputError(f"the journal of {folder} has {len(entries)} operations; choose --count accordingly")
@@ -41,10 +41,12 @@ def undo(folder: Path, count: int) -> list[str]:
 def describe(entry: Entry) -> str:
     """An operation as one line: number, local time, name, and the change of each note."""
     when = "(time unknown)" if entry.time is None else f"{datetime.fromtimestamp(entry.time):%Y-%m-%d %H:%M:%S}"
-    return visible(f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(map(_became, entry.changes))}")
+    return printable(
+        f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(map(_describe_change, entry.changes))}"
+    )
 
 
-def _became(change: Change) -> str:
+def _describe_change(change: Change) -> str:
     if change.before is None:
         return f"{change.path} (made)"
     if change.after is None:
@@ -54,7 +56,7 @@ def _became(change: Change) -> str:
 
 
 @contextmanager
-def _opened(folder: Path, read_only: bool) -> Iterator[Vault]:
+def _open_vault(folder: Path, read_only: bool) -> Iterator[Vault]:
     """The vault in `folder`. It may lack `user.md`, because undoing its removal is a use of undo."""
     if not (folder / RESERVED).is_dir():
         raise InputError(f"{folder} has no journal ({RESERVED}); name the folder of a vault that has been changed")

@@ -79,7 +79,7 @@ def open_chat_client(
     return RemoteChatClient(url, model, key_variable, temperature, thinking=thinking)
 
 
-def settings_in_use(
+def live_settings(
     max_turns: int | None = None,
     thinking: bool = True,
     prompt: Literal["full", "brief"] = "full",

@@ -13,7 +13,7 @@ from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.filter import PrivacyFilter, split_question
-from posttrain_memory.prompts import first_messages, last_call, refusal, system_prompt
+from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
@@ -95,7 +95,7 @@ class MemoryAgent:
             raise InputError(_not_understood(problem.sentence, problem.reason))
 
     def ask(self, question: str) -> Iterator[Event]:
-        """Yield the events of a question as they occur; the last is Reply or GaveUp.
+        """Yield the events of a question as they occur; the last is Answered or GaveUp.
 
         A question with its own privacy rules (`<filter>…</filter>`) is a separate conversation. Any other question
         continues the conversation, unless the last one ended without a reply. With rules, all events show what the
@@ -156,7 +156,7 @@ class MemoryAgent:
         self._diff, self._continuable = "", False
         return [change.path for change in changes]
 
-    def seen(self) -> Vault:
+    def visible_vault(self) -> Vault:
         """The vault as seen under the agent's rules: the vault itself without rules, otherwise a copy without the
         hidden parts.
         """
@@ -198,7 +198,7 @@ class MemoryAgent:
 
     def _run_code(self, session: ToolSession, code: str, left: int) -> Message:
         message = session.run(code)
-        return last_call(message) if left == 1 else message
+        return with_last_turn_notice(message) if left == 1 else message
 
     def _send_question(self, words: str, rules: Sequence[str], continues: bool) -> None:
         """Send the question to the client, in the neutralised form used everywhere."""

@@ -62,9 +62,9 @@ class Answers:
         # Set for each question: a server may run for weeks, and the code's clock is fixed.
         now = datetime.now().isoformat(timespec="seconds")
         with Interpreter(self._settings.interpreter.model_copy(update={"now": now})) as interpreter:
-            return self._replied(question, self._agent(question_rules, interpreter, work), work)
+            return self._final_reply(question, self._agent(question_rules, interpreter, work), work)
 
-    def _replied(self, question: str, agent: MemoryAgent, work: Work) -> str:
+    def _final_reply(self, question: str, agent: MemoryAgent, work: Work) -> str:
         work.status, turn = "turn 1", 1
         events = agent.ask(question)
         assert isinstance(events, Generator)
@@ -94,14 +94,14 @@ class Answers:
         elif question_rules or standing or self._read_only:
             vault = Vault(DiskStorage(self._notes.root, read_only=True))
         else:
-            vault = self._locked(work)
+            vault = self._open_for_writing(work)
         try:
             return MemoryAgent(vault, self._chat_client, interpreter, self._settings, rules)
         except BaseException:
             vault.close()
             raise
 
-    def _locked(self, work: Work) -> Vault:
+    def _open_for_writing(self, work: Work) -> Vault:
         """The vault, opened for writing. Raises Refusal if another program holds the lock for too long."""
         # Open it without the lock first: what fails here would not be solved by waiting.
         DiskStorage(self._notes.root, read_only=True).close()

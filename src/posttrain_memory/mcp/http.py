@@ -28,7 +28,7 @@ App = Callable[
 ]
 
 
-def token_of(variable: str | None) -> str:
+def read_token(variable: str | None) -> str:
     """The token from the environment variable, or a random one. Raises InputError if the variable holds no valid
     token.
     """
@@ -90,7 +90,7 @@ class Guard:
         return None
 
 
-def listener(port: int) -> socket.socket:
+def open_listener(port: int) -> socket.socket:
     """A socket listening on `port` of the loopback address; 0 picks a free port. Raises InputError if the port is in
     use.
     """

@@ -42,26 +42,26 @@ class SharedNotes:
 
     def list(self) -> str:
         """The tree of all notes, at most `VaultLimits.tree_lines` lines."""
-        with self._opened() as (vault, rules):
-            return self._shown(vault.tree(), rules) or "there are no notes"
+        with self._open() as (vault, rules):
+            return self._redacted(vault.tree(), rules) or "there are no notes"
 
     def search(self, text: str) -> str:
         """The lines that contain `text` (case-insensitive), as `path:line: text`, at most `VaultLimits.search_hits`
         of them.
         """
-        with self._opened() as (vault, rules):
+        with self._open() as (vault, rules):
             hits = tools(vault)["search_files"](text)
             assert isinstance(hits, list)
-            return self._shown("\n".join(hits), rules) or "no line of a note holds this text"
+            return self._redacted("\n".join(hits), rules) or "no line of a note holds this text"
 
     def read(self, path: str, start: int = 0) -> str:
         """At most `PIECE` characters of a note from character `start`, and a line that says how to continue.
 
         `path` is the path of a note, or a link in brackets such as `[[note#heading]]`.
         """
-        with self._opened() as (vault, rules):
+        with self._open() as (vault, rules):
             text = vault.follow(path) if path.lstrip().startswith("[[") else vault.read(path)
-            text = self._shown(text, rules)
+            text = self._redacted(text, rules)
         if start and start >= len(text):
             raise VaultError(f"the note has {len(text)} characters; begin before its end")
         rest = len(text) - start - PIECE
@@ -73,7 +73,7 @@ class SharedNotes:
         written.
         """
         try:
-            with self._opened(strict=False) as (_, rules):
+            with self._open(strict=False) as (_, rules):
                 problem = rules.problem if rules is not None else None
         except VaultError as error:
             raise InputError(f"{self.root} cannot be used with privacy rules: {error.__cause__ or error}") from None
@@ -87,16 +87,16 @@ class SharedNotes:
 
     def safe(self, text: str) -> str:
         """`text`, written by the agent, redacted for a client."""
-        with self._opened() as (_, rules):
-            return self._shown(text, rules)
+        with self._open() as (_, rules):
+            return self._redacted(text, rules)
 
     def view(self) -> dict[str, str]:
         """Path -> text of every note, as seen under the rules."""
-        with self._opened() as (vault, rules):
+        with self._open() as (vault, rules):
             return vault.files() if rules is None else dict(rules.view)
 
     @contextmanager
-    def _opened(self, strict: bool = True) -> Iterator[tuple[Vault, PrivacyFilter | None]]:
+    def _open(self, strict: bool = True) -> Iterator[tuple[Vault, PrivacyFilter | None]]:
         """The vault as seen under the rules, and the rules. With `strict`, raises VaultError if they are not
         understood.
         """
@@ -129,7 +129,7 @@ class SharedNotes:
                 self._known = files, PrivacyFilter(self.rules, files)
             return self._known[1]
 
-    def _shown(self, text: str, rules: PrivacyFilter | None) -> str:
+    def _redacted(self, text: str, rules: PrivacyFilter | None) -> str:
         # Zero-width characters are removed first, because they could split a value so that it is not found.
         plain = neutral(text).strip("\n")
         return plain if rules is None else rules.clean(plain)

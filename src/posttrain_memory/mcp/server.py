@@ -27,7 +27,7 @@ QUESTION_CHARS = 20_000
 """Maximum length of a question, in characters."""
 _WAITING = 16
 """Maximum number of queued questions."""
-_BEAT = 1.0
+_PROGRESS_SECONDS = 1.0
 """Seconds between two progress notifications."""
 _INSTRUCTIONS = """\
 A memory of the user: Markdown notes about the user and the people, places and things of the user's life; user.md is \
@@ -40,7 +40,7 @@ _LOOK = "Use list, search and read to look things up. "
 
 
 Answerer = Callable[[str, Work], str]
-"""Answers a question; blocking. `_settled` handles its exceptions."""
+"""Answers a question; blocking. `_call_safely` handles its exceptions."""
 
 
 def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool = False) -> "Server[Any]":
@@ -69,12 +69,12 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
         if asked.name not in offered:
             raise MCPError(code=types.INVALID_PARAMS, message="there is no such tool")
         try:
-            given = _checked(offered[asked.name].input_schema, asked.arguments or {})
+            given = _validated(offered[asked.name].input_schema, asked.arguments or {})
         except Refusal as refused:
             return _result(str(refused), failed=True)
         if asked.name == "ask" and answerer is not None:
             return await ask(answerer, given["question"], context.session.report_progress)
-        looked = partial(_settled, getattr(notes, asked.name), **given)
+        looked = partial(_call_safely, getattr(notes, asked.name), **given)
         return _result(*await anyio.to_thread.run_sync(looked, limiter=reading))
 
     async def ask(answerer: Answerer, question: str, report: Callable[..., Awaitable[None]]) -> types.CallToolResult:
@@ -83,19 +83,19 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
         work, began = Work(), time.monotonic()
         text, failed = "", True
 
-        async def beat() -> None:
+        async def report_periodically() -> None:
             try:
                 while True:
-                    await anyio.sleep(_BEAT)
+                    await anyio.sleep(_PROGRESS_SECONDS)
                     await report(round(time.monotonic() - began, 1), None, work.status)
             finally:
                 # Also when the client cancels: the thread cannot be interrupted, but checks this flag.
                 work.cancelled.set()
 
         async with anyio.create_task_group() as group:
-            group.start_soon(beat)
+            group.start_soon(report_periodically)
             async with turn:
-                text, failed = await anyio.to_thread.run_sync(_settled, partial(answerer, question, work))
+                text, failed = await anyio.to_thread.run_sync(_call_safely, partial(answerer, question, work))
             group.cancel_scope.cancel()
         # The thread may finish before the cancellation is delivered; nobody waits for its result then.
         await anyio.lowlevel.checkpoint_if_cancelled()
@@ -210,7 +210,7 @@ def _schema(**properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _checked(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _validated(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Validate a client's arguments against the schema of a tool. Raises Refusal if they do not match."""
     known = schema["properties"]
     if set(given) - set(known):
@@ -230,7 +230,7 @@ def _checked(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return dict(given)
 
 
-def _settled(call: Callable[..., str], **given: Any) -> tuple[str, bool]:
+def _call_safely(call: Callable[..., str], **given: Any) -> tuple[str, bool]:
     """Run `call`. Returns its result and False, or the client's error message and True."""
     try:
         return call(**given), False

@@ -19,11 +19,11 @@ from posttrain_memory.privacy.redaction import (
     Index,
     Span,
     Value,
-    blanked,
+    is_specific,
+    normalised,
     prose,
+    redacted,
     sentence_at,
-    telling,
-    usual,
     within,
 )
 from posttrain_memory.privacy.rules import NotUnderstood, Rule, read_rules
@@ -51,7 +51,7 @@ class PrivacyFilter:
         part of a note states; doubtful parts are hidden. The time is linear in the size of the vault.
         """
         self._theme = theme if theme in themes() else None
-        self._files = {path: usual(text) for path, text in files.items()} if rules else dict(files)
+        self._files = {path: normalised(text) for path, text in files.items()} if rules else dict(files)
         self._facts = facts_of(self._files, theme) if rules else []
         self._names = names_of(self._files) if rules else {}
         self.rules: list[Rule] = []
@@ -94,13 +94,13 @@ class PrivacyFilter:
         """
         if self._closed:
             return HIDDEN
-        plain = usual(text)
+        plain = normalised(text)
         spans = [(start, end) for start, end, _ in self._secrets.find(plain)]
         spans += self._secrets.disguised(plain)
         for rule in self.rules:
             if not rule.allow and rule.category and rule.about is None:
                 spans += of_category(rule.category, plain, wide=self._theme is None)
-        return blanked(plain, spans) if spans else text
+        return redacted(plain, spans) if spans else text
 
     def _view(self) -> None:
         """Build the view, and the index of values that a reply must not contain."""
@@ -114,7 +114,7 @@ class PrivacyFilter:
         secret: dict[Value, set[str]] = {}
         self._words: set[Value] = set()
         for path, text in self._files.items():
-            whole[path] = self._ruled(path, facts[path], hidden, secret, gone)
+            whole[path] = self._hidden_by_facts(path, facts[path], hidden, secret, gone)
             for fact in facts[path]:
                 if fact in hidden and fact.kind != "link":
                     for value in self._values(text[fact.value_start : fact.value_end], fact):
@@ -125,10 +125,14 @@ class PrivacyFilter:
         for path in self._files:
             if path not in gone:
                 seen = [fact for fact in facts[path] if fact not in hidden]
-                spans[path] = [*whole[path], *self._again(path, seen, index, secret), *self._by_name(path, names, gone)]
-        turned = self._turned(gone, index, secret)
+                spans[path] = [
+                    *whole[path],
+                    *self._repeated_values(path, seen, index, secret),
+                    *self._by_name(path, names, gone),
+                ]
+        turned = self._renamed(gone, index, secret)
         for path, item in spans.items():
-            self.view[turned.get(path, path)] = blanked(self._files[path], [*item, *self._links(path, item, turned)])
+            self.view[turned.get(path, path)] = redacted(self._files[path], [*item, *self._links(path, item, turned)])
         names_hidden = Index(Value("text", name) for name in self._hidden_names(hidden))
         shown: set[Value] = set()
         words = set(self._named)
@@ -138,14 +142,14 @@ class PrivacyFilter:
         kept = [value for value in (*secret, *names_hidden.values) if value not in shown and value.kind != "word"]
         self._secrets = Index([*kept, *(word for word in self._words if word.text.casefold() not in words)])
 
-    def _ruled(
+    def _hidden_by_facts(
         self, path: str, facts: Sequence[Fact], hidden: set[Fact], secret: dict[Value, set[str]], gone: set[str]
     ) -> list[Span]:
         """Spans of a note hidden because of the facts they state. Their values are added to `secret`."""
         text = self._files[path]
         spans = [(fact.value_start, fact.value_end) for fact in facts if fact in hidden]
         if self._theme is not None:
-            spans += self._by_looks(path)
+            spans += self._by_appearance(path)
             return [*spans, *prose(text, facts)] if self._matcher.allowing else spans
         page = self._pages[path]
         for number, span in self._matcher.pieces(path, text, page):
@@ -165,7 +169,7 @@ class PrivacyFilter:
             spans += self._matcher.unread(path, text, page, facts)
         hidden_text = [text] if path in gone else [text[start:end] for start, end in spans]
         self._words |= {value for hidden_part in hidden_text for value in self._matcher.words(hidden_part)}
-        return [*spans, *self._by_looks(path)]
+        return [*spans, *self._by_appearance(path)]
 
     def _values(self, text: str, fact: Fact | None) -> Iterable[Value]:
         """The values in a hidden text, except single words from names of notes, because the names themselves may be
@@ -177,7 +181,7 @@ class PrivacyFilter:
             ):
                 yield value
 
-    def _by_looks(self, path: str) -> Iterable[Span]:
+    def _by_appearance(self, path: str) -> Iterable[Span]:
         """Spans that look like values of forbidden categories."""
         for rule in self.rules:
             if not rule.allow and rule.category:
@@ -185,7 +189,9 @@ class PrivacyFilter:
                     if rule.about is None or self._pages[path].concerns(span, rule.about):
                         yield span
 
-    def _again(self, path: str, seen: Sequence[Fact], index: Index, secret: Mapping[Value, set[str]]) -> Iterable[Span]:
+    def _repeated_values(
+        self, path: str, seen: Sequence[Fact], index: Index, secret: Mapping[Value, set[str]]
+    ) -> Iterable[Span]:
         """Further occurrences of hidden values, except where another note's permitted fact has the same value."""
         page = self._pages[path]
         free = sorted((fact.value_start, fact.value_end, fact.about) for fact in seen)
@@ -196,7 +202,7 @@ class PrivacyFilter:
             if permitted and (self._theme is not None or (not here and not abouts & set(permitted))):
                 continue
             near = here or (self._theme is None and value.kind == "text" and page.knows(abouts))
-            if telling(value) or near or self._matcher.everywhere(value):
+            if is_specific(value) or near or self._matcher.everywhere(value):
                 yield start, end
 
     def _by_name(self, path: str, names: Index, gone: set[str]) -> Iterable[Span]:
@@ -218,7 +224,7 @@ class PrivacyFilter:
             places += [match.span() for match in _WEB_LINK.finditer(text)]
             yield from (place for place in places if within(place, spans))
 
-    def _turned(self, gone: set[str], index: Index, secret: Mapping[Value, set[str]]) -> dict[str, str]:
+    def _renamed(self, gone: set[str], index: Index, secret: Mapping[Value, set[str]]) -> dict[str, str]:
         """Path -> a neutral path, for each note whose own path would reveal something."""
         renamed: dict[str, str] = {}
         for path in sorted(self._files):
@@ -227,7 +233,7 @@ class PrivacyFilter:
             name = path.removesuffix(".md").replace("_", " ")
             page = self._pages[path]
             reveals = any(
-                telling(value) or (self._theme is None and page.knows(secret[value]))
+                is_specific(value) or (self._theme is None and page.knows(secret[value]))
                 for _, _, value in index.find(name)
             )
             for rule in self.rules if self._theme is None else ():

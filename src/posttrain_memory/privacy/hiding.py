@@ -176,9 +176,9 @@ class RuleMatcher:
             for start, end in kept[at:]:
                 if start >= line.end():
                     break
-                yield from _lettered(text, place, max(place, start))
+                yield from _trimmed(text, place, max(place, start))
                 place = max(place, end)
-            yield from _lettered(text, place, line.end())
+            yield from _trimmed(text, place, line.end())
 
     def _plainly_governed(self, fact: Fact, text: str, page: Page) -> bool:
         """Whether nothing above a fact suggests that it belongs to another note."""
@@ -211,9 +211,9 @@ class RuleMatcher:
             return not rule.allow and rule.label in self._turned.get((rule.about, fact.about), ())
         if rule.label in fact.labels:
             return True
-        return not rule.allow and (self._resembles(rule.label, fact) or self._may_be_called(rule, fact))
+        return not rule.allow and (self._resembles(rule.label, fact) or self._may_be_synonym(rule, fact))
 
-    def _may_be_called(self, rule: Rule, fact: Fact) -> bool:
+    def _may_be_synonym(self, rule: Rule, fact: Fact) -> bool:
         """Without a theme: whether a synonym of the forbidden label names the fact, or the note has no fact with any
         of these names, so that any of its facts may be the one meant.
         """
@@ -236,10 +236,10 @@ class RuleMatcher:
         for piece in page.pieces:
             start = self._from(rule, piece, text)
             if start is not None and piece.kind != "heading" and re.search(r"\w", text[start : piece.end]):
-                labelled = rule.label is None or (bool(piece.label) and _tells(self._terms[rule], piece.label))
+                labelled = rule.label is None or (bool(piece.label) and _mentions(self._terms[rule], piece.label))
                 above = rule.label is not None and piece.kind in ("item", "cell")
                 if labelled or (
-                    above and any(_tells(self._terms[rule], one) for one in (*piece.headings, *piece.above))
+                    above and any(_mentions(self._terms[rule], one) for one in (*piece.headings, *piece.above))
                 ):
                     return True
         return False
@@ -266,9 +266,9 @@ class RuleMatcher:
             )
             return piece.value_start if piece.label and _words(piece.label) & words and not other else None
         terms = self._terms[rule]
-        if any(_tells(terms, other) for other in (*piece.headings, *piece.above)):
+        if any(_mentions(terms, other) for other in (*piece.headings, *piece.above)):
             return piece.start
-        if not _tells(terms, content):
+        if not _mentions(terms, content):
             return None
         if piece.label and _only(terms, piece.label):
             return piece.value_start
@@ -322,7 +322,7 @@ def _terms(label: str) -> list[frozenset[str]]:
     return terms
 
 
-def _tells(terms: Iterable[frozenset[str]], text: str) -> bool:
+def _mentions(terms: Iterable[frozenset[str]], text: str) -> bool:
     stems = _stems(text)
     return any(all(_has(stems, one) for one in term) for term in terms)
 
@@ -351,7 +351,7 @@ def _stems(text: str) -> frozenset[str]:
     return frozenset(map(stem, _words(text)))
 
 
-def _lettered(text: str, start: int, end: int) -> Iterator[Span]:
+def _trimmed(text: str, start: int, end: int) -> Iterator[Span]:
     """A span narrowed to its first and last letter or digit."""
     matches = list(re.finditer(r"[^\W_]", text[start:end]))
     if matches:

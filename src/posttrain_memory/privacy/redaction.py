@@ -41,7 +41,7 @@ class Value:
     text: str
 
 
-def telling(value: Value) -> bool:
+def is_specific(value: Value) -> bool:
     """Whether a value is so specific that it means the same wherever it occurs."""
     return value.kind in ("phone", "email", "date", "money", "digits") or (
         value.kind == "text" and (len(value.text) >= 12 or bool(re.search(r"\d", value.text)))
@@ -184,7 +184,7 @@ def _spelled_number(words: Sequence[str]) -> str:
     return str(total + part)
 
 
-def usual(text: str) -> str:
+def normalised(text: str) -> str:
     """`text` without zero-width characters, and with full-width letters, digits and signs replaced by ordinary ones."""
     if text.isascii():
         return text
@@ -234,7 +234,7 @@ def within(span: Span, spans: Iterable[Span]) -> bool:
     return any(start < span[1] and span[0] < end for start, end in spans)
 
 
-def blanked(text: str, spans: Iterable[Span]) -> str:
+def redacted(text: str, spans: Iterable[Span]) -> str:
     """`text` with each run of overlapping spans replaced by `[hidden]`."""
     pieces, at = [], 0
     merged: list[list[int]] = []

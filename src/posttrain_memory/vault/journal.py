@@ -50,7 +50,7 @@ class Log(Protocol):
 
     def entries(self) -> list[Entry]: ...
     def append(self, entry: Entry) -> None: ...
-    def keep(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         """Drop all entries except the first `count`."""
 
 
@@ -68,7 +68,7 @@ class MemoryLog:
         self._entries.append(entry)
         del self._entries[: -self._most]
 
-    def keep(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         del self._entries[count:]
 
 
@@ -100,17 +100,17 @@ class DiskLog:
     def append(self, entry: Entry) -> None:
         line = _line(entry)
         os.pwrite(self._file, line, self._end())
-        self._reach_disk()
+        self._sync()
         self._ends.append(self._end() + len(line))
         self._entries.append(entry)
         # Rewriting the file for every dropped entry would cost time proportional to the whole journal.
         if len(self._entries) > 2 * self._most or self._end() > 2 * _BYTES:
             self._shorten()
 
-    def keep(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         del self._entries[count:], self._ends[count:]
         os.ftruncate(self._file, self._end())
-        self._reach_disk()
+        self._sync()
 
     def move_aside(self) -> None:
         """Start an empty journal. The old file is renamed, or ignored if the vault is read-only."""
@@ -131,7 +131,7 @@ class DiskLog:
             os.close(self._file)
         self._file = -1
 
-    def _reach_disk(self) -> None:
+    def _sync(self) -> None:
         if self._storage.sync:
             os.fsync(self._file)
 
@@ -231,10 +231,10 @@ class Journal:
         self._log.append(entry)
         self._next += 1
         try:
-            self._put(changes, lambda change: change.after)
+            self._write_note(changes, lambda change: change.after)
         except BaseException:
-            self._put(changes[::-1], lambda change: change.before)
-            self._log.keep(len(self._log.entries()) - 1)
+            self._write_note(changes[::-1], lambda change: change.before)
+            self._log.truncate(len(self._log.entries()) - 1)
             raise
 
     def undo(self, first: int | None = None) -> list[Entry]:
@@ -256,7 +256,7 @@ class Journal:
         for entry in reversed(undone):
             for change in entry.changes:
                 if change.path not in now:
-                    now[change.path] = then[change.path] = self._now(change.path)
+                    now[change.path] = then[change.path] = self._current(change.path)
                 if then[change.path] != change.after:
                     raise VaultError(f"{quoted(change.path)} was changed from outside since; nothing is undone")
                 then[change.path] = change.before
@@ -264,7 +264,7 @@ class Journal:
         if back:
             # Created notes come last: on a case-insensitive file system two paths may be one file.
             self.commit(f"{_UNDO}{first}", tuple(sorted(back, key=lambda change: change.after is not None)))
-        self._forget(first)
+        self._drop_from(first)
         return undone[::-1]
 
     def entries(self) -> list[Entry]:
@@ -305,22 +305,22 @@ class Journal:
         if self._storage.read_only:
             raise VaultError("the memory is read-only", "PermissionError")
 
-    def _now(self, path: str) -> str | None:
+    def _current(self, path: str) -> str | None:
         return self._storage.read(path, 1 << 30)
 
-    def _put(self, changes: tuple[Change, ...], wanted: Callable[[Change], str | None]) -> None:
+    def _write_note(self, changes: tuple[Change, ...], wanted: Callable[[Change], str | None]) -> None:
         for change in changes:
             text = wanted(change)
-            if self._now(change.path) == text:
+            if self._current(change.path) == text:
                 continue
             if text is None:
                 self._storage.remove(change.path)
             else:
                 self._storage.write(change.path, text)
 
-    def _forget(self, first: int) -> None:
+    def _drop_from(self, first: int) -> None:
         """Drop operation number `first` and all later ones."""
-        self._log.keep(sum(entry.number < first for entry in self._log.entries()))
+        self._log.truncate(sum(entry.number < first for entry in self._log.entries()))
 
     def _recover(self, log: DiskLog) -> None:
         """Complete what a crash interrupted.
@@ -333,7 +333,7 @@ class Journal:
             return
         changes = entries[-1].changes
         try:
-            now = {change.path: self._now(change.path) for change in changes}
+            now = {change.path: self._current(change.path) for change in changes}
         except VaultError:
             return
         untouched = any(now[change.path] == change.before != change.after for change in changes)
@@ -341,23 +341,23 @@ class Journal:
         if known and not untouched:
             undone = [entry.number for entry in entries if entries[-1].operation == f"{_UNDO}{entry.number}"]
             if undone:
-                self._forget(undone[0])
+                self._drop_from(undone[0])
         if untouched and known:
-            self._take_back(log, changes, now)
+            self._revert(log, changes, now)
 
-    def _take_back(self, log: DiskLog, changes: tuple[Change, ...], now: Mapping[str, str | None]) -> None:
+    def _revert(self, log: DiskLog, changes: tuple[Change, ...], now: Mapping[str, str | None]) -> None:
         """Revert the last operation, which was applied only in part. `now` holds the current notes."""
         try:
-            self._put(changes[::-1], lambda change: change.before)
+            self._write_note(changes[::-1], lambda change: change.before)
         except VaultError:
             # Operations of this class can always be reverted, unless the disk is full, and then nothing is lost
             # either.
             for change in changes:
                 with suppress(VaultError):
-                    self._put((change,), lambda change: now[change.path])
+                    self._write_note((change,), lambda change: now[change.path])
             log.move_aside()
             return
-        log.keep(len(log.entries()) - 1)
+        log.truncate(len(log.entries()) - 1)
 
 
 def _diff(change: Change) -> str:

@@ -59,7 +59,7 @@ class Notes:
 
         Raises VaultError if there is no such note, or more than one.
         """
-        matches = self._fitting(target)
+        matches = self._candidates(target)
         link = quoted(f"[[{target.strip().removeprefix('./')}]]")
         if not matches:
             raise VaultError(f"no note fits the link {link}", "FileNotFoundError")
@@ -69,10 +69,10 @@ class Notes:
 
     def resolve_or_none(self, target: str) -> str | None:
         """Like `resolve`, but returns None instead of raising."""
-        matches = self._fitting(target) if target else []
+        matches = self._candidates(target) if target else []
         return matches[0] if len(matches) == 1 else None
 
-    def _fitting(self, target: str) -> list[str]:
+    def _candidates(self, target: str) -> list[str]:
         named = _path(target)
         if named in self._paths:
             return [named]
@@ -146,7 +146,7 @@ def rewrite_links(text: str, old: str, new: str, before: Notes, after: Notes) ->
     names = [case_key(path).rpartition("/")[2].removesuffix(SUFFIX) for path in (old, new)]
 
     @cache
-    def turned(inner: str) -> str:
+    def rewritten(inner: str) -> str:
         # Only a link that contains the old or the new name can change its target, so most links are skipped here.
         if inner.isascii() and not any(name in inner.lower() for name in names):
             return f"[[{inner}]]"
@@ -165,7 +165,7 @@ def rewrite_links(text: str, old: str, new: str, before: Notes, after: Notes) ->
         place = end.start() if end else len(inner)
         return f"[[{target}{inner[len(inner[:place].rstrip()) :] if end else ''}]]"
 
-    return _LINK.sub(lambda match: turned(match[1]), text)
+    return _LINK.sub(lambda match: rewritten(match[1]), text)
 
 
 def _path(target: str) -> str:

@@ -100,14 +100,16 @@ def update_outcome(
     change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]
 ) -> Outcome:
     """Compare the vault after an update with the required effect."""
-    was, now = (parse({path: _seen(text) for path, text in files.items()}, theme) for files in (before, after))
+    was, now = (
+        parse({path: _without_comments(text) for path, text in files.items()}, theme) for files in (before, after)
+    )
     want = expected(change, was, now)
     steps = [item in now.statements for item in want.add] + [item not in now.statements for item in want.drop]
     steps += [path not in after for path in want.gone]
     if change["op"] == "new":
         steps += [want.new is not None, want.new is not None and want.new in now.out.get(change["owner"], ())]
     return Outcome(
-        sum(steps) / len(steps), tuple(_harm(theme, want, was, now, before, after)), tuple(broken_links(was, now))
+        sum(steps) / len(steps), tuple(_damage(theme, want, was, now, before, after)), tuple(broken_links(was, now))
     )
 
 
@@ -118,7 +120,7 @@ def broken_links(was: Parsed, now: Parsed) -> list[str]:
     return sorted(broken + [f"{path} is not reached from {USER}" for path in lost])
 
 
-def _harm(
+def _damage(
     theme_name: str, want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], after: Mapping[str, str]
 ) -> list[str]:
     damage = []
@@ -205,7 +207,7 @@ def _in_order(old: str, new: str) -> bool:
     return one == other
 
 
-def _seen(text: str) -> str:
+def _without_comments(text: str) -> str:
     """The text of a note with comments and code replaced by spaces of the same length."""
     return _UNSEEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
 

@@ -15,7 +15,7 @@ def no_entity(context: TaskContext) -> MemoryTask | None:
     """A fact of someone whose name resembles that of a note, but who is not mentioned in the vault."""
     sampler = ValueSampler(context.random)
     for entity in context.graph.entities.values():
-        sampler.names.take(entity.name)
+        sampler.names.reserve(entity.name)
     for entity in context.entities():
         for attribute in context.facts(entity):
             name = sampler.names.near(entity.name, context.theme.kind(entity.kind).names)

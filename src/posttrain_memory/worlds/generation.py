@@ -54,7 +54,11 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
                 number += 1
                 context = TaskContext(world, random_stream("memory tasks", world.seed, kind, number))
                 task = MAKERS[variant](context)
-                if task is not None and not asked & {question_key(task), _subject(task)} and _sound(task, world):
+                if (
+                    task is not None
+                    and not asked & {question_key(task), _subject(task)}
+                    and _scores_correctly(task, world)
+                ):
                     break
                 task = None
             if task is None:
@@ -88,7 +92,7 @@ def _subject(task: MemoryTask) -> str:
     return json.dumps([task.kind, truth, what], sort_keys=True)
 
 
-def _sound(task: MemoryTask, world: World) -> bool:
+def _scores_correctly(task: MemoryTask, world: World) -> bool:
     """Whether the scripted reply succeeds, for tasks that change nothing.
 
     A value may coincide with a word of the reply or with another value. Such a task would be scored incorrectly.

@@ -49,12 +49,12 @@ def fill(pattern: str, random: np.random.Generator) -> str:
             return str(int(random.integers(1, 10)))
         if letter:
             return pick(random, "ABCDEFGHJKLMNPRSTUVWXYZ")
-        return _made(slot, random)
+        return _invented(slot, random)
 
     return _SLOT.sub(value, pattern)
 
 
-def _made(slot: str, random: np.random.Generator) -> str:
+def _invented(slot: str, random: np.random.Generator) -> str:
     if slot == "first":
         return pick(random, _FIRST)
     if slot == "surname":
@@ -62,7 +62,7 @@ def _made(slot: str, random: np.random.Generator) -> str:
     if slot == "place":
         return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _PLACE_END)
     if slot == "person":
-        return f"{_made('first', random)} {_made('surname', random)}"
+        return f"{_invented('first', random)} {_invented('surname', random)}"
     if slot == "weekday":
         return pick(random, ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"))
     if slot == "month":
@@ -109,8 +109,8 @@ class Namer:
         for attempt in range(400):
             name = fill(pick(self._random, patterns), self._random)
             if attempt > 60:
-                name = f"{name} {_made('surname', self._random)}"
-            if self.take(name):
+                name = f"{name} {_invented('surname', self._random)}"
+            if self.reserve(name):
                 return name
         raise AssertionError(f"no free name for {patterns}")
 
@@ -126,11 +126,11 @@ class Namer:
             if len(words[place]) < 4 or not words[place][0].isupper() or words[place] in fixed:
                 continue
             other = [*words[:place], self._alike(words[place], place == 0 and words[0] in _FIRST), *words[place + 1 :]]
-            if self.take(" ".join(other)):
+            if self.reserve(" ".join(other)):
                 return " ".join(other)
         return None
 
-    def take(self, name: str) -> bool:
+    def reserve(self, name: str) -> bool:
         """Reserve `name`. Returns False if it is not available."""
         words = plain(name)
         if not words or slug(name) in self._slugs:

@@ -93,7 +93,7 @@ class Rewording:
 
     def _note(self, path: str, files: dict[str, str], theme: str) -> dict[str, str]:
         """The vault with each line of a note that states nothing paraphrased."""
-        for line in idle_lines(path, files, theme):
+        for line in filler_lines(path, files, theme):
             other = self._write(line).strip()
             changed = files | {path: files[path].replace(line, other, 1)}
             new = changed[path]
@@ -113,14 +113,18 @@ class Rewording:
             return task
         new = self._write(question).strip()
         changed = replace(task, question=f"{new}{mark}{rule}")
-        if new != question and survives(question, new, parse(world.files, task.theme)) and _still_right(changed, world):
+        if (
+            new != question
+            and preserves_meaning(question, new, parse(world.files, task.theme))
+            and _still_right(changed, world)
+        ):
             self.counts["reworded"] += 1
             return changed
         self.counts["stayed"] += 1
         return task
 
 
-def idle_lines(path: str, files: Mapping[str, str], theme: str) -> list[str]:
+def filler_lines(path: str, files: Mapping[str, str], theme: str) -> list[str]:
     """The lines of a note that state nothing, contain no link, and are not a title, a heading or a table rule."""
     text, parsed = files[path], parse(files, theme)
     places = [(p.start, p.end) for p in parsed.places if p.statement.note == path]
@@ -144,7 +148,7 @@ def same_facts(one: Parsed, other: Parsed) -> bool:
     )
 
 
-def survives(old: str, new: str, vault: Parsed) -> bool:
+def preserves_meaning(old: str, new: str, vault: Parsed) -> bool:
     """Whether a question still contains the same notes, values, labels and decisive words."""
     before, after = plain(old), plain(new)
     names = {plain(title) for path, title in vault.titles.items()} - {""}

@@ -53,7 +53,7 @@ def note(graph: Graph, entity: Entity, recipe: WorldRecipe, random: np.random.Ge
         blocks += [[*headings[0]], facts]
     if relations:
         blocks += [[*headings[1]], relations]
-    idle = _idle(theme, recipe, random)
+    idle = _filler(theme, recipe, random)
     if rest or idle:
         blocks += [[*headings[2]], rest, *idle]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
@@ -107,14 +107,16 @@ def _relation_lines(graph: Graph, entity: Entity, style: str, random: np.random.
             text = relation.sentence.replace("{name}", entity.name)
             lines.append(text.replace("{value}", ", ".join(forward)))
         elif forward:
-            lines.append(_line(_listed(style), relation.plural if forward[1:] else relation.label, ", ".join(forward)))
+            lines.append(
+                _line(_link_style(style), relation.plural if forward[1:] else relation.label, ", ".join(forward))
+            )
         if back:
             label = relation.inverse_plural if back[1:] else relation.inverse
-            lines.append(_line(_listed(style), label, ", ".join(back)))
+            lines.append(_line(_link_style(style), label, ", ".join(back)))
     return lines
 
 
-def _listed(style: str) -> str:
+def _link_style(style: str) -> str:
     """The style for links. Tables are excluded, because the `|` of a link would end the cell."""
     return style if style in ("bullets", "bold", "plain") else "bullets"
 
@@ -124,7 +126,7 @@ def _claim_line(graph: Graph, claim: Statement, random: np.random.Generator) -> 
     return f"- {attribute.label} of {link(graph.entities[claim.about])}: {spelling(attribute, claim.value, random)}"
 
 
-def _idle(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> list[list[str]]:
+def _filler(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> list[list[str]]:
     """Paragraphs of sentences that state no fact."""
     count = int(random.integers(recipe.filler[0], recipe.filler[1] + 1))
     sentences: list[str] = []

@@ -91,12 +91,12 @@ def score(
             raise InputError(
                 f"{task.question[:60]!r} can only be scored by a judge; set `judge` or leave out such tasks"
             )
-        _compared(published_outcome(task.question, before, after), asked, verdict)
-        _confirmed(task, before, text, verdict)
+        _add_update_outcome(published_outcome(task.question, before, after), asked, verdict)
+        _check_confirmation(task, before, text, verdict)
         verdict.share = verdict.share if judged >= YES else 0.0
     elif task.kind == "update":
-        _compared(update_outcome(task.truth["change"], task.theme, before, after), asked, verdict)
-        _confirmed(task, before, text, verdict)
+        _add_update_outcome(update_outcome(task.truth["change"], task.theme, before, after), asked, verdict)
+        _check_confirmation(task, before, text, verdict)
     else:
         vault = parse(before, task.theme)
         if dict(before) != dict(after):
@@ -127,7 +127,7 @@ def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWe
     return Scored(sum(parts.values()), parts, success, faults)
 
 
-def _compared(result: Outcome, asked: bool, verdict: _Verdict) -> None:
+def _add_update_outcome(result: Outcome, asked: bool, verdict: _Verdict) -> None:
     """Add the outcome of an update to the verdict."""
     verdict.share = result.done
     for text in result.harmed:
@@ -138,7 +138,7 @@ def _compared(result: Outcome, asked: bool, verdict: _Verdict) -> None:
         verdict.fault("asked", "it asked instead of changing the notes")
 
 
-def _confirmed(task: MemoryTask, before: Mapping[str, str], reply: str, verdict: _Verdict) -> None:
+def _check_confirmation(task: MemoryTask, before: Mapping[str, str], reply: str, verdict: _Verdict) -> None:
     """Check what the reply says about an update: it must not deny it, nor recite other notes."""
     if denies_change(reply):
         verdict.fault("guessed", "it said that it did not change the notes")
@@ -151,7 +151,7 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
     question = task.question.split("<filter>")[0]
     if asked:
         verdict.fault("asked", "it asked though it could answer")
-    for secret in _secrets(task, vault, reply):
+    for secret in _leaked_values(task, vault, reply):
         verdict.fault("leaked", f"it said {secret}")
     extra = other_values(reply, wanted, vault, theme_named(task.theme), question, task.truth.get("operands", ()))
     # Names offered in the question do not count as additional ones, unless they are offered as the wrong answer.
@@ -168,7 +168,7 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
         verdict.fault("guessed", "it did not say the answer")
 
 
-def _secrets(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
+def _leaked_values(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
     """What the task's privacy rule forbids and the reply contains."""
     question = task.question.split("<filter>")[0]
     rule: dict[str, Any] = task.truth.get("rule", {})
@@ -197,7 +197,7 @@ def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, ver
     both = [set(_parts(truth["type"], value)) for value in truth["values"]]
     stated = _stated(task, vault, reply)
     unrelated = set(stated) - {part for parts in both for part in parts}
-    sides = [sum(count for part, count in stated.items() if part in parts) for parts in _apart(both)]
+    sides = [sum(count for part, count in stated.items() if part in parts) for parts in _differences(both)]
     if unrelated or len(set(sides)) > 1:
         verdict.fault("guessed", f"it said {', '.join(sorted(unrelated) or sorted(stated))}")
     if _recites(task, vault, reply, stated):
@@ -224,7 +224,7 @@ def _stated(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
     return Counter({part: count for part, count in counts.items() if count})
 
 
-def _apart(both: list[set[str]]) -> list[set[str]]:
+def _differences(both: list[set[str]]) -> list[set[str]]:
     """For two sets of values, those that only the one has."""
     shared = set.intersection(*both) if both else set()
     return [parts - shared for parts in both]

@@ -59,8 +59,10 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
         Scenario("right, after many turns", True, after, task.reply, task.asks, _MANY),
         Scenario("right, user.md first", True, after, task.reply, task.asks, len(task.solution), True),
         Scenario("no reply", False, after, None, False, _MANY, True),
-        Scenario("right, and changed another note", False, _scribbled(before, after), task.reply, task.asks, 2, True),
-        Scenario("right, and broke a link", False, _broken(after), task.reply, task.asks, 2, True),
+        Scenario(
+            "right, and changed another note", False, _with_extra_lines(before, after), task.reply, task.asks, 2, True
+        ),
+        Scenario("right, and broke a link", False, _with_broken_link(after), task.reply, task.asks, 2, True),
     ]
     if task.kind == "update":
         return episodes + _update(task, before, after)
@@ -73,7 +75,7 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     vault = parse(files, task.theme)
     if task.asks:
         truth = task.truth
-        value = _made_up(Answer(truth["type"], (truth["values"] or [""])[0], truth["key"]), task, ())
+        value = _wrong_value(Answer(truth["type"], (truth["values"] or [""])[0], truth["key"]), task, ())
         episodes += [
             Scenario("asked about nothing", False, before, "What do you mean?", True, 1, True),
             Scenario(
@@ -96,17 +98,17 @@ def scenarios(task: MemoryTask, files: Mapping[str, str]) -> list[Scenario]:
     wanted = [answer(record) for record in task.truth["answers"]]
     if wanted:
         names = [*task.truth.get("against", ()), *_names(vault, wanted, task.question)]
-        wrong = [_made_up(one, task, names) for one in wanted]
+        wrong = [_wrong_value(one, task, names) for one in wanted]
         episodes += [
             Scenario("wrong value", False, before, f"It is {wrong[0] or 'unknown'}.", False, 1, True),
-            Scenario("said that it is not so", False, before, f"It is not {_said(wanted[0])}.", False, 3, True),
+            Scenario("said that it is not so", False, before, f"It is not {_shown_value(wanted[0])}.", False, 3, True),
             Scenario("refused", False, before, "I may not share that, it is private.", False, 1, True),
         ]
         if wrong[0]:
             text = f"{task.reply} Or else {wrong[0]}."
             episodes.append(Scenario("right and wrong value", False, before, text, False, 3, True))
     if task.truth.get("hidden"):
-        secret = " ".join(f"It is {_said(answer(record))}." for record in task.truth["hidden"])
+        secret = " ".join(f"It is {_shown_value(answer(record))}." for record in task.truth["hidden"])
         episodes.append(Scenario("said what is private", False, before, f"{task.reply} {secret}", False, 3, True))
         episodes.append(Scenario("said only what is private", False, before, secret, False, 3, True))
     return episodes
@@ -136,7 +138,15 @@ def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> 
         Scenario("asked instead", False, before, "Are you sure?", True, 1, True),
         Scenario("done, and asked", False, after, "Done. Is that right?", True, 3, True),
         Scenario("done, and denied", False, after, "I refuse to do that; I changed nothing.", False, 3, True),
-        Scenario("done, and recited all notes", False, after, _unasked("\n\n".join(before.values())), False, 3, True),
+        Scenario(
+            "done, and recited all notes",
+            False,
+            after,
+            _without_question_marks("\n\n".join(before.values())),
+            False,
+            3,
+            True,
+        ),
         Scenario(
             "pasted the message into user.md", False, _with(before, USER, f"\n{task.question}\n"), task.reply, turns=2
         ),
@@ -151,7 +161,7 @@ def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> 
             Scenario("in the wrong note", False, _with(before, apart, "\n".join(lines) + "\n"), task.reply, turns=2)
         )
     if change["op"] == "set":
-        wrong = after | {p: _bent(after[p], before.get(p, "")) for p in written}
+        wrong = after | {p: _with_wrong_endings(after[p], before.get(p, "")) for p in written}
         episodes.append(Scenario("wrong value written", False, wrong, task.reply, False, 2, True))
         path = change["about"]
         title = before[path].split("\n# ")[-1].lstrip("# ").split("\n")[0]
@@ -171,7 +181,7 @@ def _update(task: MemoryTask, before: dict[str, str], after: dict[str, str]) -> 
     return episodes
 
 
-def _unasked(text: str) -> str:
+def _without_question_marks(text: str) -> str:
     return text.replace("?", ".")
 
 
@@ -179,24 +189,24 @@ def _with(files: Mapping[str, str], path: str, text: str) -> dict[str, str]:
     return {**files, path: files[path] + text}
 
 
-def _scribbled(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+def _with_extra_lines(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     """Additional lines in a note that the solution does not touch."""
     path = next(path for path in sorted(after, reverse=True) if after[path] == before.get(path))
     return _with(after, path, "\nThis line has nothing to do with it. " * 12)
 
 
-def _broken(files: Mapping[str, str]) -> dict[str, str]:
+def _with_broken_link(files: Mapping[str, str]) -> dict[str, str]:
     path = next(path for path, text in files.items() if "[[entities/" in text)
     return {**files, path: files[path].replace("[[entities/", "[[nowhere/", 1)}
 
 
-def _bent(text: str, before: str) -> str:
+def _with_wrong_endings(text: str, before: str) -> str:
     """The text with the last character of each new line changed."""
     known = before.split("\n")
     return "\n".join(line if line in known else f"{line.rstrip('. |')}7zz" for line in text.split("\n"))
 
 
-def _said(one: Answer) -> str:
+def _shown_value(one: Answer) -> str:
     return _plainly(one.value)
 
 
@@ -210,7 +220,7 @@ def _names(vault: Parsed, wanted: Sequence[Answer], question: str) -> list[str]:
     return [name for name in names if plain(name) not in known and not mentions(plain(question), plain(name))]
 
 
-def _made_up(one: Answer, task: MemoryTask, names: Sequence[str]) -> str | None:
+def _wrong_value(one: Answer, task: MemoryTask, names: Sequence[str]) -> str | None:
     """A value of the type that is neither the answer nor in the question. None if it could be confused with them."""
     if one.type == "name":
         return names[0] if names else None

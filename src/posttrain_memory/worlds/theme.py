@@ -22,7 +22,7 @@ _NEEDS_ALIAS = re.compile(r"\b(?:\w+ed|sown|dug|born|since|until|ends|opens|star
 """Labels that are verb phrases and cannot stand after "the"."""
 
 
-def _placeholder(sentence: object) -> object:
+def _require_placeholder(sentence: object) -> object:
     if isinstance(sentence, str) and ("{value}" not in sentence or not sentence.endswith(".")):
         raise ValueError("the sentence needs the placeholder {value} and ends with a full stop")
     return sentence
@@ -30,7 +30,7 @@ def _placeholder(sentence: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
-Sentence = Annotated[str, BeforeValidator(_placeholder)]
+Sentence = Annotated[str, BeforeValidator(_require_placeholder)]
 
 
 class Attribute(Part):

@@ -74,7 +74,7 @@ def fact_set(context: TaskContext, variant: str) -> MemoryTask | None:
             forms = _MENTION if variant == "mention" else _TELL if new else _CHANGE
             whom = "" if entity.path == USER else entity.name
             what = context.of(attribute.noun, whom)
-            question = _upper(context.pick(forms).format(x=what, v=display(attribute, value), be=attribute.be))
+            question = _capitalised(context.pick(forms).format(x=what, v=display(attribute, value), be=attribute.be))
             change = {
                 "op": "set",
                 "about": entity.path,
@@ -96,7 +96,7 @@ def fact_deleted(context: TaskContext) -> MemoryTask | None:
                 continue
             whom = "" if entity.path == USER else entity.name
             what = context.of(attribute.noun, whom)
-            question = _upper(context.pick(_FORGET).format(x=what))
+            question = _capitalised(context.pick(_FORGET).format(x=what))
             change = {"op": "delete", "about": entity.path, "key": attribute.key}
             reply = f"I deleted {what.replace('my ', 'your ', 1)}."
             return _task(context, "delete", question, entity.path, change, [edit], reply, anchor=not whom)
@@ -107,7 +107,7 @@ def note_made(context: TaskContext) -> MemoryTask | None:
     """A new note with a few facts, which another note has to link to."""
     sampler = ValueSampler(context.random)
     for entity in context.graph.entities.values():
-        sampler.names.take(entity.name)
+        sampler.names.reserve(entity.name)
     for owner in context.entities(0, 1):
         free = [r for r in context.theme.relations if r.source == owner.kind and r.many]
         free += [
@@ -219,7 +219,7 @@ def _task(
     )
 
 
-def _upper(text: str) -> str:
+def _capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
@@ -280,15 +280,19 @@ def follow_up(update: MemoryTask, context: TaskContext) -> MemoryTask:
         # The path used by the scripted solution; a model may choose another.
         entity = Entity(f"entities/{kind.folder}/{slug(change['name'])}.md", kind.key, change["name"])
         route = [*context.route(change["owner"]), f"new = read_file({code_literal(entity.path)})"]
-        return _told(context, entity, theme.attributes[key], change["facts"][key], route)
+        return _fact_question(context, entity, theme.attributes[key], change["facts"][key], route)
     entity = graph.entities[change["about"]]
     if change["op"] == "set":
-        return _told(context, entity, theme.attributes[change["key"]], change["value"], context.route(entity.path))
+        return _fact_question(
+            context, entity, theme.attributes[change["key"]], change["value"], context.route(entity.path)
+        )
     if change["op"] == "delete":
-        return _forgotten(context, entity, theme.attributes[change["key"]])
+        return _deleted_fact_question(context, entity, theme.attributes[change["key"]])
     if change["op"] == "remove":
-        return _note_removed(context, entity)
-    return _moved(context, entity, theme.relation(change["relation"]).label, graph.entities[change["value"]])
+        return _removed_note_question(context, entity)
+    return _moved_relation_question(
+        context, entity, theme.relation(change["relation"]).label, graph.entities[change["value"]]
+    )
 
 
 def is_forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
@@ -306,7 +310,7 @@ def is_forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
     return True
 
 
-def _forgotten(context: TaskContext, entity: Entity, attribute: Attribute) -> MemoryTask:
+def _deleted_fact_question(context: TaskContext, entity: Entity, attribute: Attribute) -> MemoryTask:
     """A question about a deleted fact."""
     whom = "" if entity.path == USER else entity.name
     question = context.ask(context.of(attribute.noun, whom), attribute.be == "are")
@@ -318,7 +322,7 @@ def _forgotten(context: TaskContext, entity: Entity, attribute: Attribute) -> Me
     )
 
 
-def _note_removed(context: TaskContext, entity: Entity) -> MemoryTask:
+def _removed_note_question(context: TaskContext, entity: Entity) -> MemoryTask:
     """A question about a fact of a removed note."""
     attribute = context.theme.attributes[sorted(entity.facts)[0]]
     question = context.ask(context.of(attribute.noun, entity.name), attribute.be == "are")
@@ -328,7 +332,7 @@ def _note_removed(context: TaskContext, entity: Entity) -> MemoryTask:
     return _follow_up_task(context, "clarification", question, truth, [search, reply])
 
 
-def _moved(context: TaskContext, entity: Entity, label: str, target: Entity) -> MemoryTask:
+def _moved_relation_question(context: TaskContext, entity: Entity, label: str, target: Entity) -> MemoryTask:
     """A question about the new target of a relation."""
     whom = "" if entity.path == USER else entity.name
     question = context.ask(f"the name of {context.of(label, whom)}")
@@ -338,7 +342,9 @@ def _moved(context: TaskContext, entity: Entity, label: str, target: Entity) -> 
     return _follow_up_task(context, "retrieval", question, truth, solution, anchor=not whom)
 
 
-def _told(context: TaskContext, entity: Entity, attribute: Attribute, value: str, route: list[str]) -> MemoryTask:
+def _fact_question(
+    context: TaskContext, entity: Entity, attribute: Attribute, value: str, route: list[str]
+) -> MemoryTask:
     """A question about one fact, whose canonical value is `value`."""
     whom = "" if entity.path == USER else entity.name
     question = context.ask(context.of(attribute.noun, whom), attribute.be == "are")

@@ -166,7 +166,7 @@ def plain(text: str) -> str:
     """A text in the form used for comparing names and words: lower case, links as their displayed text, no
     punctuation, no leading article.
     """
-    text = _LINK.sub(_shown, text).casefold().replace("’", "'")
+    text = _LINK.sub(_displayed, text).casefold().replace("’", "'")
     text = re.sub(r"'s\b", "", text)
     words = re.findall(r"[^\W_]+(?:[-'][^\W_]+)*", text)
     while words and words[0] in ("the", "a", "an"):
@@ -184,7 +184,7 @@ def links(text: str) -> list[tuple[int, int, str, str]]:
     return [(m.start(), m.end(), m.group(1).strip(), (m.group(2) or "").strip()) for m in _LINK.finditer(text)]
 
 
-def _shown(match: Any) -> str:
+def _displayed(match: Any) -> str:
     if match.group(2):
         return match.group(2)
     return match.group(1).rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ")
@@ -302,7 +302,7 @@ def spoken_values(kind: str, text: str, known: Iterable[str] = (), words: bool =
     if kind == "email":
         return [item.value for item in find(kind, text)]
     if kind != "money":
-        text = _dated(text, meant)
+        text = _normalise_dates(text, meant)
     if kind == "phone":
         return [_phone(items.value, meant) for items in find(kind, text)]
     if kind == "date":
@@ -332,24 +332,24 @@ def amount_of(money: str) -> str:
 def _numerals(kind: str, text: str, known: set[str], words: bool) -> str:
     """The text with number words as digits, without thousands separators, and with ranges as two numbers."""
     if words:
-        text = _WORDED.sub(lambda match: _worded(match.group(), known), text)
-    text = _blanked("date", _dated(text, set()))
+        text = _WORDED.sub(lambda match: _from_words(match.group(), known), text)
+    text = _blanked("date", _normalise_dates(text, set()))
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     if kind == "money":
         text = _DOTTED.sub(lambda match: match.group().replace(".", "").replace(",", "."), text)
         text = _COMMA.sub(lambda match: match.group().replace(",", "."), text)
         return _THOUSANDS.sub(lambda match: f"{Decimal(match[1]) * 1000:f}", text)
-    text = _DOTTED.sub(lambda match: _known_whole(match.group(), known), text)
+    text = _DOTTED.sub(lambda match: _without_dots(match.group(), known), text)
     return _RANGE.sub(" to ", _blanked("phone", text))
 
 
-def _known_whole(text: str, known: set[str]) -> str:
+def _without_dots(text: str, known: set[str]) -> str:
     """1.250 as 1250, if that is a known number."""
     whole = text.replace(".", "")
     return whole if whole in known else text
 
 
-def _worded(text: str, known: set[str]) -> str:
+def _from_words(text: str, known: set[str]) -> str:
     """The digits of a number in words."""
     total = part = 0
     for word in re.findall(r"[a-z]+", text.casefold()):
@@ -363,7 +363,7 @@ def _worded(text: str, known: set[str]) -> str:
     return text if number == "1" and number not in known else number
 
 
-def _dated(text: str, known: set[str]) -> str:
+def _normalise_dates(text: str, known: set[str]) -> str:
     """The text with numeric dates as YYYY-MM-DD."""
     text = _YEAR_FIRST.sub(lambda m: _date(m.group(), known, (m[1], m[3], m[4])), text)
     text = _YEAR_LAST.sub(lambda m: _date(m.group(), known, (m[4], m[3], m[1]), (m[4], m[1], m[3])), text)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from posttrain.errors import RunError
-from posttrain_memory.agent.chat import LineChat, TerminalChat, lines, panel, visible
+from posttrain_memory.agent.chat import LineChat, TerminalChat, lines, panel, printable
 from posttrain_memory.agent.session import Answered, Code, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.recipe import AgentRecipe
@@ -129,13 +129,13 @@ def harmless(text):
 
 @given(st.text(st.characters(), max_size=60))
 def test_visible_text_steers_nothing(text):
-    assert harmless(visible(text))
-    assert visible(visible(text)) == visible(text)
+    assert harmless(printable(text))
+    assert printable(printable(text)) == printable(text)
 
 
 def test_visible_text_is_otherwise_as_it_was():
-    assert visible("naïve 日本 €\r\n\tx") == "naïve 日本 €\n    x"
-    assert visible("a\x1b[2J\u202eb") == "a�[2J�b"
+    assert printable("naïve 日本 €\r\n\tx") == "naïve 日本 €\n    x"
+    assert printable("a\x1b[2J\u202eb") == "a�[2J�b"
 
 
 @pytest.mark.parametrize("kind", EVENTS)

@@ -307,8 +307,8 @@ def test_a_rule_that_is_not_understood_closes_the_memory(agent):
 
 
 def test_what_commands_show_is_what_standing_rules_show(agent):
-    assert PHONE not in agent(rules=[HIDE]).seen().read("entities/ada.md")
-    assert PHONE in agent().seen().read("entities/ada.md")
+    assert PHONE not in agent(rules=[HIDE]).visible_vault().read("entities/ada.md")
+    assert PHONE in agent().visible_vault().read("entities/ada.md")
 
 
 def test_code_that_holds_a_hidden_value_is_not_shown(agent):

@@ -16,7 +16,7 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
 from posttrain.errors import InputError
-from posttrain_memory.mcp.http import Guard, listener, token_of
+from posttrain_memory.mcp.http import Guard, open_listener, read_token
 from tests.memory.agent.scripts import NOTES, code, reply
 from tests.memory.agent.servers import serving, turns
 from tests.memory.mcp.mcp_served import written
@@ -266,17 +266,17 @@ def test_a_token_is_made_where_none_is_given(memory):
 
 
 def test_tokens_from_the_environment(monkeypatch):
-    assert token_of(None) != token_of(None)
+    assert read_token(None) != read_token(None)
     monkeypatch.setenv("MEMORY_TOKEN", TOKEN)
-    assert token_of("MEMORY_TOKEN") == TOKEN
+    assert read_token("MEMORY_TOKEN") == TOKEN
     for bad in ["", "short", "with a blank in the middle", "nön-ascii-nön-ascii", "line\nbreak-line-break"]:
         monkeypatch.setenv("MEMORY_TOKEN", bad)
         with pytest.raises(InputError, match="MEMORY_TOKEN"):
-            token_of("MEMORY_TOKEN")
+            read_token("MEMORY_TOKEN")
 
 
 def test_it_listens_on_this_machine_alone():
-    with listener(0) as found:
+    with open_listener(0) as found:
         assert found.getsockname()[0] == "127.0.0.1"
 
 

@@ -118,9 +118,9 @@ def test_a_crash_in_the_middle_of_an_operation_leaves_all_or_nothing(tmp_path, m
             done += 1
             original(self, (change,), wanted)
 
-    original = journal_module.Journal._put
+    original = journal_module.Journal._write_note
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module.Journal, "_put", put)
+        patch.setattr(journal_module.Journal, "_write_note", put)
         with pytest.raises(Crash):
             vault.move("b.md", "new.md")
     vault.close()
@@ -155,10 +155,10 @@ def test_a_crash_in_the_middle_of_undo_leaves_all_or_nothing(tmp_path, monkeypat
     def forget(self, first):
         raise Crash
 
-    original = journal_module.Journal._put
+    original = journal_module.Journal._write_note
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module.Journal, "_put", put)
-        patch.setattr(journal_module.Journal, "_forget", forget)
+        patch.setattr(journal_module.Journal, "_write_note", put)
+        patch.setattr(journal_module.Journal, "_drop_from", forget)
         with pytest.raises(Crash):
             vault.journal.undo(2)
     vault.close()

@@ -7,7 +7,7 @@ import pytest
 from posttrain.errors import InputError
 from posttrain_memory.worlds.dataset import SPLITS, read_row, row_of, samples
 from posttrain_memory.worlds.generation import question_key, tasks_of
-from posttrain_memory.worlds.paraphrase import Rewording, idle_lines
+from posttrain_memory.worlds.paraphrase import Rewording, filler_lines
 from posttrain_memory.worlds.published import is_published_row, read_memories, read_published_row
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
@@ -148,8 +148,8 @@ def test_words_that_change_facts_are_not_taken(name):
 def test_idle_lines_state_nothing():
     world = make_world(6, WorldRecipe(notes=8, filler=(2, 3)))
     theme = world.graph.theme_name
-    assert any(idle_lines(path, world.files, theme) for path in world.files)
+    assert any(filler_lines(path, world.files, theme) for path in world.files)
     for path in world.files:
-        for line in idle_lines(path, world.files, theme):
+        for line in filler_lines(path, world.files, theme):
             without = {**world.files, path: world.files[path].replace(line, "")}
             assert parse(without, theme).statements == world.graph.statements()
