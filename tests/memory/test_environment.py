@@ -326,7 +326,7 @@ def test_rows_of_a_file_are_tasks_and_prove_themselves(rows):
         assert assignment(recipe, seed).task == sample.task
         assert assignment(recipe, seed).files == sample.world.files
     Memory.validate(recipe, range(100))
-    with pytest.raises(InputError, match="is no row"):
+    with pytest.raises(InputError, match="is beyond"):
         Memory(recipe).reset(len(made))
 
 

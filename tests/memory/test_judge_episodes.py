@@ -65,7 +65,7 @@ def test_an_honest_judge_agrees_and_both_are_reported(kind):
     assert right.info["judge"] == {"score": 1.0, "reason": "compared"}
     assert right.info["parts"]["judge"] == wrong.info["parts"]["judge"] == 0
     task = assignment(recipe, 2).task
-    seen = server.visible_vault()
+    seen = server.seen()
     assert [list(one) for one in seen] == [["user", "reference", "changes", "reply"]] * 2
     assert (seen[0]["reference"], seen[1]["reply"]) == (task.reply, "Nothing comes to mind.")
     assert (seen[0]["changes"] == "(none)") == (kind != "update")
@@ -154,7 +154,7 @@ def test_what_a_policy_writes_stays_in_its_frame(attack, place):
     asked = server.requests[1]["messages"]
     assert [message["role"] for message in asked] == ["system", "user"]
     assert "10 points" not in asked[0]["content"]
-    seen = server.visible_vault()[1]
+    seen = server.seen()[1]
     assert list(seen) == ["user", "reference", "changes", "reply"]
     assert (seen["user"], seen["reference"]) == ("How old am I?", "You are 3.")
     held = seen["reply" if place == "reply" else "changes"]
@@ -272,11 +272,11 @@ def test_validation_and_baselines_ask_no_judge():
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"weights": {"judge": 0.1}}, "without a judge"),
+        ({"weights": {"judge": 0.1}}, "requires `judge`"),
         ({"judge": {}, "weights": {"judge": 0.8}}, "a right one as little as"),
         ({"judge": {}, "weights": {"judge": 0.5, "check_first": 0.3}}, "a right one as little as"),
         ({"judge": {}, "weights": {"judge": 0.7}}, "no more than a wrong one"),
-        ({"judge": {}, "weights": {"judge": 0.1}, "follow_up": True}, "half is wrong"),
+        ({"judge": {}, "weights": {"judge": 0.1}, "follow_up": True}, "half wrong"),
         ({"judge": {"url": "localhost"}}, "url"),
         ({"judge": {"rubric": "kind"}}, "rubric"),
     ],
@@ -323,7 +323,7 @@ def test_what_is_too_long_is_cut_and_says_so():
     with judge(points(10)) as server:
         task = MemoryTask("retrieval", "hop0", "pets", "How old am I?", 0, {"answers": []}, ["3"])
         judge_episode(JudgeServerRecipe(**server.keys()), task, {}, {"a.md": "y" * (LONGEST + 50)}, "z" * (LONGEST + 7))
-    (seen,) = server.visible_vault()
+    (seen,) = server.seen()
     assert seen["reply"] == "z" * LONGEST + "\n(7 more characters)"
     assert seen["changes"].endswith("more characters)")
     assert len(seen["changes"]) < LONGEST + 50

@@ -298,7 +298,7 @@ def test_right_wrong_and_harmful_updates(published):
         assert steps[-1].info["success"] is False
         assert steps[-1].info["scores"] == {"update": 0.0, "judge": 0.1}
         assert sum(step.reward for step in steps) == 0
-    (first, *_) = server.visible_vault()
+    (first, *_) = server.seen()
     assert list(first) == ["user", "changes", "reply"]
     assert first["user"] == "Tara is 32 now."
     assert first["changes"].startswith(f"--- {TARA}\n+++ {TARA}\n@@ ")

@@ -79,7 +79,7 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
 
     async def ask(answerer: Answerer, question: str, report: Callable[..., Awaitable[None]]) -> types.CallToolResult:
         if turn.statistics().tasks_waiting >= _WAITING:
-            return _result(f"{_WAITING} questions are waiting already; ask again later", failed=True)
+            return _result(f"{_WAITING} questions are already waiting; ask again later", failed=True)
         work, began = Work(), time.monotonic()
         text, failed = "", True
 
@@ -170,34 +170,39 @@ def _tools(ask: bool, read_only: bool) -> "list[types.Tool]":
         Tool(
             name="ask",
             title="Ask the memory",
-            description="Ask a question about what the user's memory holds"
+            description="Ask a question about the user's notes"
             + ("." if read_only else ", or tell it what to remember, correct or forget; it then changes its notes.")
-            + " A model reads the notes and answers in a sentence or two, or asks back where something is missing; this"
-            " can take minutes. It does not know earlier questions.",
+            + " A model reads the notes and answers in a sentence or two, or asks back if something is missing; this can"
+            " take minutes. It does not know earlier questions.",
             input_schema=_schema(question=text | {"maxLength": QUESTION_CHARS, "description": "In the user's words."}),
             annotations=ToolAnnotations(title="Ask the memory", **changing),
         ),
         Tool(
             name="search",
             title="Search the notes",
-            description="The lines of all notes that hold a text, in any case, as path:line: text.",
-            input_schema=_schema(text=text | {"maxLength": 200, "description": "A word or a name; no pattern."}),
+            description="Search all notes for a text, ignoring case. Returns the matching lines as path:line: text.",
+            input_schema=_schema(text=text | {"maxLength": 200, "description": "A word or a name, not a pattern."}),
             annotations=ToolAnnotations(title="Search the notes", **looking),
         ),
         Tool(
             name="read",
             title="Read a note",
-            description=f"The text of a note, at most {PIECE} characters at once.",
+            description=f"Read a note, at most {PIECE} characters per call.",
             input_schema=_schema(
-                path=text | {"maxLength": 1_000, "description": "As list and search tell it, such as user.md."},
-                start={"type": "integer", "minimum": 0, "default": 0, "description": "The character to begin at."},
+                path=text | {"maxLength": 1_000, "description": "As returned by list and search, for example user.md."},
+                start={
+                    "type": "integer",
+                    "minimum": 0,
+                    "default": 0,
+                    "description": "Index of the first character to return.",
+                },
             ),
             annotations=ToolAnnotations(title="Read a note", **looking),
         ),
         Tool(
             name="list",
             title="List the notes",
-            description="The tree of all notes and folders.",
+            description="List all notes and folders as a tree.",
             input_schema=_schema(),
             annotations=ToolAnnotations(title="List the notes", **looking),
         ),
@@ -214,7 +219,7 @@ def _validated(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
     """Validate a client's arguments against the schema of a tool. Raises Refusal if they do not match."""
     known = schema["properties"]
     if set(given) - set(known):
-        raise Refusal(f"this tool takes {', '.join(known) if known else 'no arguments'} and nothing else")
+        raise Refusal(f"unknown argument; this tool takes {', '.join(known) if known else 'no arguments'}")
     for name in schema["required"]:
         if name not in given:
             raise Refusal(f"this tool needs {name}")
@@ -222,9 +227,9 @@ def _validated(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
         rule = known[name]
         if rule["type"] == "integer":
             if not isinstance(value, int) or isinstance(value, bool) or value < rule["minimum"]:
-                raise Refusal(f"{name} is a whole number from {rule['minimum']}")
+                raise Refusal(f"{name} must be an integer of at least {rule['minimum']}")
         elif not isinstance(value, str) or not value.strip():
-            raise Refusal(f"{name} is a text that is not empty")
+            raise Refusal(f"{name} must be a non-empty text")
         elif len(value) > rule["maxLength"]:
             raise Refusal(f"{name} is longer than {rule['maxLength']} characters")
     return dict(given)

@@ -77,13 +77,13 @@ def test_what_changed_is_shown_and_commands_work(agent, terminal):
     one = agent(MOVE, reply("Noted."), reply("Yes."))
     shown = terminal(one, "Ada moved to Basel.", "/diff", "/undo", "/diff", "/read entities/ada.md", "/notes", "")
     assert shown.count("+- city: Basel") == 2
-    assert "taken back: entities/ada.md" in shown
+    assert "undone: entities/ada.md" in shown
     assert "the last question changed nothing" in shown
-    assert "\n- city: Bern" in shown.partition("taken back")[2]
+    assert "\n- city: Bern" in shown.partition("undone")[2]
     assert "entities/" in shown
     assert one.vault.files() == NOTES
     shown = terminal(one, "/new", "/filters", "/help", "/what", "/read", "/read no.md", "/read ../x", "/undo", "/quit")
-    for words in ("new conversation", "no privacy rule", "/undo  ", "no command /what", "/read user.md"):
+    for words in ("new conversation", "no privacy rule", "/undo  ", "unknown command /what", "/read user.md"):
         assert words in shown
     assert "there is no note 'no.md'" in shown
     assert "nothing to undo" in shown
@@ -217,7 +217,7 @@ def test_replies_go_to_standard_output_and_the_rest_elsewhere(agent, capsys):
     told = printed.out.splitlines()
     assert told[:2] == ["In Bern.", "Noted."]
     assert "- city: Basel" in told
-    assert told[-1].startswith("taken back")
+    assert told[-1].startswith("undone")
     for words in ("thought | look", 'code | text = read_file("entities/ada.md")', "result | | - city: Bern"):
         assert words in printed.err.splitlines()
     assert "notes were changed" in printed.err
@@ -230,7 +230,7 @@ def test_lines_without_an_answer_are_counted(agent, capsys):
     printed = capsys.readouterr()
     assert printed.out == "Hello.\n"
     assert "no reply | no reply within 2 messages" in printed.err
-    assert "no command /nothing" in printed.err
+    assert "unknown command /nothing" in printed.err
 
 
 def test_a_fault_ends_a_script(agent, capsys):

@@ -156,7 +156,7 @@ def test_a_server_that_is_down(notes):
     done = piped(notes, "--url", server.url, "--model", "m", typed="Hi?\nHi?\n")
     assert done.returncode == 1
     (sentence,) = done.stderr.splitlines()
-    assert "check that the server runs" in sentence
+    assert "check that the server is running" in sentence
 
 
 def test_what_is_missing_is_said_in_one_sentence(notes, tmp_path, capsys, monkeypatch):
@@ -164,11 +164,11 @@ def test_what_is_missing_is_said_in_one_sentence(notes, tmp_path, capsys, monkey
     assert "there is no folder" in wrong(capsys, tmp_path / "no", *with_url)
     (tmp_path / "file").write_text("x")
     assert "there is no folder" in wrong(capsys, tmp_path / "file", *with_url)
-    assert "cannot be made" in wrong(capsys, tmp_path / "file", "--new", *with_url)
+    assert "cannot be created" in wrong(capsys, tmp_path / "file", "--new", *with_url)
     (tmp_path / "empty").mkdir()
     assert "has no user.md" in wrong(capsys, tmp_path / "empty", *with_url)
     assert not (tmp_path / "empty/user.md").exists()
-    assert "--read-only changes nothing" in wrong(capsys, notes, "--new", "--read-only", *with_url)
+    assert "cannot be combined with --read-only" in wrong(capsys, notes, "--new", "--read-only", *with_url)
     assert "no model is named" in wrong(capsys, notes)
     assert "is not a model directory" in wrong(capsys, notes, "--model", tmp_path / "empty")
     assert "--key belongs to a server" in wrong(capsys, notes, "--model", "m", "--key", "X")
@@ -176,7 +176,7 @@ def test_what_is_missing_is_said_in_one_sentence(notes, tmp_path, capsys, monkey
     assert "which is not set" in wrong(capsys, notes, *with_url, "--key", "NO_KEY_HERE")
     assert "is no address" in wrong(capsys, notes, "--url", "localhost:8000", "--model", "m")
     assert "not understood" in wrong(capsys, notes, *with_url, "--filter", "Be so kind as to sing.")
-    assert "--opened-by means nothing" in wrong(capsys, notes, *with_url, "--no-thinking", "--opened-by", "template")
+    assert "--opened-by has no effect" in wrong(capsys, notes, *with_url, "--no-thinking", "--opened-by", "template")
     # Whatever went wrong, the memory is free again.
     DiskStorage(notes).close()
 
@@ -194,7 +194,7 @@ def test_a_note_that_cannot_be_read_stops_rules_in_one_sentence(notes, capsys):
     assert main(["memory", "chat", str(notes), *words]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "odd.md" in sentence
-    assert "mend or move" in sentence
+    assert "correct or move" in sentence
 
 
 def test_making_a_memory_where_there_is_one_changes_nothing(notes):

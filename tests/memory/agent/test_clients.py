@@ -140,10 +140,10 @@ def test_a_model_reads_no_more_than_it_can(chat_client, interpreter):
     agent = MemoryAgent(vault(), one, interpreter, AgentRecipe(prompt="brief", max_turns=50))
     last = list(agent.ask("Where does Ada live?"))[-1]
     assert isinstance(last, GaveUp)
-    assert "may read 1500; ask again" in last.reason
+    assert "may read 1500" in last.reason
     assert "\n" not in last.reason
     small = MemoryAgent(vault(), chat_client(tokens_per_episode=100), interpreter)
-    with pytest.raises(RunError, match="ask a shorter one") as raised:
+    with pytest.raises(RunError, match="ask a shorter question") as raised:
         list(small.ask("Where?"))
     assert not isinstance(raised.value, ContextFull)
 
@@ -231,7 +231,7 @@ def test_nobody_there(interpreter):
     with serving(lambda _: "") as server:
         pass
     agent = MemoryAgent(vault(), remote(server), interpreter)
-    with pytest.raises(RunError, match="check that the server runs"):
+    with pytest.raises(RunError, match="check that the server is running"):
         list(agent.ask("Hello?"))
     assert agent.vault.files()
 

@@ -73,13 +73,13 @@ def test_an_empty_reply_is_never_handed_on(agent):
 def test_turns_run_out(agent):
     one = agent(*[code('append_file("user.md", "- x: 1\\n")')] * 3, max_turns=3)
     events = asked(one)
-    assert events[-1] == GaveUp("no reply within 3 messages; ask again, or for less at a time")
+    assert events[-1] == GaveUp("no reply within 3 messages; ask again, or ask for less at once")
     assert [type(event) for event in events].count(Result) == 2
     # As in training, code of the last message does not run: nobody would see what came of it.
     assert one.vault.read("user.md").count("- x: 1") == 2
     assert "This is your last message" in events[-4].text
     assert asked(agent("no", "no", max_turns=2))[-1] == GaveUp(
-        "no reply within 2 messages; ask again, or for less at a time"
+        "no reply within 2 messages; ask again, or ask for less at once"
     )
 
 
@@ -138,7 +138,7 @@ def test_questions_cannot_open_a_turn(agent, mark):
 
 
 def test_questions_without_words(agent):
-    with pytest.raises(InputError, match="no words"):
+    with pytest.raises(InputError, match="question is empty"):
         asked(agent(), "<filter>hide it</filter>  ")
 
 

@@ -302,6 +302,6 @@ def test_a_reserved_folder_that_is_a_link_is_refused(tmp_path):
     root.mkdir()
     (root / RESERVED).symlink_to(outside)
     for read_only in (False, True):
-        with pytest.raises(InputError, match="take it away"):
+        with pytest.raises(InputError, match="remove it"):
             Vault(DiskStorage(root, read_only=read_only))
     assert list(outside.iterdir()) == []
