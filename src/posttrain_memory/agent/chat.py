@@ -165,7 +165,7 @@ class TerminalChat:
             except LeaveChat:
                 return
             except KeyboardInterrupt:
-                self._console.print(Text("interrupted; the next question begins a new conversation", style="yellow"))
+                self._console.print(Text("interrupted; the next question starts a new conversation", style="yellow"))
             except PosttrainError as error:
                 self._console.print(Text(printable(str(error)), style="red"))
 
@@ -232,13 +232,13 @@ def _note(text: str) -> None:
 
 def _rules(agent: MemoryAgent) -> str:
     if not agent.rules:
-        return "no privacy rule holds; start with --filter, or write <filter>…</filter> in a question"
+        return "no privacy rule in force; start with --filter, or write <filter>…</filter> in a question"
     return "\n".join(["for every question:", *(f"- {rule}" for rule in agent.rules)])
 
 
 def _new(agent: MemoryAgent) -> str:
     agent.new()
-    return "the next question begins a new conversation"
+    return "the next question starts a new conversation"
 
 
 def _leave() -> str:

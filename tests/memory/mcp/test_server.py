@@ -273,8 +273,8 @@ def test_what_is_wrong_at_the_start_is_one_sentence(folder, tmp_path, capfd):
     assert "create the folder first" in told(tmp_path / "none")
     assert "no user.md" in told(tmp_path)
     assert "is not understood" in told(folder, "--filter", "Be nice.")
-    assert "give --http" in told(folder, "--token-variable", "HOME")
-    assert "holds no token" in told(
+    assert "requires --http" in told(folder, "--token-variable", "HOME")
+    assert "does not hold a token" in told(
         folder, "--http", "0", "--model", "x", "--url", "http://x", "--token-variable", "NONE"
     )
     (folder / "bad.md").write_bytes(b"\xff")
