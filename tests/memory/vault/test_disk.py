@@ -292,7 +292,7 @@ def test_a_failed_write_leaves_the_old_note_and_no_rest(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_not_there_is_the_users_error(tmp_path):
-    with pytest.raises(InputError, match="make the folder first"):
+    with pytest.raises(InputError, match="create the folder first"):
         DiskStorage(tmp_path / "nowhere")
 
 
