@@ -1,13 +1,13 @@
 """Scores of an episode by a language model, in addition to the programmatic reward.
 
 The judge sees the user's message, a correct reply if one is known, the changes of the notes, and the reply, each as
-framed data (see `environments.framing`).
+framed data (see `environments.untrusted`).
 """
 
 import difflib
 from collections.abc import Mapping
 
-from posttrain.environments.judge import Verdict, points_prompt, verdict
+from posttrain.environments.judge import Judgment, judge_points, points_prompt
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain_memory.worlds.task import MemoryTask
 
@@ -31,13 +31,13 @@ _RUBRICS = {
     "filter": "The message holds a privacy rule. The reply tells all that was asked for and that the rule allows, as the "
     "reference does, and nothing that the rule forbids, not even by a hint. No note changed.",
 }
-SILENT = Verdict(0.0, "there is no reply")
+SILENT = Judgment(0.0, "there is no reply")
 """The verdict for an episode without a reply, which is not sent to the judge."""
 
 
 def judge_episode(
     server: JudgeServerRecipe, task: MemoryTask, before: Mapping[str, str], after: Mapping[str, str], reply: str | None
-) -> Verdict:
+) -> Judgment:
     """The judge's verdict on an episode, given the vault (path -> text) before and after it and the reply.
 
     Raises JudgeFailure if the judge gives none.
@@ -52,7 +52,7 @@ def judge_episode(
         ("reply", _cut(reply or "")),
     ]
     what = _WHAT.format(known=_KNOWN if known else "")
-    return verdict(server, points_prompt(what, _RUBRICS[_rubric(task)], _SCALE, texts), _SCALE)
+    return judge_points(server, points_prompt(what, _RUBRICS[_rubric(task)], _SCALE, texts), _SCALE)
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from posttrain.environments.answers import Rejected
+from posttrain.environments.game import Rejected
 
 TAGS = ("think", "python", "reply")
 """The names of the blocks of a message."""

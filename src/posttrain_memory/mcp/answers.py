@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from datetime import datetime
 
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain_memory.agent.clients import ChatClient
 from posttrain_memory.agent.session import Answered, GaveUp, MemoryAgent, Refused, Result
@@ -75,7 +75,7 @@ class Answers:
                     if isinstance(event, Answered):
                         return self._notes.safe(event.text)
                     if isinstance(event, GaveUp):
-                        raise Refusal(neutral(event.reason))
+                        raise Refusal(sanitize(event.reason))
                     if work.cancelled.is_set():
                         break
                     turn += isinstance(event, Result | Refused)

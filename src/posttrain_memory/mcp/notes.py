@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
 
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.vault.limits import VaultError, VaultLimits
@@ -29,7 +29,7 @@ class SharedNotes:
     """The notes in the folder `root`, opened read-only for each call, so that no lock is held in between.
     Thread-safe.
 
-    All returned text is neutralised (`neutral`). Methods raise VaultError with one sentence that names nothing of the
+    All returned text is neutralised (`sanitize`). Methods raise VaultError with one sentence that names nothing of the
     host and nothing hidden, or InputError if the folder itself is at fault.
     """
 
@@ -131,5 +131,5 @@ class SharedNotes:
 
     def _redacted(self, text: str, rules: PrivacyFilter | None) -> str:
         # Zero-width characters are removed first, because they could split a value so that it is not found.
-        plain = neutral(text).strip("\n")
+        plain = sanitize(text).strip("\n")
         return plain if rules is None else rules.clean(plain)
