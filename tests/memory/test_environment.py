@@ -338,7 +338,7 @@ def test_worlds_that_are_trained_on_and_held_out_are_named(rows):
     assert apart == []
     together = Memory.check_tasks(recipe, range(first), [range(first - 1, first)])
     assert "1 of the held-out tasks" in together[0]
-    with pytest.raises(InputError, match="seeds go to 999"):
+    with pytest.raises(InputError, match="last seed is 999"):
         Memory.check_tasks(recipe, range(1000), [range(1)])
 
 
