@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain_memory.worlds.theme import Style, themes
 
 Variant = Literal[
@@ -32,7 +32,7 @@ Variant = Literal[
 Range = tuple[Annotated[int, Field(ge=0, le=200)], Annotated[int, Field(ge=0, le=200)]]
 
 
-class WorldRecipe(Part):
+class WorldRecipe(BaseConfig):
     """A kind of generated worlds and their tasks. By default a vault has 12 notes."""
 
     themes: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class WorldRecipe(Part):
         return value
 
 
-class RewardWeights(Part):
+class RewardWeights(BaseConfig):
     """Reward added or subtracted for each outcome of an episode.
 
     A wrong episode earns at most `partial + check_first`, a right one at least `success - turns_at_most - judge`.
