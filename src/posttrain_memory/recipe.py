@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import Sources
 from posttrain.recipe.judge import JudgeServerRecipe
@@ -13,7 +13,7 @@ from posttrain_memory.vault.limits import VaultLimits
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 
 
-class AgentRecipe(Part):
+class AgentRecipe(BaseConfig):
     """How a memory agent is asked and what its code may take, in training and in use."""
 
     max_turns: int = Field(8, ge=2)

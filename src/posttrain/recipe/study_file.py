@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
@@ -89,6 +90,7 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
     Raises `InputError` with one sentence per problem, each with the file and line, or the override, of its cause; also
     where the metric is none that is held out, or a limit is of a metric that the stage does not measure.
     """
+    source = str(recipe_file(source))
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
     recipe = _typed(given, source)
     folder = Path(source).parent
@@ -171,7 +173,7 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
     return study
 
 
-def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[Part], given: Layer) -> list[str]:
+def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
     """What is wrong with the sections under `path`, whose names are free; faulty ones are replaced in `values`."""
     above: Any = given.values
     for key in path:

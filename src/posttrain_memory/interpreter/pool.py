@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field
 
 from posttrain.errors import RunError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain_memory.interpreter.tools import call
 from posttrain_memory.interpreter.worker import Channel
 from posttrain_memory.vault.limits import VaultError
@@ -48,7 +48,7 @@ _STOPPED = "the code was stopped: it took too much time or memory"
 _SLOW = "TimeoutError: the code was stopped: its calls of tools took too much time; make fewer of them in one block"
 
 
-class InterpreterLimits(Part):
+class InterpreterLimits(BaseConfig):
     """What one block of a model's code may take."""
 
     timeout: float = Field(5.0, gt=0)

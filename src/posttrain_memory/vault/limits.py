@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class VaultLimits(Part):
+class VaultLimits(BaseConfig):
     """How large a vault may grow, and how much of it one answer shows."""
 
     file_bytes: int = Field(65_536, ge=1)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from posttrain.engines.openai import ChatRequestError, chat_client, complete
 from posttrain.errors import RunError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain_memory.worlds.generation import tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import World
@@ -38,7 +38,7 @@ _SIGNS = "[]<>|#`"
 """Signs that markdown or the format of the agent gives a meaning."""
 
 
-class ParaphraseRecipe(Part):
+class ParaphraseRecipe(BaseConfig):
     """A language model that says texts in other words, behind an OpenAI-compatible server."""
 
     url: str = Field(pattern=r"^https?://\S+$")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain_memory.worlds.theme import Style, themes
 
 Variant = Literal[
@@ -32,7 +32,7 @@ Variant = Literal[
 Range = tuple[Annotated[int, Field(ge=0, le=200)], Annotated[int, Field(ge=0, le=200)]]
 
 
-class WorldRecipe(Part):
+class WorldRecipe(BaseConfig):
     """A kind of worlds and the tasks in each. With the defaults a vault has 12 notes."""
 
     themes: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class WorldRecipe(Part):
         return value
 
 
-class RewardWeights(Part):
+class RewardWeights(BaseConfig):
     """What each outcome of an episode adds to its reward, or takes away.
 
     Whatever is wrong earns at most `partial + check_first`, whatever is right at least `success - turns_at_most -

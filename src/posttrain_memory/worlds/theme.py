@@ -13,7 +13,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 Style = Literal["bullets", "bold", "plain", "table", "front", "prose"]
 """How the facts of a note are laid out; `front` is YAML front matter."""
@@ -33,7 +33,7 @@ Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
 Sentence = Annotated[str, BeforeValidator(_placeholder)]
 
 
-class Attribute(Part):
+class Attribute(BaseConfig):
     """A fact that notes of a kind may state."""
 
     label: Text
@@ -84,7 +84,7 @@ class Attribute(Part):
         return "are" if re.search(r"[^su]s$", self.noun) else "is"
 
 
-class Relation(Part):
+class Relation(BaseConfig):
     """Notes of kind `source` link to notes of kind `target` under `label`, and those link back under `inverse`."""
 
     label: Text
@@ -110,7 +110,7 @@ class Relation(Part):
         return f"{self.key}~"
 
 
-class Kind(Part):
+class Kind(BaseConfig):
     """A kind of notes."""
 
     key: Text
@@ -126,7 +126,7 @@ class Kind(Part):
     facts: Annotated[tuple[Attribute, ...], Field(min_length=1)]
 
 
-class Headings(Part):
+class Headings(BaseConfig):
     """Alternatives for the headings of a note's sections."""
 
     facts: Texts
@@ -134,7 +134,7 @@ class Headings(Part):
     other: Texts
 
 
-class Theme(Part):
+class Theme(BaseConfig):
     """The subject of a world and the wording of its notes.
 
     Labels and aliases are unique within a theme, and a key has one type, so any line can be read without the kind of its

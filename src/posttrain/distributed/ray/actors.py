@@ -64,14 +64,14 @@ def digest(output: Observation | Step) -> str:
     """Digest of an environment's output without its info, which may contain times."""
     parts: list[Any] = [output.messages, output.state]
     if isinstance(output, Step):
-        parts += [output.reward, output.terminated, output.truncated, output.fresh]
+        parts += [output.reward, output.terminated, output.truncated, output.new_conversation]
     return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
 
 class RayEnvironment(Environment):
     """The environment of one episode, on a worker."""
 
-    waits = True
+    blocking = True
 
     def __init__(self, recipe: EnvironmentRecipe, worker: WorkerClient) -> None:
         super().__init__(recipe)

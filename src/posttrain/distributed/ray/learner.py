@@ -93,7 +93,7 @@ class LearnerWorker(Worker):
     def _use_workers(self, recipe: Any, workers: WorkerGroup, stack: ExitStack) -> None:
         """Create engines, environments and scorers on the workers until `stack` closes."""
         from posttrain.engines.factory import open_engine
-        from posttrain.environments.opening import open_environment
+        from posttrain.environments.protocol import open_environment
         from posttrain.training.reward_scorer import open_scorer
 
         def clients(handles: Sequence[WorkerHandle]) -> list[WorkerClient]:
