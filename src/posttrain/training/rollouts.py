@@ -34,7 +34,7 @@ from posttrain.rollout.driver import (
     collect_episodes,
     without_failures,
 )
-from posttrain.rollout.filters import has_signal, uncertainty
+from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.seeds import random_stream
 
@@ -298,7 +298,7 @@ def collect(
     if dynamic and len(kept) < wanted:
         batch.warnings.append(f"only {len(kept)} of {wanted} groups have signal after {rounds} rounds of sampling")
     if rollout.filter.type == "uncertainty":
-        kept = uncertainty(kept, rollout.filter.keep)
+        kept = most_uncertain(kept, rollout.filter.keep)
     batch.episodes = [episode for group in kept for episode in group]
     return batch
 
