@@ -91,11 +91,11 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
 
 def _watch(recorder: Recorder, pairs: bool) -> None:
     """Count rows at the learner and stamp the ends of steps; reference log-probabilities count for their rows."""
-    from posttrain.training.dpo import References
+    from posttrain.training.dpo import ReferenceLogprobs
     from posttrain.training.trainer import Trainer
     from posttrain.training.updater import Updater
 
-    update, finish_step, prepare = Updater.update, Trainer.finish_step, References.prepare
+    update, finish_step, prepare = Updater.update, Trainer.finish_step, ReferenceLogprobs.precompute
 
     def counted(self: Any, samples: Sequence[Any], objective: Any) -> Any:
         recorder.saw(len(samples) // (2 if pairs else 1), sum(len(sample.stream) for sample in samples))
@@ -111,7 +111,7 @@ def _watch(recorder: Recorder, pairs: bool) -> None:
         prepare(self, samples)
         recorder.extra_per_row = (time.perf_counter() - begun) / (len(samples) / 2)
 
-    Updater.update, Trainer.finish_step, References.prepare = counted, stamped, timed  # type: ignore[method-assign]
+    Updater.update, Trainer.finish_step, ReferenceLogprobs.precompute = counted, stamped, timed  # type: ignore[method-assign]
 
 
 def _end_answers(job: Job) -> None:

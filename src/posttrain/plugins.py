@@ -19,13 +19,16 @@ from typing import Any, Literal
 
 from posttrain.errors import InputError
 
-Group = Literal["posttrain.environments", "posttrain.commands", "posttrain.losses", "posttrain.credits"]
+Group = Literal[
+    "posttrain.environments", "posttrain.commands", "posttrain.losses", "posttrain.credits", "posttrain.recipes"
+]
 """What entry points may add.
 
 - `posttrain.environments`: the `type` of an environment -> its class, with a `Recipe`.
 - `posttrain.commands`: the name of a command -> a `typer.Typer` (a group of commands) or a function (one command). A
   dotted name adds to a group of the command line: `data.worlds` becomes `posttrain data worlds`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a loss or credit -> its class.
+- `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from posttrain.environments.answers import Rejected
-from posttrain.environments.game import play, require
-from posttrain.environments.judge import prepare_judge
+from posttrain.environments.game import Rejected, play, require
+from posttrain.environments.judge import check_judge
 from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step, require_rows
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
@@ -50,7 +49,7 @@ class Memory(Environment):
     """
 
     Recipe = MemoryRecipe
-    players = tuple(name for name in PLAYERS if name != "random")
+    scripted_baselines = tuple(name for name in PLAYERS if name != "random")
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         super().__init__(recipe)
@@ -58,7 +57,7 @@ class Memory(Environment):
         self._assignment: Assignment | None = None
         self._judge = self.recipe.judge
         if self._judge is not None:
-            prepare_judge(self._judge)
+            check_judge(self._judge)
 
     @classmethod
     def _unjudged(cls, recipe: MemoryRecipe) -> "Memory":
@@ -145,7 +144,9 @@ class Memory(Environment):
         if self.recipe.follow_up and task.follow_up is not None:
             self._updated, self._grounded = scored, forgotten(task, after)
             messages = self._begin(Assignment(task.follow_up, after))
-            return Step(messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, fresh=True)
+            return Step(
+                messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, new_conversation=True
+            )
         self._assignment = None
         success, halves, paid = scored.success, {}, scored.total
         if self._updated is not None:

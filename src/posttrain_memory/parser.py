@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from posttrain.environments.answers import Rejected
+from posttrain.environments.game import Rejected
 
 TAGS = ("think", "python", "reply")
 """Names of the blocks a message may hold."""

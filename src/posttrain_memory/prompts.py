@@ -7,8 +7,8 @@ of a result begins with text from a note: values stand behind `name =`, and line
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from posttrain.environments.neutral import neutral
 from posttrain.environments.protocol import Message
+from posttrain.environments.untrusted import sanitize
 
 PromptLength = Literal["full", "brief"]
 
@@ -78,10 +78,10 @@ def system_prompt(turns: int, thinking: bool = True, length: PromptLength = "ful
 
 def first_messages(system: str, question: str, rules: Sequence[str] = ()) -> list[Message]:
     """The messages before the first answer; `rules` are the user's privacy rules, without their tags."""
-    told = "".join(f"\n<filter>{neutral(rule.strip())}</filter>" for rule in rules)
+    told = "".join(f"\n<filter>{sanitize(rule.strip())}</filter>" for rule in rules)
     return [
         {"role": "system", "content": system},
-        {"role": "user", "content": neutral(question).strip() + told},
+        {"role": "user", "content": sanitize(question).strip() + told},
     ]
 
 
@@ -94,7 +94,7 @@ def result(values: Mapping[str, object], printed: str, error: str | None, limit:
     if printed.strip():
         parts.append("printed:" + _quoted(printed.rstrip()))
     if error is not None:
-        parts.append(f"error: {' '.join(neutral(error).split())}")
+        parts.append(f"error: {' '.join(sanitize(error).split())}")
     if not parts:
         parts = ["nothing; assign values to variables or print them to see them"]
     shares = _shares([len(part) for part in parts], limit)
@@ -105,7 +105,7 @@ def result(values: Mapping[str, object], printed: str, error: str | None, limit:
 def refusal(reason: str, turns_left: int | None = None) -> Message:
     """What is sent instead of a result where a message was not understood, or is not allowed."""
     left = "" if turns_left is None or turns_left > 1 else "\nThis is your last message: reply now."
-    return {"role": "user", "content": f"<result>\nerror: nothing was run: {neutral(reason)}{left}\n</result>"}
+    return {"role": "user", "content": f"<result>\nerror: nothing was run: {sanitize(reason)}{left}\n</result>"}
 
 
 def last_call(message: Message) -> Message:
@@ -115,18 +115,18 @@ def last_call(message: Message) -> Message:
 
 
 def _value(name: str, value: object) -> str:
-    name = " ".join(neutral(name).split())
-    if isinstance(value, str) and "\n" in neutral(value).strip("\n"):
+    name = " ".join(sanitize(name).split())
+    if isinstance(value, str) and "\n" in sanitize(value).strip("\n"):
         return f"{name} =" + _quoted(value)
     try:
         shown = repr(value)
     except RecursionError:
         shown = "a value too deeply nested to show"
-    return f"{name} = " + " ".join(neutral(shown).split("\n"))
+    return f"{name} = " + " ".join(sanitize(shown).split("\n"))
 
 
 def _quoted(text: str) -> str:
-    return "".join(f"\n| {line}".rstrip(" ") for line in neutral(text).strip("\n").split("\n"))
+    return "".join(f"\n| {line}".rstrip(" ") for line in sanitize(text).strip("\n").split("\n"))
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.data.files import write_rows
-from tests.training.preferences import pair_rows, verdict_rows, write_jsonl
+from tests.training.preferences import pair_rows, unpaired_rows, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,15 @@ def test_kinds_are_told_from_the_columns(tiny_model, tmp_path, capsys):
     asked = [{"question": "Up?", "answer": "Goal"}]
     keys = ["columns.prompt=question", "columns.completion=answer", "--model", str(tiny_model)]
     assert "1 usable rows (conversation)" in inspected(capsys, write_jsonl(tmp_path / "q.jsonl", asked), *keys)
-    judged = write_jsonl(tmp_path / "v.jsonl", verdict_rows(3))
-    assert "6 usable rows (verdict)" in inspected(capsys, judged, "--model", str(tiny_model))
+    judged = write_jsonl(tmp_path / "v.jsonl", unpaired_rows(3))
+    assert "6 usable rows (unpaired)" in inspected(capsys, judged, "--model", str(tiny_model))
 
 
 def test_columns_that_are_no_rows_are_told(tiny_model, tmp_path, capsys):
     file = write_jsonl(tmp_path / "x.jsonl", [{"a": 1, "b": 2}])
     assert main(["data", "inspect", file, "--model", str(tiny_model)]) == 2
     assert capsys.readouterr().err == (
-        f"posttrain: {file}: the columns a, b are not those of conversations, pairs or verdicts; name them, for example "
+        f"posttrain: {file}: the columns a, b are not those of conversations, pairs or unpaired answers; name them, for example "
         "`columns.prompt=question columns.completion=answer`\n"
     )
     assert main(["data", "inspect", file, "colums.prompt=a", "--model", str(tiny_model)]) == 2
@@ -63,10 +63,10 @@ def test_files_without_a_row_are_told_apart(tiny_model, tmp_path, capsys):
     empty.write_text("\n")
     said = refused(capsys, tiny_model, cut)
     assert said.startswith(
-        "no usable row; 1 problem, most often broken file (cut.parquet): it is no whole parquet file ("
+        "no usable row; 1 problem, most often broken file (cut.parquet): not a complete parquet file ("
     )
-    assert said.endswith("get the file anew, or leave it out")
-    assert refused(capsys, tiny_model, empty) == "there are no rows; name a file that has some"
+    assert said.endswith("replace the file, or remove it from the recipe")
+    assert refused(capsys, tiny_model, empty) == "no rows; name a file that has rows"
     (tmp_path / "broken.jsonl").write_text('{"messages": [')
     assert "most often broken JSON (broken.jsonl row 1)" in refused(capsys, tiny_model, tmp_path / "broken.jsonl")
     # Beside a whole file, the broken one is a problem among others.
@@ -86,14 +86,14 @@ def test_sharegpt_is_read_as_the_message_says(tiny_model, tmp_path, capsys):
 
 
 def test_labels_in_words_are_told(tiny_model, tmp_path, capsys):
-    rows = [{**row, "label": "good" if row["label"] else "bad"} for row in verdict_rows(2)]
+    rows = [{**row, "label": "good" if row["label"] else "bad"} for row in unpaired_rows(2)]
     said = refused(capsys, tiny_model, write_jsonl(tmp_path / "v.jsonl", rows))
     assert "most often label is neither true nor false (v.jsonl row 1, " in said
     assert "`label` is 'good'; write true or false, or 1 or 0" in said
     for words in (("true", "false"), ("1", "0"), (1, 0)):
-        rows = [{**row, "label": words[not row["label"]]} for row in verdict_rows(2)]
+        rows = [{**row, "label": words[not row["label"]]} for row in unpaired_rows(2)]
         out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))
-        assert "4 usable rows (verdict)" in out
+        assert "4 usable rows (unpaired)" in out
     # Right answers in a column of that name are no verdicts, although one of them is 1.
     rows = [{"prompt": "q", "completion": "a", "label": str(n)} for n in range(1, 4)]
     out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))
@@ -129,10 +129,10 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
         "optimal policy",
     ]
     assert results["tables"][0]["headings"][2] == "loss"
-    assert "were made with" not in (tmp_path / "runs" / "run" / "report.md").read_text()
+    assert "were generated with" not in (tmp_path / "runs" / "run" / "report.md").read_text()
     if history == "episode":
         assert main(["sft", *words, "name=thinks", "environment.format.thinking=true", "steps=1"]) == 0
-        said = "step 0: the rows of lake.jsonl were made with environment.format.thinking false (here true), so what they teach"
+        said = "step 0: the rows of lake.jsonl were generated with environment.format.thinking false (here true), so training"
         assert said in (tmp_path / "runs" / "thinks" / "report.md").read_text()
 
 
@@ -140,9 +140,7 @@ def test_experts_keep_off_the_held_out_seeds(capsys):
     assert main(["data", "experts", "frozen_lake", "--start", "999990", "--count", "20"]) == 2
     assert "overlap evaluation.seeds" in capsys.readouterr().err
     assert main(["data", "experts", "frozen_lake", "--count", "3", "--out", "lake.csv"]) == 2
-    assert capsys.readouterr().err == (
-        "posttrain: lake.csv: rows are written as .jsonl or .parquet; choose such a name\n"
-    )
+    assert capsys.readouterr().err == ("posttrain: lake.csv: unknown format; name a .jsonl or .parquet file\n")
 
 
 def test_experts_of_an_environment_without_tasks_are_told(capsys):
@@ -154,7 +152,7 @@ def test_experts_of_an_environment_without_tasks_are_told(capsys):
     assert said.count("\n") == 1
     asked = write_jsonl(Path("asked.jsonl"), [{"prompt": "Up?", "completion": "Goal"}])
     assert main(["data", "experts", "text_task", f"prompts={asked}"]) == 2
-    assert "--start and --count: environment seed 200000 is no row of" in capsys.readouterr().err
+    assert "--start and --count: environment seed 200000 is not a row of" in capsys.readouterr().err
     words = ["--start", "0", "--count", "1", "--out", "asked.parquet"]
     assert main(["data", "experts", "text_task", f"prompts={asked}", *words]) == 0
     assert capsys.readouterr().out == "asked.parquet: 1 rows of 1 games, seeds 0 to 0\n"

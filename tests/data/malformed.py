@@ -31,7 +31,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [SYSTEM, USER, GOOD, USER, GOOD], "rejected": [SYSTEM, USER, GOOD, USER, BAD]},
     ],
-    "verdict": [
+    "unpaired": [
         {"prompt": "2 + 2?", "completion": "4", "label": True},
         {"prompt": [SYSTEM, USER], "completion": [GOOD], "label": 0, "tools": TOOLS},
     ],

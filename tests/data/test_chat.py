@@ -184,7 +184,7 @@ def test_what_a_template_does_not_show_is_refused():
     """ChatML knows neither tools nor calls; an empty answer would be learned in their place."""
     subject, asked = renderer(CHATML), {"role": "user", "content": "u0x"}
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    with pytest.raises(InputError, match="shows nothing of message 2"):
+    with pytest.raises(InputError, match="does not show message 2"):
         render_conversation(subject, [asked, call], "assistant")
-    with pytest.raises(InputError, match="shows nothing of the tools"):
+    with pytest.raises(InputError, match="does not show the tools"):
         render_conversation(subject, [asked, {"role": "assistant", "content": "a0x"}], "assistant", [{"name": "add"}])

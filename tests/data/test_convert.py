@@ -12,9 +12,8 @@ from posttrain.data import convert as converting
 from posttrain.data.convert import CONVERTERS, SAMPLE, check_sign, convert_rows, gsm8k, helpsteer3
 from posttrain.data.convert import ultrafeedback_binarized as ultrafeedback
 from posttrain.data.examples import read_examples
-from posttrain.data.files import write_rows
+from posttrain.data.files import read_rows, write_rows
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from posttrain.seeds import random_stream
@@ -204,7 +203,7 @@ def test_an_inverted_file_is_not_written(tmp_path):
     rows = [preference(2, scores=[-1]) for _ in range(20)]
     out = tmp_path / "out.jsonl"
     out.write_text("before")
-    with pytest.raises(InputError, match="the sign of the preferences is the other way round; nothing was written"):
+    with pytest.raises(InputError, match="the sign of the preferences is inverted; nothing was written"):
         convert_rows("helpsteer3", out, str(write(tmp_path / "train.jsonl", rows)))
     assert out.read_text() == "before"
 
@@ -216,11 +215,11 @@ def test_an_inverted_file_is_not_written(tmp_path):
             "helpsteer4",
             "out.jsonl",
             {},
-            "there is no converter 'helpsteer4'; use one of helpsteer3, helpsteer3_prompts, gsm8k",
+            "unknown converter 'helpsteer4'; use one of helpsteer3, helpsteer3_prompts, gsm8k",
         ),
-        ("gsm8k", "out.csv", {}, "rows are written as .jsonl or .parquet"),
-        ("gsm8k", "out.jsonl", {"language": "english"}, "gsm8k does not tell languages apart"),
-        ("gsm8k", "out.jsonl", {"source": "missing.jsonl"}, "missing.jsonl: there is no such file"),
+        ("gsm8k", "out.csv", {}, "name a .jsonl or .parquet file"),
+        ("gsm8k", "out.jsonl", {"language": "english"}, "the rows of gsm8k have no language"),
+        ("gsm8k", "out.jsonl", {"source": "missing.jsonl"}, "missing.jsonl: no such file"),
     ],
 )
 def test_wrong_input(tmp_path, name, out, more, message):
@@ -241,7 +240,9 @@ def test_no_row_left_says_why(tmp_path):
 def test_a_column_of_mixed_types_is_no_parquet_and_leaves_nothing_behind(tmp_path):
     pytest.importorskip("pyarrow")
     out = tmp_path / "out.parquet"
-    with pytest.raises(InputError, match=r"out\.parquet: column a is no parquet column .*; write \.jsonl instead"):
+    with pytest.raises(
+        InputError, match=r"out\.parquet: column a cannot be written as parquet .*; write \.jsonl instead"
+    ):
         write_rows(out, [{"a": 1}, {"a": "x"}])
     assert list(tmp_path.iterdir()) == []
     write_rows(out, [{"a": 1}, {"b": "x"}])

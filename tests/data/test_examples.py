@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from posttrain.data.examples import ROW_FUNCTIONS, read_examples
-from posttrain.data.messages import Conversation, Pair, Prompt, Verdict
+from posttrain.data.messages import ConversationExample, PairExample, PromptExample, UnpairedExample
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from tests.data.malformed import BAD, BLANK, CALL, GOOD, SYSTEM, TOOL, TOOLS, USER, VALID, deep
 from tests.data.valid import check
 
-KINDS = {"conversation": Conversation, "pair": Pair, "verdict": Verdict, "prompt": Prompt}
+KINDS = {"conversation": ConversationExample, "pair": PairExample, "unpaired": UnpairedExample, "prompt": PromptExample}
 COLUMNS = ColumnsRecipe()
 
 
@@ -40,14 +40,14 @@ def test_text_becomes_messages():
     user, good, bad = (
         {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
     )
-    assert made("conversation", {"prompt": "q", "completion": "a"}) == Conversation([user, good], "rows row 1")
+    assert made("conversation", {"prompt": "q", "completion": "a"}) == ConversationExample([user, good], "rows row 1")
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1, "domain": "d", "tools": json.dumps(TOOLS)}
-    assert made("pair", row) == Pair([user], [good], [bad], "rows row 1", 1.0, "d", TOOLS)
-    assert made("verdict", {"prompt": "q", "completion": "a", "label": 1}) == Verdict(
+    assert made("pair", row) == PairExample([user], [good], [bad], "rows row 1", 1.0, "d", TOOLS)
+    assert made("unpaired", {"prompt": "q", "completion": "a", "label": 1}) == UnpairedExample(
         [user], [good], True, "rows row 1"
     )
     row = {"prompt": "q", "label": "42"}
-    assert made("prompt", row) == Prompt([user], "rows row 1", row)
+    assert made("prompt", row) == PromptExample([user], "rows row 1", row)
 
 
 def test_other_names_of_columns():
@@ -145,7 +145,7 @@ def test_a_prompt_said_again_in_the_answers_is_said_once():
     [(True, True), (False, False), (1, True), (0, False), (1.0, True), ("true", True), ("False", False), ("0", False)],
 )
 def test_labels(label, good):
-    assert made("verdict", {"prompt": "q", "completion": "a", "label": label}).good is good
+    assert made("unpaired", {"prompt": "q", "completion": "a", "label": label}).label is good
 
 
 @pytest.mark.parametrize(("margin", "found"), [(None, None), ("", None), (0, 0.0), (2, 2.0), (0.5, 0.5), ("1.5", 1.5)])
@@ -161,15 +161,15 @@ WRONG = [
     ("conversation", {"prompt": "q"}, "missing column: needs `completion`, has `prompt`"),
     ("conversation", {}, "missing column: needs `messages` or `prompt`, has none"),
     ("pair", {"prompt": "q", "chosen": "a"}, "missing column: needs `rejected`"),
-    ("verdict", {"prompt": "q", "completion": "a"}, "missing column: needs `label`"),
-    ("verdict", {"completion": "a", "label": 1}, "missing column: needs `prompt`"),
+    ("unpaired", {"prompt": "q", "completion": "a"}, "missing column: needs `label`"),
+    ("unpaired", {"completion": "a", "label": 1}, "missing column: needs `prompt`"),
     ("prompt", {"question": "q"}, "missing column: needs `prompt` or `context_messages`, has `question`"),
     ("conversation", {"messages": None}, "null: in `messages`"),
     ("conversation", {"messages": [USER, {"role": "assistant", "content": None}]}, "null: message 2 of `messages`"),
     ("conversation", {"messages": [USER, None]}, "null: message 2 of `messages`"),
     ("conversation", {"prompt": None, "completion": "a"}, "null: in `prompt`"),
     ("pair", {"prompt": "q", "chosen": None, "rejected": "b"}, "null: in `chosen`"),
-    ("verdict", {"prompt": "q", "completion": "a", "label": None}, "null: in `label`"),
+    ("unpaired", {"prompt": "q", "completion": "a", "label": None}, "null: in `label`"),
     ("prompt", {"prompt": None}, "null: in `prompt`"),
     ("conversation", [USER, GOOD], "wrong type: the row is a list"),
     ("conversation", {"messages": "hello"}, "wrong type: `messages` is text"),
@@ -189,7 +189,7 @@ WRONG = [
     ("conversation", {"messages": [USER, GOOD, BAD]}, "roles out of order: message 3, assistant, follows assistant"),
     ("conversation", {"messages": [USER, TOOL, GOOD]}, "roles out of order: message 2, tool, follows user"),
     ("pair", {"chosen": [GOOD], "rejected": [BAD]}, "roles out of order: message 1"),
-    ("pair", {"prompt": "q", "chosen": [USER, GOOD], "rejected": [BAD]}, "roles out of order: `chosen` begins with user"),
+    ("pair", {"prompt": "q", "chosen": [USER, GOOD], "rejected": [BAD]}, "roles out of order: `chosen` starts with user"),
     ("conversation", {"messages": [USER]}, "no assistant message"),
     ("conversation", {"messages": []}, "no assistant message"),
     ("conversation", {"prompt": "q", "completion": []}, "no assistant message: in `completion`"),
@@ -202,10 +202,10 @@ WRONG = [
     ("conversation", {"messages": [USER, {**BLANK, "tool_calls": []}]}, "empty answer"),
     ("pair", {"prompt": "q", "chosen": "", "rejected": "b"}, "empty answer"),
     ("pair", {"chosen": [USER, GOOD], "rejected": [USER, BLANK]}, "empty answer"),
-    ("verdict", {"prompt": "q", "completion": "\t", "label": True}, "empty answer"),
+    ("unpaired", {"prompt": "q", "completion": "\t", "label": True}, "empty answer"),
     ("prompt", {"prompt": " "}, "empty prompt"),
     ("prompt", {"prompt": []}, "empty prompt"),
-    ("verdict", {"prompt": "", "completion": "a", "label": True}, "empty prompt"),
+    ("unpaired", {"prompt": "", "completion": "a", "label": True}, "empty prompt"),
     ("conversation", {"messages": [{"role": "user", "content": ["x"]}, GOOD]}, "content is not text: message 1"),
     ("conversation", {"messages": [{"role": "user", "content": {"a": 1}}, GOOD]}, "content is not text: message 1"),
     ("conversation", {"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "content is not text: message 1"),
@@ -227,7 +227,7 @@ WRONG = [
         for margin in (-1, True, "much", math.nan, math.inf, 10**400, [1], "nan")
     ),
     *(
-        ("verdict", {"prompt": "q", "completion": "a", "label": label}, "label is neither true nor false: `label` is ")
+        ("unpaired", {"prompt": "q", "completion": "a", "label": label}, "label is neither true nor false: `label` is ")
         for label in (2, -1, 0.5, "yes", math.nan, [True], {})
     ),
     *(

@@ -6,14 +6,14 @@ import math
 import pytest
 
 from posttrain.data.examples import ROW_FUNCTIONS, read_examples
-from posttrain.data.messages import Conversation, Pair, Prompt, Verdict
+from posttrain.data.messages import ConversationExample, PairExample, PromptExample, UnpairedExample
 from posttrain.data.problems import Problems
 from posttrain.recipe.data import ColumnsRecipe, DataRecipe, SourceRecipe
 from posttrain.seeds import random_stream
 from tests.data.malformed import BAD, BLANK, GOOD, TOOL, USER, malformed
 from tests.data.valid import check
 
-KINDS = {"conversation": Conversation, "pair": Pair, "verdict": Verdict, "prompt": Prompt}
+KINDS = {"conversation": ConversationExample, "pair": PairExample, "unpaired": UnpairedExample, "prompt": PromptExample}
 COLUMNS = ColumnsRecipe()
 TWO = ([USER], [GOOD], [BAD], "o")
 
@@ -21,31 +21,31 @@ TWO = ([USER], [GOOD], [BAD], "o")
 @pytest.mark.parametrize(
     "example",
     [
-        Conversation([USER], "o"),
-        Conversation([GOOD], "o"),
-        Conversation([USER, GOOD, GOOD], "o"),
-        Conversation([USER, TOOL, GOOD], "o"),
-        Conversation([USER, BLANK], "o"),
-        Conversation([{**USER, "content": ""}, GOOD], "o"),
-        Conversation([{**USER, "content": None}, GOOD], "o"),
-        Conversation([USER, {**GOOD, "train": 1}], "o"),
-        Conversation([USER, {**GOOD, "content": "\ud800"}], "o"),
-        Conversation([USER, GOOD], "o", tools=[1]),
-        Conversation([USER, GOOD], "o", domain=""),
-        Prompt([USER, GOOD], "o"),
-        Verdict([USER], [GOOD], 1, "o"),
-        Verdict([USER], [], True, "o"),
-        Pair([USER], [GOOD], [GOOD], "o"),
-        Pair([USER], [], [BAD], "o"),
-        Pair([USER], [{**GOOD, "train": False}], [BAD], "o"),
-        Pair(*TWO, margin=math.nan),
-        Pair(*TWO, margin=-1.0),
+        ConversationExample([USER], "o"),
+        ConversationExample([GOOD], "o"),
+        ConversationExample([USER, GOOD, GOOD], "o"),
+        ConversationExample([USER, TOOL, GOOD], "o"),
+        ConversationExample([USER, BLANK], "o"),
+        ConversationExample([{**USER, "content": ""}, GOOD], "o"),
+        ConversationExample([{**USER, "content": None}, GOOD], "o"),
+        ConversationExample([USER, {**GOOD, "train": 1}], "o"),
+        ConversationExample([USER, {**GOOD, "content": "\ud800"}], "o"),
+        ConversationExample([USER, GOOD], "o", tools=[1]),
+        ConversationExample([USER, GOOD], "o", domain=""),
+        PromptExample([USER, GOOD], "o"),
+        UnpairedExample([USER], [GOOD], 1, "o"),
+        UnpairedExample([USER], [], True, "o"),
+        PairExample([USER], [GOOD], [GOOD], "o"),
+        PairExample([USER], [], [BAD], "o"),
+        PairExample([USER], [{**GOOD, "train": False}], [BAD], "o"),
+        PairExample(*TWO, margin=math.nan),
+        PairExample(*TWO, margin=-1.0),
     ],
 )
 def test_the_check_refuses_invalid_examples(example):
     with pytest.raises((AssertionError, KeyError, AttributeError, UnicodeEncodeError)):
         check(example)
-    check(Pair(*TWO))
+    check(PairExample(*TWO))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,11 +89,11 @@ def test_malformed_rows_through_a_file(tmp_path, kind):
     assert any(line.startswith("broken UTF-8", line.index(": ") + 2) for line in problems.summary())
 
 
-@pytest.mark.parametrize("kind", ["conversation", "pair", "verdict"])
+@pytest.mark.parametrize("kind", ["conversation", "pair", "unpaired"])
 def test_what_is_left_of_malformed_rows_can_be_tokenised(tiny_model, kind):
     transformers = pytest.importorskip("transformers")
     from posttrain.data.rendering import Renderer
-    from posttrain.data.tokens import tokenise
+    from posttrain.data.tokens import tokenize
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
@@ -105,7 +105,7 @@ def test_what_is_left_of_malformed_rows_can_be_tokenised(tiny_model, kind):
         if not isinstance(row, str)
     ]
     problems = Problems()
-    rows = list(tokenise(examples, recipe, renderer, "assistant", problems))
+    rows = list(tokenize(examples, recipe, renderer, "assistant", problems))
     assert len(rows) > 20
     assert len(rows) + problems.total == len(examples)
     for row in rows:

@@ -84,7 +84,7 @@ def test_including_adds_counts_and_keeps_the_first_places():
 def test_strict_names_the_first_problem():
     problems = counted(("null", "a.jsonl row 4", "in `x`"), ("wrong role", "a.jsonl row 5", ""))
     problems.raise_if(strict=False)
-    with pytest.raises(InputError, match=r"^a\.jsonl row 4: null: in `x`; 1 other problem.*strict: false"):
+    with pytest.raises(InputError, match=r"^a\.jsonl row 4: null: in `x`; 1 more problem.*strict: false"):
         problems.raise_if(strict=True)
     Problems().raise_if(strict=True)
 
@@ -96,10 +96,10 @@ def test_no_usable_row_names_the_files_and_the_most_frequent_problem():
     ):
         problems.require_any("a, b")
     with pytest.raises(
-        InputError, match=r"^a: no usable row; 1 problem, most often broken file \(a\): cut; get the file"
+        InputError, match=r"^a: no usable row; 1 problem, most often broken file \(a\): cut; replace the file"
     ):
         counted((BROKEN_FILE, "a", "cut")).require_any("a")
-    with pytest.raises(InputError, match=r"^a, b: there are no rows"):
+    with pytest.raises(InputError, match=r"^a, b: no rows"):
         Problems().require_any("a, b")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from posttrain.data.convert import reference_answer
 from posttrain.data.examples import prompt
-from posttrain.data.messages import Prompt
+from posttrain.data.messages import PromptExample
 from posttrain.recipe.data import ColumnsRecipe
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
@@ -31,12 +31,12 @@ ANSWER = {"role": "assistant", "content": "4"}
 def test_the_reference_of_each_form(row, reference):
     columns = ColumnsRecipe()
     read = prompt(row, "rows.jsonl row 1", columns)
-    assert isinstance(read, Prompt)
+    assert isinstance(read, PromptExample)
     assert reference_answer(read, columns) == reference
 
 
 def test_columns_may_be_called_otherwise():
     columns = ColumnsRecipe(prompt="question", completion="gold")
     read = prompt({"question": "2 + 2?", "gold": "4", "completion": "5"}, "row", columns)
-    assert isinstance(read, Prompt)
+    assert isinstance(read, PromptExample)
     assert reference_answer(read, columns) == "4"

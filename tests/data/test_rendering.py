@@ -114,8 +114,8 @@ def test_where_a_template_has_no_system_role_it_stands_before_the_users_words(te
     folded = [{"role": "user", "content": "Be brief.\n\nWhere to?"}]
     assert subject.prompt(FIRST) == subject.prompt(folded)
     assert subject.text(FIRST).count("Be brief.") == 1
-    assert len(subject.remarks()) == 1
-    assert CHATML_RENDERER.remarks() == []
+    assert len(subject.warnings()) == 1
+    assert CHATML_RENDERER.warnings() == []
     assert CHATML_RENDERER.text(FIRST) != CHATML_RENDERER.text(folded)
 
 

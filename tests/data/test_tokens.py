@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data import tokens
-from posttrain.data.messages import Conversation, Pair, Verdict
+from posttrain.data.messages import ConversationExample, PairExample, UnpairedExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.data.tokens import load_rows, tokenise
+from posttrain.data.tokens import load_rows, tokenize
 from posttrain.recipe.data import DataRecipe
 from posttrain.training.rows import EpochRows, samples_of_row
 from tests.conftest import CHATML, make_tokenizer
 from tests.data.test_chat import DROPS_THINKING
-from tests.training.preferences import pair_rows, verdict_rows, write_jsonl
+from tests.training.preferences import pair_rows, unpaired_rows, write_jsonl
 
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML
 END = 2
@@ -41,7 +41,7 @@ def said(text, **more):
 def made(examples, limit, overlong="truncate", loss_on="assistant", template=CHATML):
     recipe = DataRecipe(train="unread.jsonl", max_tokens=limit, overlong=overlong)
     problems = Problems()
-    return list(tokenise(examples, recipe, renderer(template), loss_on, problems)), problems
+    return list(tokenize(examples, recipe, renderer(template), loss_on, problems)), problems
 
 
 def length(example, **more):
@@ -49,7 +49,7 @@ def length(example, **more):
     return [len(stream.ids) for stream in row.streams]
 
 
-CHAT = Conversation([user("Say Goal."), said("Goal Goal Goal")], "a.jsonl row 1")
+CHAT = ConversationExample([user("Say Goal."), said("Goal Goal Goal")], "a.jsonl row 1")
 
 
 # -- the limit ---------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_a_cut_answer_has_no_end_token():
 
 
 def test_earlier_answers_of_a_cut_conversation_keep_their_end():
-    chat = Conversation([user("a"), said("Goal"), user("b"), said("row column row column")], "a.jsonl row 1")
+    chat = ConversationExample([user("a"), said("Goal"), user("b"), said("row column row column")], "a.jsonl row 1")
     (whole,) = length(chat)
     (row,), _ = made([chat], whole - 1)
     stream = row.streams[0]
@@ -103,7 +103,7 @@ def test_a_prompt_longer_than_the_limit_is_counted():
 def test_a_pair_with_one_long_prompt_is_dropped_whole():
     # Chosen and rejected have histories of their own, and only one of them leaves room for its answer.
     long = [user("a"), said("x " * 60, train=False), user("b"), said("Goal")]
-    pair = Pair([], long, [user("a"), said("dragon")], "a.jsonl row 1")
+    pair = PairExample([], long, [user("a"), said("dragon")], "a.jsonl row 1")
     rows, problems = made([pair], 40)
     assert rows == []
     assert problems.total == 1
@@ -112,7 +112,7 @@ def test_a_pair_with_one_long_prompt_is_dropped_whole():
 def test_later_streams_without_room_are_left_out_of_a_cut_conversation():
     thought = "<think>\n" + "hmm " * 4 + "\n</think>\n\n"
     chat = [user("Say Goal."), said(thought + "Goal"), user("Say row. " * 12), said(thought + "row")]
-    example = Conversation(chat, "a.jsonl row 1")
+    example = ConversationExample(chat, "a.jsonl row 1")
     first, second = length(example, template=DROPS_THINKING)
     assert first < second
     rows, problems = made([example], first, template=DROPS_THINKING)
@@ -122,7 +122,7 @@ def test_later_streams_without_room_are_left_out_of_a_cut_conversation():
 
 
 def test_a_pair_alike_after_cutting_is_dropped_and_not_said_to_be_cut():
-    pair = Pair([user("Say Goal.")], [said("Goal Goal Goal Up")], [said("Goal Goal Goal Down")], "a.jsonl row 7")
+    pair = PairExample([user("Say Goal.")], [said("Goal Goal Goal Up")], [said("Goal Goal Goal Down")], "a.jsonl row 7")
     limit = length(pair)[0] - 4
     rows, problems = made([pair], limit)
     assert rows == []
@@ -132,7 +132,7 @@ def test_a_pair_alike_after_cutting_is_dropped_and_not_said_to_be_cut():
 
 def test_a_pair_that_a_template_makes_alike_is_dropped():
     trimming = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
-    pair = Pair([user("Say Goal.")], [said("Goal")], [said("Goal ")], "a.jsonl row 1")
+    pair = PairExample([user("Say Goal.")], [said("Goal")], [said("Goal ")], "a.jsonl row 1")
     assert len(made([pair], 100)[0]) == 1
     rows, problems = made([pair], 100, template=trimming)
     assert rows == []
@@ -140,7 +140,7 @@ def test_a_pair_that_a_template_makes_alike_is_dropped():
 
 
 def test_a_conversation_without_loss_is_counted():
-    chat = Conversation([user("a"), said("b", train=False)], "a.jsonl row 1")
+    chat = ConversationExample([user("a"), said("b", train=False)], "a.jsonl row 1")
     rows, problems = made([chat], 100)
     assert rows == []
     assert "nothing is trained" in problems.summary()[0]
@@ -148,13 +148,13 @@ def test_a_conversation_without_loss_is_counted():
 
 def test_what_the_template_refuses_is_counted():
     refusing = "{% if messages | length > 2 %}{{ raise_exception('two at most') }}{% endif %}" + CHATML
-    refused = Conversation([user("a"), said("b"), user("c"), said("d")], "a.jsonl row 2")
+    refused = ConversationExample([user("a"), said("b"), user("c"), said("d")], "a.jsonl row 2")
     with_room = Renderer.__new__(Renderer)
     with_room.tokenizer, with_room.end_tokens = make_tokenizer(), frozenset({END})
     with_room.tokenizer.chat_template = refusing
     problems = Problems()
     recipe = DataRecipe(train="unread.jsonl", max_tokens=100)
-    rows = list(tokenise([CHAT, refused], recipe, with_room, "assistant", problems))
+    rows = list(tokenize([CHAT, refused], recipe, with_room, "assistant", problems))
     assert [row.origin for row in rows] == ["a.jsonl row 1"]
     assert "two at most" in problems.summary()[0]
 
@@ -170,7 +170,7 @@ def conversations(draw):
     messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         messages += [user(draw(TEXT)), said(draw(SPOKEN), train=draw(st.booleans()))]
-    return Conversation(messages, "o row 1")
+    return ConversationExample(messages, "o row 1")
 
 
 @st.composite
@@ -179,12 +179,12 @@ def pairs(draw):
     sides = [[said(draw(SPOKEN))] for _ in range(2)]
     if draw(st.booleans()):
         sides[0] = [said(draw(SPOKEN), train=False), user(draw(TEXT)), *sides[0]]
-    return Pair(prompt, *sides, "o row 1", margin=draw(st.none() | st.floats(0, 3)))
+    return PairExample(prompt, *sides, "o row 1", margin=draw(st.none() | st.floats(0, 3)))
 
 
 @st.composite
 def verdicts(draw):
-    return Verdict([user(draw(TEXT))], [said(draw(SPOKEN))], draw(st.booleans()), "o row 1")
+    return UnpairedExample([user(draw(TEXT))], [said(draw(SPOKEN))], draw(st.booleans()), "o row 1")
 
 
 @settings(max_examples=150, deadline=None)
@@ -200,8 +200,8 @@ def test_no_stream_is_over_the_limit_or_without_a_trained_token(example, limit, 
     whole, _ = made([example], 100_000, overlong, loss_on, template)
     assert len(rows) + problems.total == 1
     for row in rows:
-        assert len(row.streams) == 2 if isinstance(example, Pair) else len(row.streams) >= 1
-        assert not (isinstance(example, Pair) and np.array_equal(row.streams[0].ids, row.streams[1].ids))
+        assert len(row.streams) == 2 if isinstance(example, PairExample) else len(row.streams) >= 1
+        assert not (isinstance(example, PairExample) and np.array_equal(row.streams[0].ids, row.streams[1].ids))
         for cut, stream in zip(row.streams, whole[0].streams, strict=False):
             assert len(cut.ids) == len(cut.trained) <= limit
             assert cut.trained.any()
@@ -212,7 +212,7 @@ def test_no_stream_is_over_the_limit_or_without_a_trained_token(example, limit, 
             assert len(cut.ids) == min(limit, len(stream.ids))
         if overlong == "drop":
             assert [len(s.ids) for s in row.streams] == [len(s.ids) for s in whole[0].streams]
-        for sample in samples_of_row(row, 0 if not isinstance(example, Conversation) else -1):
+        for sample in samples_of_row(row, 0 if not isinstance(example, ConversationExample) else -1):
             assert sample.sampled_tokens == len(sample.advantages) > 0
 
 
@@ -227,13 +227,13 @@ class Loader:
     def __init__(self, folder, monkeypatch):
         self.folder, self.tokenised = folder, 0
         self.recipe = DataRecipe(train=str(folder / "a.jsonl"), max_tokens=40, cache=str(folder / "cache" / "tokens"))
-        original = tokens.tokenise
+        original = tokens.tokenize
 
         def counted(*arguments):
             self.tokenised += 1
             return original(*arguments)
 
-        monkeypatch.setattr(tokens, "tokenise", counted)
+        monkeypatch.setattr(tokens, "tokenize", counted)
 
     def __call__(self, rows=None, kind="conversation", template=CHATML, loss_on="assistant", **changes):
         """The rows, what was wrong with them, and whether they came from the cache."""
@@ -260,8 +260,8 @@ def plain(rows):
             row.origin,
             row.domain,
             row.margin,
-            row.good,
-            row.asked,
+            row.chosen,
+            row.prompt_digest,
             [(s.ids.dtype, s.trained.dtype, s.ids.tolist(), s.trained.tolist()) for s in row.streams],
         )
         for row in rows
@@ -273,7 +273,7 @@ LONG = {"messages": [user("Say Goal."), said("Goal " * 40)]}
 
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [("conversation", [*ROWS, LONG, {"messages": []}]), ("pair", pair_rows(6)), ("verdict", verdict_rows(3))],
+    [("conversation", [*ROWS, LONG, {"messages": []}]), ("pair", pair_rows(6)), ("unpaired", unpaired_rows(3))],
 )
 def test_the_same_rows_come_back_exactly_and_are_not_tokenised_again(loader, kind, rows):
     first, problems, cached = loader(rows, kind)

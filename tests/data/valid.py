@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict
 
 from posttrain.data.examples import Example
-from posttrain.data.messages import Conversation, Pair, Prompt, Verdict
+from posttrain.data.messages import ConversationExample, PairExample, PromptExample, UnpairedExample
 
 
 def check(example: Example) -> None:
@@ -34,18 +34,18 @@ def check(example: Example) -> None:
     def learnable(messages):
         assert any(m["role"] == "assistant" and m.get("train", True) for m in messages)
 
-    if isinstance(example, Conversation):
+    if isinstance(example, ConversationExample):
         assert "a" in spoken(example.messages, None)
-    elif isinstance(example, Prompt):
+    elif isinstance(example, PromptExample):
         spoken(example.messages, False)
         json.dumps(copy.deepcopy(example.row), default=str, ensure_ascii=False).encode()
-    elif isinstance(example, Verdict):
-        assert type(example.good) is bool
+    elif isinstance(example, UnpairedExample):
+        assert type(example.label) is bool
         spoken(example.prompt, False)
         spoken(example.prompt + example.completion, True)
         learnable(example.completion)
     else:
-        assert isinstance(example, Pair)
+        assert isinstance(example, PairExample)
         for side in (example.chosen, example.rejected):
             assert side
             spoken(example.prompt + side, True)

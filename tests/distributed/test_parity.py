@@ -76,8 +76,8 @@ def values_of(case, tiny, folder):
     if found["model"]["path"] == "untied":
         found["model"]["path"] = str(tiny.parent / "untied")
     if case == "kto":
-        found["data"]["train"] = preferences.write_jsonl(folder / "judged.jsonl", preferences.verdict_rows(13))
-        found["data"]["validation"] = preferences.write_jsonl(folder / "judged_too.jsonl", preferences.verdict_rows(4))
+        found["data"]["train"] = preferences.write_jsonl(folder / "judged.jsonl", preferences.unpaired_rows(13))
+        found["data"]["validation"] = preferences.write_jsonl(folder / "judged_too.jsonl", preferences.unpaired_rows(4))
     return found
 
 

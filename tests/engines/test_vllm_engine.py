@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, open_vllm
-from posttrain.engines.vllm.replicas import EngineDied, EngineRefused, ask
+from posttrain.engines.vllm.replicas import EngineDied, EngineRefused, http_request
 from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments
 from posttrain.engines.vllm.weights import WeightStore, buckets
@@ -41,12 +41,12 @@ class Made:
         self.starts += 1
         self.got, self.held, self.hangs = {}, {}, False
 
-    async def respond(self):
+    async def ping(self):
         while self.hangs:
             await asyncio.sleep(0.01)
 
     async def generate(self, job):
-        await self.respond()
+        await self.ping()
         self.asked.append(job["seed"])
         await asyncio.sleep(self.pause)
         if self.deaths:
@@ -61,7 +61,7 @@ class Made:
         }
 
     async def begin_weights(self, version):
-        await self.respond()
+        await self.ping()
         self.got, self.version = {}, version
 
     async def receive_weights(self, path):
@@ -74,7 +74,7 @@ class Made:
     async def sleep(self):
         self.asleep = True
 
-    def let_go(self):
+    def request_stop(self):
         self.let = True
 
     def close(self):
@@ -165,7 +165,7 @@ def test_an_engine_that_hangs_is_started_again():
     found = ask_all(engine, range(4))
     assert sorted(one.ids for one in found) == [(5, seed) for seed in range(4)]
     assert (replica.starts, other.starts, engine.restarts, engine.retried) == (2, 1, 1, 2)
-    assert "a died (it gave no sign of life for 0.4 s)" in events.drain()[-1]
+    assert "a died (it did not respond for 0.4 s)" in events.drain()[-1]
     replica.hangs = True
     engine.policy.number = 6.0
     engine.load_weights(1)
@@ -185,7 +185,7 @@ def test_an_answer_may_take_longer_than_a_sign_of_life():
 def test_deaths_are_bounded():
     engine = opened([Made("a", deaths=9)], retries=2)
     engine.load_weights(0)
-    with pytest.raises(RunError, match="died 3 times over one answer"):
+    with pytest.raises(RunError, match="died 3 times"):
         ask_all(engine, [1])
     engine = opened([Made("a", deaths=9)], retries=8, max_restarts=2)
     engine.load_weights(0)
@@ -203,7 +203,7 @@ def test_a_missing_weight_is_named():
 def test_files_of_weights_go_when_the_engine_does():
     engine = opened([Made("a")])
     engine.load_weights(0)
-    folder = engine._depot.folder
+    folder = engine._store.folder
     assert len(list(folder.glob("*.safetensors"))) == 3, "one bucket of 1 MiB for each weight"
     engine.load_weights(1)
     assert len(list(folder.glob("*.safetensors"))) == 3
@@ -215,17 +215,17 @@ def test_files_of_a_killed_process_go_with_the_next_one():
     code = """
 import os, torch
 from posttrain.engines.vllm.weights import WeightStore
-depot = WeightStore(keep=True, wanted=1)
-depot.put({"w": torch.ones(2)}, "w.safetensors")
-print(depot.folder, flush=True)
+store = WeightStore(keep=True, expected_bytes=1)
+store.put({"w": torch.ones(2)}, "w.safetensors")
+print(store.folder, flush=True)
 os.kill(os.getpid(), 9)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    mine = WeightStore(keep=True, wanted=1)
+    mine = WeightStore(keep=True, expected_bytes=1)
     killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     left = Path(killed.stdout.strip())
     assert (left / "w.safetensors").exists()
-    WeightStore(keep=True, wanted=1).close()
+    WeightStore(keep=True, expected_bytes=1).close()
     assert not left.exists()
     assert mine.folder.exists()
     mine.close()
@@ -235,29 +235,29 @@ def test_buckets_are_bounded_and_keep_everything():
     weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate((10, 10, 100, 1, 1))]
     cut = list(buckets(weights, 80))
     assert [list(bucket) for bucket in cut] == [["w0", "w1"], ["w2"], ["w3", "w4"]]
-    depot = WeightStore(keep=False, wanted=1)
-    path = depot.put(cut[0], "one.safetensors")
+    store = WeightStore(keep=False, expected_bytes=1)
+    path = store.put(cut[0], "one.safetensors")
     assert load_file(path)["w1"].tolist() == [1.0] * 10
-    depot.done_with(path)
+    store.discard(path)
     assert not path.exists()
-    depot.close()
+    store.close()
 
 
 def test_a_server_that_does_not_start_says_why(tiny_policy, tmp_path):
     recipe = VllmEngineRecipe(python=sys.executable)
     with pytest.raises(
-        RunError, match=r"(?s)vLLM server 0 did not start: it ended with status 1.*No module named 'vllm'"
+        RunError, match=r"(?s)vLLM server 0 did not start: it exited with status 1.*No module named 'vllm'"
     ):
         open_vllm(tiny_policy, recipe, 64, logs=tmp_path)
     assert "No module named 'vllm'" in (tmp_path / "vllm-0.log").read_text()
 
 
 def test_what_cannot_be_is_said_before_anything_is_started(tiny_policy, tmp_path):
-    with pytest.raises(InputError, match="under this interpreter, which has none"):
+    with pytest.raises(InputError, match=r"engine.mode: in_process needs vLLM"):
         open_vllm(tiny_policy, VllmEngineRecipe(mode="in_process"), 64)
-    with pytest.raises(InputError, match="there is no interpreter /none"):
+    with pytest.raises(InputError, match="interpreter not found: /none"):
         open_vllm(tiny_policy, VllmEngineRecipe(python="/none"), 64)
-    with pytest.raises(InputError, match=r"knows 2048 positions .* lower rollout\.tokens_per_episode"):
+    with pytest.raises(InputError, match=r"supports 2048 positions,.* lower rollout\.tokens_per_episode"):
         open_vllm(tiny_policy, VllmEngineRecipe(), 4096)
     with pytest.raises(InputError, match="POSTTRAIN_NO_TOKEN is not set"):
         open_vllm(tiny_policy, VllmEngineRecipe(urls=["http://a:1"], token_variable="POSTTRAIN_NO_TOKEN"), 64)
@@ -265,7 +265,7 @@ def test_what_cannot_be_is_said_before_anything_is_started(tiny_policy, tmp_path
 
 def test_a_server_that_is_not_there_is_named(tiny_policy):
     recipe = VllmEngineRecipe(urls=["http://127.0.0.1:1"], start_timeout=0.1)
-    with pytest.raises(RunError, match=r"the vLLM server at http://127\.0\.0\.1:1 does not answer"):
+    with pytest.raises(RunError, match=r"the vLLM server at http://127\.0\.0\.1:1 does not respond"):
         open_vllm(tiny_policy, recipe, 64)
 
 
@@ -278,7 +278,7 @@ class MadeHost:
         self.cancelled = threading.Event()
         self.loaded = {}
 
-    def about(self):
+    def info(self):
         return {"version": 7}
 
     async def generate(self, job):
@@ -315,7 +315,7 @@ def served():
 
 
 def asked(url, method, path, content=b"", token="secret", **headers):
-    return asyncio.run(ask(url, method, path, {"authorization": f"Bearer {token}", **headers}, content))
+    return asyncio.run(http_request(url, method, path, {"authorization": f"Bearer {token}", **headers}, content))
 
 
 def test_token_ids_cross_as_they_are(served):
@@ -327,22 +327,22 @@ def test_token_ids_cross_as_they_are(served):
 def test_refusals_say_why(served):
     url = served[1]
     with pytest.raises(EngineRefused, match="token"):
-        asked(url, "GET", "/about", token="other")
+        asked(url, "GET", "/info", token="other")
     with pytest.raises(EngineRefused, match="no such seed"):
         asked(url, "POST", "/generate", b'{"seed": -1}')
-    with pytest.raises(EngineRefused, match="there is no POST /weights/bucket"):
+    with pytest.raises(EngineRefused, match="unknown route POST /weights/bucket"):
         asked(url, "POST", "/weights/bucket", b'{"path": "/etc/passwd"}')
-    assert asked(url, "GET", "/about") == {"version": 7}
+    assert asked(url, "GET", "/info") == {"version": 7}
 
 
 def test_weights_cross_as_bytes(served, tmp_path):
     host, url = served
-    depot = WeightStore(keep=True, wanted=1)
+    store = WeightStore(keep=True, expected_bytes=1)
     weights = {"w": torch.randn(1000, 1001)}
-    path = depot.put(weights, "w.safetensors")
+    path = store.put(weights, "w.safetensors")
     asked(url, "POST", "/weights/bucket", path, **{"content-type": "application/octet-stream"})
     assert torch.equal(host.loaded["w"], weights["w"])
-    depot.close()
+    store.close()
 
 
 def test_an_answer_that_nobody_waits_for_is_given_up(served):
@@ -350,7 +350,9 @@ def test_an_answer_that_nobody_waits_for_is_given_up(served):
 
     async def give_up():
         task = asyncio.ensure_future(
-            ask(url, "POST", "/generate", {"authorization": "Bearer secret"}, b'{"seed": 100, "prompt_ids": []}')
+            http_request(
+                url, "POST", "/generate", {"authorization": "Bearer secret"}, b'{"seed": 100, "prompt_ids": []}'
+            )
         )
         await asyncio.sleep(0.3)
         task.cancel()
@@ -364,7 +366,7 @@ import asyncio, sys
 from posttrain.engines.vllm import server
 from tests.engines.test_vllm_engine import MadeHost
 
-async def opened(settings, alone):
+async def opened(settings, dedicated):
     return MadeHost()
 
 server.Host.open = opened
@@ -373,9 +375,9 @@ server.main()
 
 
 def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path):
-    own, depot = tmp_path / "own", WeightStore(keep=True, wanted=1)
+    own, store = tmp_path / "own", WeightStore(keep=True, expected_bytes=1)
     own.mkdir()
-    path = depot.put({"w": torch.ones(3)}, "w.safetensors")
+    path = store.put({"w": torch.ones(3)}, "w.safetensors")
     announced = own / "port"
     command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--owned", "--announce", str(announced)]
     environment = os.environ | {TOKEN: "secret", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -392,7 +394,7 @@ def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path)
         server.kill()
         server.wait()
     assert not own.exists()
-    assert not depot.folder.exists()
+    assert not store.folder.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -405,7 +407,7 @@ def test_a_server_that_is_told_to_end_closes_vllm(number, tmp_path):
         while not announced.exists():
             assert server.poll() is None
             time.sleep(0.05)
-        asked(f"http://127.0.0.1:{announced.read_text()}", "GET", "/about")
+        asked(f"http://127.0.0.1:{announced.read_text()}", "GET", "/info")
         server.send_signal(number)
         said, _ = server.communicate(timeout=20)
     finally:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from posttrain.environments.answers import TAGS, FormatRecipe, Rejected
+from posttrain.environments.game import TAGS, FormatRecipe, Rejected
 
 NAMES = ("Left", "Down", "Right", "Up")
 formats = st.builds(

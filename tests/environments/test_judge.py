@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.environments.judge import JudgeFailure, judge_client, judge_prompt, judge_score
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe
 from tests.listening import listening
@@ -193,13 +193,13 @@ def test_frames_hold_exactly_the_texts(question, answer):
     prompt = judge_prompt(RECIPE, [{"role": "user", "content": question}], answer)
     mark, frames = _frames(prompt)
     assert mark not in question + answer
-    assert frames == [("user", neutral(question)), ("answer", neutral(answer))]
+    assert frames == [("user", sanitize(question)), ("answer", sanitize(answer))]
     assert prompt == judge_prompt(RECIPE, [{"role": "user", "content": question}], answer)
     assert "{rubric} with {braces}" in prompt[0]["content"]
 
 
 def test_a_mark_that_the_text_holds_is_not_used(monkeypatch):
-    from posttrain.environments import framing
+    from posttrain.environments import untrusted
 
     class _Digest:
         def __init__(self, data, digest_size):
@@ -208,5 +208,5 @@ def test_a_mark_that_the_text_holds_is_not_used(monkeypatch):
         def hexdigest(self):
             return self.text
 
-    monkeypatch.setattr(framing.hashlib, "blake2b", _Digest)
-    assert framing._mark([("answer", "so FEED it")]) == "beef"
+    monkeypatch.setattr(untrusted.hashlib, "blake2b", _Digest)
+    assert untrusted._delimiter([("answer", "so FEED it")]) == "beef"

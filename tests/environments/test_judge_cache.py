@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.environments.judge import JudgeCache, judge_cache, question_key
+from posttrain.environments.judge import JudgeCache, judge_cache, request_key
 from posttrain.errors import InputError
 
 _WRITER = """
@@ -157,4 +157,4 @@ def test_one_cache_for_a_file_however_it_is_named(tmp_path, monkeypatch):
 @settings(deadline=None)
 @given(st.lists(st.text()), st.lists(st.text()))
 def test_keys_tell_all_parts_apart(one, other):
-    assert (question_key(*one) == question_key(*other)) == (one == other)
+    assert (request_key(*one) == request_key(*other)) == (one == other)

@@ -42,10 +42,10 @@ def test_rewards_are_those_of_the_recipe():
     recipe = SokobanRecipe(step_reward=-0.1, box_on_reward=1, box_off_reward=-1, solved_reward=10)
     room, start = _room(CORRIDOR)
     once = room.move(start, RIGHT)
-    assert recipe.pay(room, start, once) == pytest.approx(-0.1)
-    assert recipe.pay(room, once, room.move(once, RIGHT)) == pytest.approx(10.9)
+    assert recipe.move_reward(room, start, once) == pytest.approx(-0.1)
+    assert recipe.move_reward(room, once, room.move(once, RIGHT)) == pytest.approx(10.9)
     room, start = _room("###### #@*_$. ######")
-    assert recipe.pay(room, start, room.move(start, RIGHT)) == pytest.approx(-1.1)
+    assert recipe.move_reward(room, start, room.move(start, RIGHT)) == pytest.approx(-1.1)
 
 
 def test_a_solution_of_n_moves_returns_eleven_minus_a_tenth_of_n():
@@ -119,7 +119,7 @@ def test_the_random_player_is_exact():
     recipe = SokobanRecipe()
     draw = np.random.default_rng(0)
     room, start = room_of(0, 6, 6, 1, 30, 0)
-    success, paid = random_player(room, start, 5, lambda a, b: recipe.pay(room, a, b), 4000)
+    success, paid = random_player(room, start, 5, lambda a, b: recipe.move_reward(room, a, b), 4000)
     environment = Sokoban(recipe)
     games = [play(environment, 0, [environment.random_answer(d) for d in draw.random(5)]) for _ in range(4000)]
     assert np.mean([steps[-1].info["success"] for steps in games]) == pytest.approx(success, abs=0.03)

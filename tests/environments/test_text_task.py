@@ -114,7 +114,7 @@ def test_a_rule_may_report_more_numbers_and_the_score_may_pay_nothing(tmp_path):
         (step,) = play(TextTask(recipe), 0, ["abc"])
         assert step.reward == pytest.approx(paid)
         assert step.info == {"success": True, "scores": {"score": 0.5, "length": 3.0}}
-        assert TextTask.pays(recipe) == (weight > 0)
+        assert TextTask.has_reward(recipe) == (weight > 0)
     alone = _recipe(tmp_path, rule=EXACT, score_weight=0.0)
     (step,) = play(TextTask(alone), 0, ["4"])
     assert (step.reward, step.info) == (0.0, {"success": True, "scores": {"score": 1.0}})
@@ -137,8 +137,8 @@ def test_without_a_scorer_nothing_is_paid_and_no_success_is_reported(tmp_path):
         ("return float('inf')", "returned inf"),
         ("return '1'", "returned '1'"),
         ("return [1.0]", "returned"),
-        ("return {'length': 1.0}", "'score' among them"),
-        ("return {'score': 1.0, 'length': 'long'}", "finite numbers by name"),
+        ("return {'length': 1.0}", "the key 'score'"),
+        ("return {'score': 1.0, 'length': 'long'}", "names to finite numbers"),
     ],
 )
 def test_a_rule_without_a_score_fails_the_episode(tmp_path, body, complaint):

@@ -98,7 +98,7 @@ def test_a_wrong_name_of_a_metric_is_told_with_those_there_are(tmp_path, monkeyp
     answered = predictions(tmp_path / "p.jsonl", 0.5)
     with pytest.raises(InputError, match=r"it has .*exact, bleu, chrf"):
         read_sides([str(answered)], ["blue"])
-    monkeypatch.setattr("posttrain.data.readers._read_hub", lambda source: pytest.fail("the network was asked"))
+    monkeypatch.setattr("posttrain.data.files._read_hub", lambda source: pytest.fail("the network was asked"))
     with pytest.raises(InputError, match="no such file or directory"):
         read_sides(["runs-mistyped"])
 

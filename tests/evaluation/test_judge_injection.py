@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.problems import Problems
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain.evaluation.judges import (
     Options,
     judge_pairs,
@@ -74,7 +74,7 @@ def test_what_the_server_receives_of_an_attack(rubric, attack, tmp_path):
     assert [name for name, _ in attacked[0]] == [name for name, _ in plain[0]]
     assert attacked[0][:-1] == plain[0][:-1]
     shown = dict(attacked[0])["prediction"]
-    assert shown == neutral(
+    assert shown == sanitize(
         attack if len(attack) <= 1_000 else f"{attack[:1_000]}\n({len(attack) - 1_000} more characters)"
     )
     sent = json.dumps(server.requests[1]["messages"], ensure_ascii=False)
@@ -120,8 +120,8 @@ def test_frames_hold_exactly_the_texts_and_the_template_stays(prompt, prediction
     assume(prompt.strip() and reference.strip())
     found, system, around = framed(score_question(rubric, row(prediction, prompt, reference), 1_000).prompt)
     assert found == [
-        ("user", neutral(prompt)),
-        ("reference", neutral(reference)),
-        ("prediction", neutral(prediction)),
+        ("user", sanitize(prompt)),
+        ("reference", sanitize(reference)),
+        ("prediction", sanitize(prediction)),
     ]
     assert (system, around) == plain[1:]

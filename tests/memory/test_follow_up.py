@@ -30,7 +30,7 @@ def test_the_scripted_solution_of_every_variant_is_followed_up_and_right():
     played = set()
     for seed in range(60):
         steps = play(Memory(recipe()), seed)
-        (second,) = [place for place, step in enumerate(steps) if step.fresh]
+        (second,) = [place for place, step in enumerate(steps) if step.new_conversation]
         assert steps[-1].info["scores"] == {"update": 1.0, NOTES: 1.0, ASKED_AFTER: 1.0}
         assert steps[-1].info["kind"] == "update"
         assert not any("success" in step.info for step in steps[:-1])
@@ -77,7 +77,7 @@ def test_a_right_episode_after_rejected_messages_earns_more_than_a_half_wrong_on
 def test_other_kinds_have_no_second_half():
     for seed in range(20):
         one = recipe(worlds={**UPDATES, "retrieval": 1, "update": 0, "filter": 1})
-        assert not any(step.fresh for step in play(Memory(one), seed))
+        assert not any(step.new_conversation for step in play(Memory(one), seed))
 
 
 def first(variant):
@@ -92,7 +92,7 @@ def test_what_was_only_said_and_not_noted_is_not_known_afterwards():
     environment = Memory(recipe())
     environment.reset(seed)
     step = environment.step(message("reply", task.reply))
-    assert step.fresh
+    assert step.new_conversation
     assert step.info["faults"] == []
     told = message("reply", task.follow_up.reply)
     last = environment.step(told)
@@ -136,7 +136,7 @@ def test_a_right_update_and_a_wrong_answer_afterwards_is_no_success():
 
 def test_players_without_a_model_have_columns_of_both_halves():
     found = Memory.baselines(recipe(), range(30))
-    assert set(found) == {*Memory.players, "random", "optimal"}
+    assert set(found) == {*Memory.scripted_baselines, "random", "optimal"}
     assert all(set(one.scores) == {"update", NOTES, ASKED_AFTER} for one in found.values())
     assert all(found["optimal"].scores[name][0] == 1 for name in (NOTES, ASKED_AFTER))
     agent = found["rule agent"].scores
@@ -162,7 +162,7 @@ def test_an_update_without_a_reply_is_still_asked_about():
     one = recipe(max_turns=2)
     solved = "\n".join(task.code)
     steps = play(Memory(one), seed, [message("python", solved), message("python", "a = 1")] * 2)
-    assert [step.fresh for step in steps] == [False, True, False, False]
+    assert [step.new_conversation for step in steps] == [False, True, False, False]
     assert steps[-1].truncated
 
 
@@ -170,7 +170,7 @@ def test_the_same_seed_has_the_same_tasks_with_and_without_it():
     plain = recipe(follow_up=False)
     for seed in range(20):
         assert assignment(plain, seed) == assignment(recipe(), seed)
-        assert not any(step.fresh for step in play(Memory(plain), seed))
+        assert not any(step.new_conversation for step in play(Memory(plain), seed))
 
 
 def test_records_keep_the_follow_up_and_older_records_have_none():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.environments.answers import Rejected
+from posttrain.environments.game import Rejected
 from posttrain_memory.parser import Act, Parser, Reply, parse
 
 ACCEPTED = {

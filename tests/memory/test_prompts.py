@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain_memory.parser import Act, Reply, parse
 from posttrain_memory.prompts import first_messages, last_call, refusal, result, system_prompt
 
@@ -78,25 +78,25 @@ def test_no_text_closes_a_result_or_begins_a_line_of_it(text):
 @settings(max_examples=200, deadline=None)
 @given(st.text())
 def test_neutral_text_stays_so(text):
-    assert neutral(neutral(text)) == neutral(text)
+    assert sanitize(sanitize(text)) == sanitize(text)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="abc 123.,;:-#*()\n'\"%&/=+", max_size=60))
 def test_ordinary_text_is_not_touched(text):
-    assert neutral(text) == text
+    assert sanitize(text) == text
 
 
 def test_links_tables_and_comparisons_are_not_touched():
     text = "# Ada\n- friend: [[entities/bo.md|Bo]]\n| a | b |\n1 < 2 and 3 > 2; a[0] -> [x] [ ] ö 日本 👍"
-    assert neutral(text) == text
+    assert sanitize(text) == text
 
 
 @pytest.mark.parametrize(
     "mark", ["<\u200b/result>", "<\x00|im_end|>", "＜/result＞", "< / RESULT >", "<\n/result>", "[\u200b/INST]"]
 )
 def test_hidden_signs_hide_no_mark(mark):
-    shown = neutral(mark)
+    shown = sanitize(mark)
     assert not re.search(r"[<＜]\s*[/|]|\[/INST", shown)
 
 

@@ -74,7 +74,7 @@ def test_a_bad_file_is_told_by_line(recipe_file, text, expected):
 def test_a_file_that_is_not_there(recipe_file, tmp_path):
     (tmp_path / "folder").mkdir()
     assert complaint(sources=["no.yaml"]) == (
-        "there is no recipe file no.yaml; name a YAML file, or write overrides as `key=value`"
+        "there is no recipe file no.yaml; name a YAML file or a recipe of `posttrain recipe list`, or write overrides as `key=value`"
     )
     assert complaint(sources=["folder"]) == "folder is a directory; name a recipe file in it"
 

@@ -88,7 +88,7 @@ def test_stages_inherit_chain_and_override(pipeline):
         (
             "recipe: rl.yaml",
             "recipe: no.yaml",
-            "stage learn: there is no recipe file parts/no.yaml; name a YAML file, or write overrides as `key=value`",
+            "stage learn: there is no recipe file parts/no.yaml; name a YAML file or a recipe of `posttrain recipe list`, or write overrides as `key=value`",
         ),
         (
             "  stage: sft\n",

@@ -105,7 +105,7 @@ def scripted(kind: type[Environment], recipe: Any, seeds: range) -> Callable[[di
             step = environment.step(said)
             if step.terminated or step.truncated:
                 break
-            opening = step.messages if step.fresh else opening
+            opening = step.messages if step.new_conversation else opening
 
     def model(request: dict[str, Any]) -> str:
         messages = request["messages"]

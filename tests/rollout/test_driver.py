@@ -156,7 +156,7 @@ class Forgetting(Counting):
 
     def step(self, action):
         step = super().step(action)
-        return replace(step, fresh=self.turn == 1)
+        return replace(step, new_conversation=self.turn == 1)
 
 
 def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before(monkeypatch):

@@ -30,7 +30,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def verdict_rows(count: int) -> list[dict]:
+def unpaired_rows(count: int) -> list[dict]:
     """The two answers of each pair as rows of their own."""
     found = []
     for row in pair_rows(count):

@@ -18,7 +18,7 @@ from posttrain.training.rows import StreamedRows, load_data, samples_of_row
 from tests.conftest import make_tokenizer
 from tests.data.malformed import malformed
 from tests.training import small
-from tests.training.preferences import pair_rows, verdict_rows, write_jsonl
+from tests.training.preferences import pair_rows, unpaired_rows, write_jsonl
 
 LONG = "Up Down " * 60
 NULL = {"role": "assistant", "content": None}
@@ -62,7 +62,7 @@ BAD = {
         ({"prompt": LONG, "chosen": "Goal", "rejected": "Up"}, "longer than data.max_tokens"),
         ("row", "wrong type"),
     ],
-    "verdict": [
+    "unpaired": [
         ({"prompt": "Say Goal.", "completion": "Goal"}, "missing column"),
         ({"prompt": "Say Goal.", "completion": "Goal", "label": "perhaps"}, "label is neither"),
         ({"prompt": "Say Goal.", "completion": "", "label": True}, "empty answer"),
@@ -75,13 +75,13 @@ RAW = [(b'{"messages": ', "broken JSON"), (b"not JSON", "broken JSON"), (b'{"pro
 STAGES = {
     "sft": ("sft", "conversation"),
     "dpo": ("dpo", "pair"),
-    "kto": ("dpo", "verdict"),
+    "kto": ("dpo", "unpaired"),
     "reward": ("reward", "pair"),
 }
 
 
 def good_rows(kind, count):
-    rows = {"pair": pair_rows, "verdict": verdict_rows}.get(kind, pair_rows)(count)
+    rows = {"pair": pair_rows, "unpaired": unpaired_rows}.get(kind, pair_rows)(count)
     return [{"messages": row["chosen"]} for row in rows] if kind == "conversation" else rows[:count]
 
 
@@ -161,7 +161,7 @@ def test_strict_makes_the_first_bad_row_an_error(variant, tiny_model, tmp_path, 
     # Rows that are too long are found after all have been read.
     late = {"longer than data.max_tokens", "nothing is"}
     assert number == min(n for category, numbers in expected.items() if category not in late for n in numbers)
-    assert f"{sum(map(len, expected.values())) - 1} other problems" in said
+    assert f"{sum(map(len, expected.values())) - 1} more problems" in said
     assert "strict: false" in said
 
 
@@ -183,7 +183,7 @@ def test_an_empty_file_is_an_error(tiny_model, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("\n\n")
     assert main(command("sft", tiny_model, tmp_path, tmp_path / "train.jsonl")) == 2
     assert capsys.readouterr().err.strip() == (
-        f"posttrain: {tmp_path / 'train.jsonl'}: there are no rows; name a file that has some"
+        f"posttrain: {tmp_path / 'train.jsonl'}: no rows; name a file that has rows"
     )
 
 
@@ -284,7 +284,7 @@ def checked(rows, kind, limit):
     for number, row in enumerate(rows):
         made = samples_of_row(row, number if kind != "conversation" else -1)
         assert made
-        assert len(made) == {"pair": 2, "verdict": 1}.get(kind, len(made))
+        assert len(made) == {"pair": 2, "unpaired": 1}.get(kind, len(made))
         if kind == "pair":
             assert made[0].stream.ids.tolist() != made[1].stream.ids.tolist()
         assert 0 <= row.margin < float("inf")
@@ -308,7 +308,7 @@ def checked(rows, kind, limit):
         ("conversation", "assistant", "drop", 40),
         ("conversation", "all", "truncate", 25),
         ("pair", "assistant", "truncate", 30),
-        ("verdict", "assistant", "truncate", 25),
+        ("unpaired", "assistant", "truncate", 25),
     ],
 )
 def test_thousands_of_malformed_rows_never_reach_the_loss(kind, loss_on, overlong, limit, tmp_path):

@@ -167,7 +167,7 @@ def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
     assert "the run runs/a exists" in capsys.readouterr().err
     before = (tmp_path / "runs/a/predictions.jsonl").read_bytes()
     assert main(["generate", "--resume", "runs/a", *words]) == 0, "the same command"
-    assert "0 of them in 0:00, 0 tokens/s; 4 were there" in capsys.readouterr().out
+    assert "0 of them in 0:00, 0 tokens/s; 4 from earlier runs" in capsys.readouterr().out
     assert main(["generate", "--resume", "runs/a", *words, "seed=4", "samples=2", "sampling.temperature=1"]) == 2
     assert (
         "--resume runs/a goes on with the recipe of that run, which has another value of seed, sampling, samples;"
@@ -207,8 +207,8 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
         (["samples=2"], "greedy answers to one row are all alike"),
         (["keep_columns=[prediction]"], "a prediction has already"),
         (["keep_columns=[nothing]"], "has no column `nothing`"),
-        (["data.id=prompt"], "is that of rows.jsonl row 1 too"),
-        (["data.id=nothing"], "no id"),
+        (["data.id=prompt"], "is also that of rows.jsonl row 1"),
+        (["data.id=nothing"], "which is not an id"),
         (["out=rows.jsonl"], "which `data.test` reads"),
         (["out=p.csv"], "end in `.jsonl`"),
         (["out=there.jsonl"], "there.jsonl exists"),
@@ -232,7 +232,7 @@ def test_ids_that_are_one_as_text_are_refused(tiny_model, tmp_path, capsys):
     write_rows(tmp_path / "keys.jsonl", [{"prompt": "one", "key": 1}, {"prompt": "other", "key": "1"}])
     words = [f"model.path={tiny_model}", "data.test=keys.jsonl", "rollout.tokens_per_turn=2"]
     assert main(["generate", *words, "data.id=key"]) == 2
-    assert "row 2: the id '1' in `key` is that of keys.jsonl row 1 too" in capsys.readouterr().err
+    assert "row 2: the id '1' in `key` is also that of keys.jsonl row 1" in capsys.readouterr().err
 
 
 def test_the_plan_says_what_would_be_done_and_does_nothing(tiny_model, tmp_path, capsys):
@@ -268,10 +268,10 @@ def test_thinking_is_removed_by_its_tokens(tiny_policy):
 
     from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
     from posttrain.recipe.generate import GenerateRecipe
-    from posttrain.training.questions import Question, prediction
+    from posttrain.training.completers import PromptRow, prediction
 
     renderer = Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)
-    question = Question(0, 0, [{"role": "user", "content": "Left?"}], None, {}, "rows.jsonl row 1")
+    question = PromptRow(0, 0, [{"role": "user", "content": "Left?"}], None, {}, "rows.jsonl row 1")
 
     def row(text, thinking="remove", primer="", ended=True):
         before = renderer.prompt(question.messages, primer)
@@ -326,4 +326,4 @@ def test_the_packaged_model_killed_and_resumed_gives_the_same_bytes(tmp_path):
     assert small.run(recipe, resume=True) == 0
     found, whole = (tmp_path / f"{name}/small/predictions.jsonl" for name in ("killed", "whole"))
     assert found.read_bytes() == whole.read_bytes()
-    assert "came out otherwise" not in (tmp_path / "killed/log.txt").read_text()
+    assert "repeated answers differ" not in (tmp_path / "killed/log.txt").read_text()

@@ -87,8 +87,7 @@ def test_faults_are_asked_again_and_what_still_fails_is_listed_and_tried_alone(t
         assert main(words(server.url)) == 1
         told = capsys.readouterr()
         assert (
-            "3 of 12 answers could not be had and are listed in p.jsonl.failed.jsonl, the first to rows.jsonl row 4"
-            in (told.err)
+            "3 of 12 requests failed and are listed in p.jsonl.failed.jsonl, the first for rows.jsonl row 4" in told.err
         )
         assert len(told.err.splitlines()) == 1
         assert "9 answers to 9 rows" in told.out
@@ -109,7 +108,7 @@ def test_faults_are_asked_again_and_what_still_fails_is_listed_and_tried_alone(t
     assert [row["id"] for row in lines_of(tmp_path / "p.jsonl")] == list(range(ROWS))
     assert [row for row in lines_of(tmp_path / "p.jsonl") if row["id"] not in (3, 4, 5)] == good
     assert not (tmp_path / "p.jsonl.failed.jsonl").exists()
-    assert "9 were there" in capsys.readouterr().out
+    assert "9 from earlier runs" in capsys.readouterr().out
 
 
 def test_a_server_that_is_down_is_given_up_and_what_came_before_is_kept(tmp_path, capsys):
@@ -123,7 +122,8 @@ def test_a_server_that_is_down_is_given_up_and_what_came_before_is_kept(tmp_path
         assert main(words(server.url, *more)) == 1
         assert len(server.asked) < 30
     told = capsys.readouterr().err
-    assert "5 of 60 answers are there, then 16 requests in a row failed" in told
+    assert "16 consecutive requests failed" in told
+    assert "5 of 60 answers are saved" in told
     assert [row["id"] for row in lines_of(tmp_path / "p.jsonl")] == list(range(5))
     with serving(square) as server:
         # The server came back elsewhere: that is another recipe, and refused.
@@ -189,7 +189,7 @@ def test_interrupted_it_says_what_is_kept_and_how_to_go_on(tmp_path):
             process.send_signal(signal.SIGTERM)
             said, told = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "7 of 12 answers are kept; go on with `posttrain generate --resume runs/remote`" in said
+    assert "7 of 12 answers are saved; continue with `posttrain generate --resume runs/remote`" in said
     assert told.splitlines() == ["posttrain: interrupted"]
 
 
@@ -220,7 +220,7 @@ def test_thinking_of_a_server_is_kept_or_removed(thinking, tmp_path, capsys):
         return
     assert [row["prediction"] for row in found] == ["plain", "tagged", "apart", "", "", "then"]
     assert [row["thinking_characters"] for row in found] == [0, len("<think>a b</think>\n\n"), 3, 3, 14, 28]
-    assert "thinking removed from 5 answers; nothing is left of 2" in capsys.readouterr().out
+    assert "thinking removed from 5 answers; 2 had nothing else" in capsys.readouterr().out
 
 
 def test_the_plan_and_the_keys_without_effect(capsys):

@@ -14,9 +14,9 @@ def test_players_of_the_environment_are_rows_of_the_final_table():
     playing.environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
     playing.recipe = SimpleNamespace(evaluation=SimpleNamespace(final_seeds=SeedRange(start=5, count=6)))
     lines = playing.baselines()
-    assert set(lines) == {"random", *Memory.players, "optimal"}
+    assert set(lines) == {"random", *Memory.scripted_baselines, "optimal"}
     rows = playing.rows({**lines, START: {"n": 6, "success": 0.5}})
-    assert [row.policy for row in rows][:2] == ["random policy", Memory.players[0]]
+    assert [row.policy for row in rows][:2] == ["random policy", Memory.scripted_baselines[0]]
     assert [row.policy for row in rows][-2:] == [START, "optimal policy"]
     optimal = rows[-1]
     assert (optimal.success, optimal.n) == (1.0, 6)

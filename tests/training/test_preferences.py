@@ -20,12 +20,12 @@ from posttrain.recipe.stages import DpoRecipe, Recipe
 from posttrain.stages import run_stage
 from posttrain.training import dpo as references_module
 from posttrain.training.batches import pack
-from posttrain.training.dpo import References
+from posttrain.training.dpo import ReferenceLogprobs
 from posttrain.training.objectives import PairObjective, RewardObjective, logprobs, reward_forward, token_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import samples_of_row
 from posttrain.training.updater import Updater
-from tests.training.preferences import pair_rows, recipe_values, verdict_rows, write_jsonl
+from tests.training.preferences import pair_rows, recipe_values, unpaired_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
 
@@ -108,12 +108,12 @@ def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_mode
         token_forward(policy, LearnerRecipe()),
     )
     samples = pair_samples()
-    first = References(recipe, policy, learner)
+    first = ReferenceLogprobs(recipe, policy, learner)
     start = logprobs(learner, samples)
-    first.prepare(samples)
+    first.precompute(samples)
     for sample in samples:
         sample.ref_logprobs = None
-    first.give(samples)
+    first.assign(samples)
     for sample, expected in zip(samples, start, strict=True):
         np.testing.assert_allclose(sample.ref_logprobs, expected, atol=2e-6)
     learner.update(samples, PairObjective(LOSSES.validate_python({"type": "dpo"}), 0.0))
@@ -124,10 +124,10 @@ def test_references_are_the_start_computed_once_and_kept_on_disk(lora, tiny_mode
 
     monkeypatch.setattr(references_module, "logprobs", refuse)
     fresh = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
-    again = References(recipe, fresh, learner)
-    again.prepare(samples)
+    again = ReferenceLogprobs(recipe, fresh, learner)
+    again.precompute(samples)
     kept = [sample.ref_logprobs for sample in samples]
-    again.give(samples)
+    again.assign(samples)
     for sample, before in zip(samples, kept, strict=True):
         assert np.array_equal(sample.ref_logprobs, before)
 
@@ -183,8 +183,8 @@ def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
 
 def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto", "beta": 0.5}, epochs=4)
-    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", verdict_rows(26))
-    values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", verdict_rows(8))
+    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", unpaired_rows(26))
+    values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", unpaired_rows(8))
     directory, _ = run(values)
     lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
@@ -194,7 +194,7 @@ def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
 
 def test_kto_with_verdicts_of_one_kind_in_a_domain_ends_with_a_table(tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1)
-    rows = verdict_rows(8)
+    rows = unpaired_rows(8)
     kept = [row for row in rows if row["domain"] == "even" or row["label"]]
     values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", rows)
     values["data"]["validation"] = write_jsonl(tmp_path / "judged_too.jsonl", kept)

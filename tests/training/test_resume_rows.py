@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.training import small
-from tests.training.preferences import recipe_values, verdict_rows, write_jsonl
+from tests.training.preferences import recipe_values, unpaired_rows, write_jsonl
 
 PLACES = {
     "learner": ("posttrain.training.updater:Updater.update", 7),
@@ -47,8 +47,8 @@ def values(variant, tiny, folder):
             file.write('{"messages": []}\nnot JSON\n')
         found["data"] |= {"streaming": True, "shuffle_buffer": 7}
     if variant.startswith("kto"):
-        found["data"]["train"] = write_jsonl(folder / "judged.jsonl", verdict_rows(13))
-        found["data"]["validation"] = write_jsonl(folder / "judged_too.jsonl", verdict_rows(4))
+        found["data"]["train"] = write_jsonl(folder / "judged.jsonl", unpaired_rows(13))
+        found["data"]["validation"] = write_jsonl(folder / "judged_too.jsonl", unpaired_rows(4))
     if variant.endswith("lora"):
         found["model"] |= {"lora": {"rank": 4, "dropout": 0.1}}
     return found

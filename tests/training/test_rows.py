@@ -77,7 +77,7 @@ def test_a_source_with_a_small_weight_is_never_left_out():
 def test_an_empty_source_is_nothing_to_stumble_over():
     (epoch,) = epochs(EpochRows(sources(0, 3), [1, 1], 2, 0), 1)
     assert len(epoch) == 3
-    with pytest.raises(InputError, match=r"^data\.train: there is no row"):
+    with pytest.raises(InputError, match=r"^data\.train: no rows"):
         EpochRows(sources(0), [1], 2, 0)
 
 
@@ -164,7 +164,7 @@ def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
 
 
 def test_as_many_held_out_as_there_are_is_an_error(recipe):
-    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable ones"):
+    with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable rows"):
         load(recipe.model_copy(update={"held_out": 23}))
 
 
@@ -173,7 +173,7 @@ def test_too_few_rows_to_hold_out_are_told_with_what_was_dropped(recipe, tmp_pat
     with pytest.raises(InputError) as found:
         load(DataRecipe(train=path, held_out=2, max_tokens=60, cache=recipe.cache))
     first, *dropped = str(found.value).splitlines()
-    assert first.startswith("data.held_out: 2 rows would leave none of the 1 usable ones")
+    assert first.startswith("data.held_out: 2 rows would leave none of the 1 usable rows")
     assert dropped == [
         "1 row dropped: no assistant message (few.jsonl row 2)",
         "1 row dropped: missing column (few.jsonl row 3; first: needs `messages` or `prompt`, has `x`)",
@@ -289,7 +289,7 @@ def test_a_stream_without_a_usable_row_says_so_and_does_not_hang(tmp_path):
     with pytest.raises(InputError, match=r"a\.jsonl: no usable row; 3 problems"):
         streamed(DataRecipe(train=path)).batch(0)
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(InputError, match="there are no rows"):
+    with pytest.raises(InputError, match="no rows"):
         streamed(DataRecipe(train=path)).batch(0)
 
 
@@ -303,7 +303,7 @@ def test_samples_carry_their_side_and_nothing_of_a_rollout():
     assert (bad.side.row, bad.side.chosen, bad.side.margin) == (7, False, 1.5)
     assert good.stream.turn.tolist() == [-1, -1, 0, 0]
     assert not good.stream.rewards.any()
-    (verdict,) = samples_of_row(TokenRow(row("a").streams, "a", good=False), 2)
-    assert (verdict.side.row, verdict.side.chosen) == (2, False)
+    (sample,) = samples_of_row(TokenRow(row("a").streams, "a", chosen=False), 2)
+    assert (sample.side.row, sample.side.chosen) == (2, False)
     (plain,) = samples_of_row(row("a"))
     assert plain.side is None

@@ -121,7 +121,7 @@ def test_a_seed_without_a_row_stops_before_the_model_is_loaded(tiny_model, tmp_p
     recipe = values(tiny_model, tmp_path, model={"path": "/nowhere"})
     recipe["evaluation"]["final_seeds"]["count"] = 7
     with pytest.raises(
-        InputError, match=r"evaluation\.final_seeds go to 20, but environment\.prompts has 20 usable rows"
+        InputError, match=r"evaluation\.final_seeds: the last seed is 20, but environment\.prompts has 20 usable rows"
     ):
         run(recipe)
 
@@ -131,7 +131,7 @@ def test_a_prompt_on_both_sides_is_told(tiny_model, tmp_path):
     rows = [{"prompt": f"Say word {n % 14}.", "word": "Goal"} for n in range(20)]
     write_jsonl(tmp_path / "prompts.jsonl", rows)
     _, lines = run(recipe | {"steps": 1})
-    assert any("6 of the held-out prompts are also trained on" in line.get("message", "") for line in lines)
+    assert any("6 held-out prompts are also training prompts" in line.get("message", "") for line in lines)
 
 
 @pytest.mark.parametrize("normalize", ["stored", "running", "none"])

@@ -36,7 +36,7 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(policy, tmp_path_factory):
     recipe = VllmEngineRecipe.model_validate(SMALL | {"python": vllm_python()})
-    engine = open_vllm(policy, recipe, longest=256, logs=tmp_path_factory.mktemp("logs"))
+    engine = open_vllm(policy, recipe, max_context=256, logs=tmp_path_factory.mktemp("logs"))
     yield engine
     engine.close()
 
@@ -167,40 +167,40 @@ def test_a_weight_that_does_not_come_is_named(engine, policy, monkeypatch):
 
 
 def test_a_server_elsewhere_gets_weights_as_bytes(engine, policy, monkeypatch):
-    (life,) = engine._lives
-    monkeypatch.setenv("SECRET", life.replica._token)
-    recipe = VllmEngineRecipe.model_validate(SMALL | {"urls": [life.replica.url], "token_variable": "SECRET"})
+    (state,) = engine._replicas
+    monkeypatch.setenv("SECRET", state.replica._token)
+    recipe = VllmEngineRecipe.model_validate(SMALL | {"urls": [state.replica.url], "token_variable": "SECRET"})
     move(policy, seed=3)
-    other = open_vllm(policy, recipe, longest=256)
+    other = open_vllm(policy, recipe, max_context=256)
     other.load_weights(policy.version)
     asked = [request(number) for number in range(3)]
     assert [one.ids for one in answers(other, asked)] == [one.ids for one in local_answers(policy, asked)]
     other.close()
-    stranger = ServerReplica("a stranger", life.replica.url, "wrong", 5, same_machine=False)
+    stranger = ServerReplica("a stranger", state.replica.url, "wrong", 5, same_machine=False)
     with pytest.raises(EngineRefused, match="token"):
-        asyncio.run(stranger.about())
+        asyncio.run(stranger.info())
 
 
 @pytest.mark.parametrize("stopped", ["server", "scheduler"])
 def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypatch):
-    (life,) = engine._lives
-    monkeypatch.setattr(life, "watch", HangDetector(life.replica.respond, 20))
+    (state,) = engine._replicas
+    monkeypatch.setattr(state, "detector", HangDetector(state.replica.ping, 20))
     asked = [request(number, WARM, tokens=100, seed=number) for number in range(3)]
-    undisturbed, restarts, hung = answers(engine, asked), engine.restarts, life.replica.pid
+    undisturbed, restarts, hung = answers(engine, asked), engine.restarts, state.replica.pid
     children = [int(child) for child in Path(f"/proc/{hung}/task/{hung}/children").read_text().split()]
     names = {Path(f"/proc/{child}/cmdline").read_bytes().partition(b"\0")[0]: child for child in children}
     os.kill(hung if stopped == "server" else names[b"VLLM::EngineCore"], signal.SIGSTOP)
     assert [one.ids for one in answers(engine, asked)] == [one.ids for one in undisturbed]
     assert engine.restarts == restarts + 1
-    assert "no sign of life" in events.drain()[-1]
+    assert "did not respond" in events.drain()[-1]
     assert not os.path.exists(f"/proc/{hung}")
 
 
 def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     asked = [request(number, WARM, tokens=100, seed=number) for number in range(6)]
     undisturbed = answers(engine, asked)
-    (life,) = engine._lives
-    killed, restarts = life.replica.pid, engine.restarts
+    (state,) = engine._replicas
+    killed, restarts = state.replica.pid, engine.restarts
     events.drain()
 
     # It stands still first, for a fast one would have answered before it dies.
@@ -218,8 +218,8 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     assert engine.restarts == restarts + 1
     assert engine.retried >= 1
     (message,) = events.drain()
-    assert "started again" in message
-    assert life.replica.pid != killed
+    assert "restarted" in message
+    assert state.replica.pid != killed
     for _ in range(100):
         if not os.path.exists(f"/proc/{killed}"):
             break

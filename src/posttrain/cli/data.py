@@ -83,7 +83,7 @@ def rationales(
     written = write_dataset(out, seed, {"train": train, "val": val, "test": test})
     for path, count in written.files.items():
         typer.echo(f"{path}: {count} rows")
-    groups = {"sound": written.measured.sound, **written.measured.corrupted}
+    groups = {"sound": written.scores.sound, **written.scores.corrupted}
     table = Table(Column("procedures", no_wrap=True), "n", "accuracy", "soundness", "efficiency", "reward", "max")
     for name, verdicts in groups.items():
         columns = [
@@ -107,13 +107,13 @@ class Kind(StrEnum):
 
     CONVERSATION = "conversation"
     PAIR = "pair"
-    VERDICT = "verdict"
+    UNPAIRED = "unpaired"
 
 
-_KINDS: dict[Kind, Literal["conversation", "pair", "verdict"]] = {
+_KINDS: dict[Kind, Literal["conversation", "pair", "unpaired"]] = {
     Kind.CONVERSATION: "conversation",
     Kind.PAIR: "pair",
-    Kind.VERDICT: "verdict",
+    Kind.UNPAIRED: "unpaired",
 }
 
 

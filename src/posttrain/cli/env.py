@@ -129,7 +129,7 @@ def _play(environment: "Environment", seed: int) -> None:
 
 def _answer(environment: "Environment", text: str) -> str:
     """`text` as it is where it has tags, else in the environment's answer format if it has one."""
-    from posttrain.environments.answers import FormatRecipe
+    from posttrain.environments.game import FormatRecipe
 
     form = getattr(environment.recipe, "format", None)
     if "<" in text or not isinstance(form, FormatRecipe):

@@ -225,7 +225,7 @@ def judge(
     """
     from dataclasses import replace
 
-    from posttrain.environments.judge import prepare_judge
+    from posttrain.environments.judge import check_judge
     from posttrain.errors import InputError
     from posttrain.evaluation.judges import (
         Options,
@@ -270,7 +270,7 @@ def judge(
     if dry_run:
         preview(questions_of_pairs(rows, others, options) if others else questions_of(rows, options))
         return
-    prepare_judge(server)
+    check_judge(server)
     with progress() as told:
         found = judge_pairs(rows, others, options, told) if others else judge_predictions(rows, options, told)
     keep(found, records)

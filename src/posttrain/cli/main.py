@@ -59,7 +59,7 @@ def _options(
 
     posttrain sft data.train=conversations.jsonl
 
-    posttrain pipeline recipes/demo/pipeline.yaml
+    posttrain pipeline demo/pipeline
 
     posttrain recipe rollout
     """

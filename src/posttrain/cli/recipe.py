@@ -1,4 +1,4 @@
-"""`posttrain recipe`: the reference of all keys."""
+"""`posttrain recipe`: the recipes that can be named, and the reference of all keys."""
 
 from typing import Annotated
 
@@ -7,7 +7,11 @@ import typer
 
 def recipe(
     about: Annotated[
-        str, typer.Argument(metavar="[KEY | RECIPE.yaml]", help="A key, a section, or a recipe file to explain.")
+        str,
+        typer.Argument(
+            metavar="[list | KEY | RECIPE]",
+            help="`list` for the recipes that can be named; or a key, a section, a recipe file or a recipe's name to explain.",
+        ),
     ] = "",
     stage: Annotated[
         str, typer.Option(help="The stage whose keys are shown: rl, sft, reward, dpo, evaluate or generate.")
@@ -18,21 +22,26 @@ def recipe(
 
     Examples:
 
+    posttrain recipe list
+
     posttrain recipe
 
     posttrain recipe rollout.sampling
 
     posttrain recipe credit --stage rl
 
-    posttrain recipe recipes/ragen/bandit.yaml
+    posttrain recipe ragen/bandit
     """
     from rich.console import Console
 
-    from posttrain.recipe.pages import markdown_reference, show_keys, show_recipe
+    from posttrain.recipe.catalogue import recipe_names
+    from posttrain.recipe.pages import list_recipes, markdown_reference, show_keys, show_recipe
 
     if markdown:
         typer.echo(markdown_reference(), nl=False)
-    elif about.endswith((".yaml", ".yml")):
+    elif about == "list":
+        list_recipes(Console())
+    elif about.endswith((".yaml", ".yml")) or about in recipe_names():
         show_recipe(about, Console())
     else:
         show_keys(about, stage, Console())

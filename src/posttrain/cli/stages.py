@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
 
 
-WORDS = "[RECIPE.yaml ...] [key=value ...]"
+WORDS = "[RECIPE ...] [key=value ...]"
 WORDS_HELP = (
-    "Recipe files, merged left to right, then overrides of any of their keys: `key=value`, `--key value` or "
+    "Recipe files, or names of `posttrain recipe list` such as `rlhf/ppo`, merged left to right, then overrides of any of their keys: `key=value`, `--key value` or "
     "`--key=value`, with the key dotted as in `rollout.groups_per_step=4`. `posttrain recipe` lists the keys."
 )
 Words = Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)]
@@ -83,11 +83,18 @@ def require_same(words: list[str], run: Path, stage: str) -> None:
 
 
 def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Recipe files and overrides, each in their order; a word is a file unless it begins with `--` or holds `=`."""
+    """Recipe files and overrides, each in their order; a word is a file unless it begins with `--` or holds `=`.
+
+    `--recipe NAME` and `--recipe=NAME` name a file too.
+    """
     sources, overrides = [], []
     remaining = iter(words)
     for word in remaining:
-        if word.startswith("--") and "=" not in word:
+        if word == "--recipe":
+            sources += [value for value in [next(remaining, None)] if value is not None]
+        elif word.startswith("--recipe="):
+            sources.append(word.removeprefix("--recipe="))
+        elif word.startswith("--") and "=" not in word:
             overrides += [word, *[value for value in [next(remaining, None)] if value is not None]]
         elif word.startswith("--") or ("=" in word and not Path(word).is_file()):
             overrides.append(word)
@@ -238,7 +245,9 @@ _WORDS_HELP = (
 
 
 def pipeline(
-    file: Annotated[Path, typer.Argument(metavar="PIPELINE.yaml", help="The pipeline.")],
+    file: Annotated[
+        str, typer.Argument(metavar="PIPELINE", help="The pipeline: a file or a name of `posttrain recipe list`.")
+    ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
     only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
     start_from: Annotated[
@@ -252,11 +261,11 @@ def pipeline(
 
     Examples:
 
-    posttrain pipeline recipes/demo/pipeline.yaml
+    posttrain pipeline demo/pipeline
 
-    posttrain pipeline recipes/demo/pipeline.yaml --dry-run
+    posttrain pipeline demo/pipeline --dry-run
 
-    posttrain pipeline recipes/demo/pipeline.yaml --from rl stages.rl.steps=50
+    posttrain pipeline demo/pipeline --from rl stages.rl.steps=50
     """
     from rich.console import Console
 
@@ -267,11 +276,11 @@ def pipeline(
     sources, overrides = split_words(words or [])
     if sources:
         raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
-    loaded, console = load_pipeline(str(file), overrides), Console()
+    loaded, console = load_pipeline(file, overrides), Console()
     if dry_run:
+        from posttrain.pipelines import chosen_stages, planned
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
-        from posttrain.training.pipeline import chosen_stages, planned
 
         for line in planned(loaded, only, start_from, overwrite):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -284,7 +293,7 @@ def pipeline(
                 console.rule(f"stage {stage.name}")
                 show_plan(stage.recipe, start[stage.name], console, device)
         return
-    from posttrain.training.pipeline import run_pipeline
+    from posttrain.pipelines import run_pipeline
 
     run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)
 

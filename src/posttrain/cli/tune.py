@@ -1,6 +1,5 @@
 """`posttrain tune`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +13,9 @@ _WORDS_HELP = (
 
 
 def tune(
-    file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study.")],
+    file: Annotated[
+        str, typer.Argument(metavar="STUDY", help="The study: a file or a name of `posttrain recipe list`.")
+    ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be tried; run nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study that is there.")] = False,
@@ -23,11 +24,11 @@ def tune(
 
     Examples:
 
-    posttrain tune recipes/rlhf/tune_sft.yaml --dry-run
+    posttrain tune rlhf/tune_sft --dry-run
 
-    posttrain tune recipes/rlhf/tune_sft.yaml trials=8 keys.model.path=packaged:smollm2-135m
+    posttrain tune rlhf/tune_sft trials=8 keys.model.path=packaged:smollm2-135m
 
-    posttrain tune recipes/rlhf/tune_sft.yaml --resume workers=2
+    posttrain tune rlhf/tune_sft --resume workers=2
     """
     from rich.console import Console
 
@@ -38,7 +39,7 @@ def tune(
     sources, overrides = split_words(words or [])
     if sources:
         raise InputError(f"posttrain tune takes one file; leave out {', '.join(sources)}")
-    study, console = load_study(str(file), overrides), Console()
+    study, console = load_study(file, overrides), Console()
     require_module("optuna", "posttrain tune")
     if dry_run:
         from posttrain.tune.run import show_study

@@ -1,6 +1,6 @@
-"""Published data sets as rows that the stages read: a table of converters by name.
+"""Converters from published data sets to rows that the stages read.
 
-Whatever a converter makes is checked as the stages will check it, so a converted file holds usable rows only.
+Converted rows are checked as the stages check them, so a converted file has usable rows only.
 """
 
 import re
@@ -12,44 +12,43 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.examples import ROW_FUNCTIONS, Kind
-from posttrain.data.files import require_format, write_rows
-from posttrain.data.messages import Prompt, Unusable, as_messages
+from posttrain.data.files import read_rows, require_format, write_rows
+from posttrain.data.messages import PromptExample, UnusableRow, as_messages
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 from posttrain.seeds import random_stream
 
 ANY = "any"
-"""The language that keeps every row."""
+"""The language value that keeps every row."""
 SAMPLE = 200
-"""Rows whose sign is checked."""
+"""Number of sampled rows whose sign is checked."""
 ENOUGH = 10
-"""Sampled rows from which a majority of contrary signs stops the conversion."""
+"""Minimum number of rows for a majority of contradicting signs to stop the conversion."""
 _WORDS = re.compile(r"response\s*([12])\s+is\s+(?:the\s+|much\s+|far\s+|slightly\s+|somewhat\s+)?better", re.IGNORECASE)
-"""An annotator naming the better response."""
+"""An annotator's statement of the better response."""
 
 
 def helpsteer3_prompts(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
-    """What is to be answered, whatever the preference, or why the row is left out."""
-    if _speaks_otherwise(row, language):
+    """Return the prompt of a row, whatever its preference, or the reason to skip the row."""
+    if _other_language(row, language):
         return f"language is not {language}"
     prompt = {"context_messages": row.get("context")}
     return {**prompt, "domain": row["domain"]} if row.get("domain") is not None else prompt
 
 
-def _speaks_otherwise(row: dict[str, Any], language: str) -> bool:
-    spoken = row.get("language")
-    return language != ANY and not (isinstance(spoken, str) and spoken.lower() == language.lower())
+def _other_language(row: dict[str, Any], language: str) -> bool:
+    value = row.get("language")
+    return language != ANY and not (isinstance(value, str) and value.lower() == language.lower())
 
 
 def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
-    """A preference pair, or why the row gives none.
+    """Return a preference pair, or the reason to skip the row.
 
-    `overall_preference` goes from -3 (response 1 is much better) to 3 (response 2 is much better), by the data set's
-    card; 0 says that they are about the same. The margin is its size.
+    By the data set's card, `overall_preference` ranges from -3 (response 1 is much better) to 3 (response 2 is much
+    better), and 0 means about equal. The margin is its absolute value.
     """
-    if _speaks_otherwise(row, language):
+    if _other_language(row, language):
         return f"language is not {language}"
     preference: Any = row.get("overall_preference")
     if isinstance(preference, bool) or preference not in range(-3, 4):
@@ -66,12 +65,12 @@ def helpsteer3(row: dict[str, Any], language: str = "english") -> dict[str, Any]
 
 
 def gsm8k(row: dict[str, Any]) -> dict[str, Any] | str:
-    """A question and its worked answer as a prompt and a completion."""
+    """Return a question and its worked answer as a prompt and a completion."""
     return {"prompt": row.get("question"), "completion": row.get("answer")}
 
 
 def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
-    """A preference pair with the difference of the two scores as its margin, or why the row gives none."""
+    """Return a preference pair whose margin is the difference of the scores, or the reason to skip the row."""
     scores: list[Any] = [row.get("score_chosen"), row.get("score_rejected")]
     if not all(isinstance(score, int | float) and not isinstance(score, bool) for score in scores):
         return "a score is not a number"
@@ -84,7 +83,7 @@ def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
     if not margin > 0:
         return "chosen has the lower score"
     pair = {"chosen": row.get("chosen"), "rejected": row.get("rejected"), "margin": margin}
-    # Both sides are usually whole conversations, and then the prompt is said in them already.
+    # Both sides are usually complete conversations that already contain the prompt.
     whole = isinstance(pair["chosen"], list) and pair["chosen"][:1] != [] and _role(pair["chosen"][0]) != "assistant"
     return pair if whole else {"prompt": row.get("prompt"), **pair}
 
@@ -95,40 +94,40 @@ def _role(message: Any) -> Any:
 
 @dataclass(frozen=True)
 class SignCheck:
-    """Whether a sample of rows says in two ways which answer is better, and whether the ways agree."""
+    """Agreement of the conversion with the annotators' scores and texts on a sample of rows."""
 
     scored: int
-    """Sampled rows with scores of single annotators whose mean is not 0."""
+    """Sampled rows whose annotators' scores have a mean other than 0."""
     scores_agree: int
-    """Of those: the mean has the sign of the overall preference."""
+    """Rows of `scored` whose mean has the sign of the overall preference."""
     worded: int
-    """Sampled rows whose annotators write which response is better, most of them the same one."""
+    """Sampled rows where a majority of the annotators' texts names one response as better."""
     words_agree: int
-    """Of those: the response they name is the one that was chosen."""
+    """Rows of `worded` where that response is the chosen one."""
     examples: list[str]
     """A row that chooses response 1 and one that chooses response 2, with an annotator's reasoning."""
 
     @property
     def inverted(self) -> bool:
-        """Whether most of enough rows contradict the conversion."""
+        """Whether a majority of at least `ENOUGH` rows contradicts the conversion."""
         counts = ((self.scored, self.scores_agree), (self.worded, self.words_agree))
         return any(count >= ENOUGH and 2 * agreeing < count for count, agreeing in counts)
 
     def lines(self) -> list[str]:
-        """What was found, for people."""
+        """Return the result as lines of text."""
         return [
             f"sign check: the annotators' mean score has the sign of the overall preference in {self.scores_agree} of "
-            f"{self.scored} sampled rows; where they write which response is better, it is the chosen one in "
+            f"{self.scored} sampled rows; the response that their texts call better is the chosen one in "
             f"{self.words_agree} of {self.worded}",
             *self.examples,
         ]
 
 
 def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
-    """Compare what `helpsteer3` makes of the rows with the annotators' scores and with their own words.
+    """Compare the conversion of the rows with the annotators' scores and with their texts.
 
-    Scores tell whether the rows contradict themselves. Only the words tell whether negative means response 1, for an
-    inverted reading of the sign inverts scores and preferences alike.
+    Scores show whether rows are consistent. Only texts show whether a negative preference means response 1, because an
+    inverted sign would invert scores and preferences alike.
     """
     scored = scores_agree = worded = words_agree = 0
     examples: dict[int, str] = {}
@@ -136,7 +135,7 @@ def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
         pair = helpsteer3(row, ANY)
         if isinstance(pair, str):
             continue
-        taken = 1 if pair["chosen"][-1]["content"] == row.get("response1") else 2
+        chosen = 1 if pair["chosen"][-1]["content"] == row.get("response1") else 2
         opinions = row.get("individual_preference")
         opinions = [one for one in opinions if isinstance(one, dict)] if isinstance(opinions, list) else []
         scores = [s for one in opinions if isinstance(s := one.get("score"), int | float) and -3 <= s <= 3]
@@ -144,13 +143,13 @@ def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
         if sum(scores):
             scored += 1
             scores_agree += (sum(scores) < 0) == (row["overall_preference"] < 0)
-        votes = [3 - 2 * int(found[1]) for reason in reasons if (found := _WORDS.search(reason))]
+        votes = [3 - 2 * int(match[1]) for reason in reasons if (match := _WORDS.search(reason))]
         if sum(votes):
             worded += 1
-            words_agree += (sum(votes) > 0) == (taken == 1)
-        if reasons and taken not in examples:
-            examples[taken] = (
-                f"overall_preference {int(row['overall_preference']):+d}, scores {scores}: response {taken} is chosen; an "
+            words_agree += (sum(votes) > 0) == (chosen == 1)
+        if reasons and chosen not in examples:
+            examples[chosen] = (
+                f"overall_preference {int(row['overall_preference']):+d}, scores {scores}: response {chosen} is chosen; an "
                 f'annotator: "{" ".join(reasons[0].split())[:300]}"'
             )
     return SignCheck(scored, scores_agree, worded, words_agree, list(examples.values()))
@@ -158,20 +157,20 @@ def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
 
 @dataclass(frozen=True)
 class Converter:
-    """How one data set becomes rows."""
+    """The conversion of one data set."""
 
     row: Callable[..., dict[str, Any] | str]
-    """A row of the data set -> a row for the stages, or why there is none. Takes `language` where there is a choice."""
+    """A row of the data set -> a row for the stages, or the reason to skip it. Takes `language` if `language` is set."""
     kind: Kind
-    """What the rows are."""
+    """The kind of the converted rows."""
     hub: str
-    """Where the data set is published."""
+    """The hub id of the data set."""
     split: str = "train"
     subset: str | None = None
     language: str | None = None
-    """The language taken where none is named; None where the data set does not tell languages apart."""
+    """The default language; None where the rows have no language."""
     check: Callable[[Iterable[dict[str, Any]]], SignCheck] | None = None
-    """A look at a sample of the rows."""
+    """A check of a sample of the rows."""
 
 
 CONVERTERS = {
@@ -186,18 +185,18 @@ CONVERTERS = {
 
 @dataclass
 class Conversion:
-    """What became of the rows."""
+    """The result of a conversion."""
 
     read: int = 0
     written: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    """Reason -> sound rows that the converter leaves out."""
+    """Reason -> valid rows that the converter skips."""
     problems: Problems = field(default_factory=Problems)
-    """Rows that cannot be used."""
+    """Unusable rows."""
     check: SignCheck | None = None
 
     def lines(self) -> list[str]:
-        """Counts and the check, for people."""
+        """Return the counts and the check as lines of text."""
         skipped = [f"{count:,} skipped: {reason}" for reason, count in self.skipped.most_common()]
         checked = self.check.lines() if self.check else []
         return [f"{self.read:,} rows read, {self.written:,} written", *skipped, *self.problems.summary(), *checked]
@@ -212,84 +211,93 @@ def convert_rows(
     limit: int | None = None,
     shuffle: bool = False,
 ) -> Conversion:
-    """Write the rows of the data set `name` to the .jsonl or .parquet file `out`, whole or not at all.
+    """Convert the data set `name` and write it to the .jsonl or .parquet file `out` atomically.
 
-    `source`: a local file or directory, or a hub id; None reads the published data set. `limit`: rows written, after
-    the filters; with `shuffle`, drawn from all of them, in an order of their own. InputError where `out` has another suffix, where `name` or `source` does not exist, where no row is left, and where most of a sample
-    contradicts the sign of the preferences.
+    Args:
+        source: a local file or directory, or a hub id; None reads the published data set.
+        limit: maximum number of rows to write. With `shuffle` they are drawn from all rows.
+
+    Raises:
+        InputError: another suffix of `out`, an unknown `name` or `source`, no row to write, or a sample of rows most of
+            which contradict the sign of the preferences.
     """
     converter = CONVERTERS.get(name)
     if converter is None:
-        raise InputError(f"there is no converter {name!r}; use one of {', '.join(CONVERTERS)}")
+        raise InputError(f"unknown converter {name!r}; use one of {', '.join(CONVERTERS)}")
     require_format(out)
     if language and not converter.language:
-        raise InputError(f"--language: {name} does not tell languages apart; leave it out")
-    make = partial(converter.row, language=language or converter.language) if converter.language else converter.row
-    place = SourceRecipe(path=source or converter.hub, split=split or converter.split, subset=converter.subset)
-    done = Conversion()
+        raise InputError(f"--language: the rows of {name} have no language; remove the option")
+    convert = partial(converter.row, language=language or converter.language) if converter.language else converter.row
+    rows_source = SourceRecipe(path=source or converter.hub, split=split or converter.split, subset=converter.subset)
+    result = Conversion()
     written: list[dict[str, Any]] = []
     sample: list[dict[str, Any]] = []
     draws = random_stream("convert", "sign check")
-    for origin, row in read_rows(place):
+    for origin, row in read_rows(rows_source):
         if len(written) == limit and not shuffle:
             break
-        done.read += 1
+        result.read += 1
         if isinstance(row, str):
-            done.problems.add_text(row, origin)
+            result.problems.add_text(row, origin)
             continue
-        made = make(row)
-        if isinstance(made, str):
-            done.skipped[made] += 1
+        converted = convert(row)
+        if isinstance(converted, str):
+            result.skipped[converted] += 1
             continue
-        checked = ROW_FUNCTIONS[converter.kind](made, origin, ColumnsRecipe())
+        checked = ROW_FUNCTIONS[converter.kind](converted, origin, ColumnsRecipe())
         if isinstance(checked, str):
-            done.problems.add_text(checked, origin)
+            result.problems.add_text(checked, origin)
             continue
-        written.append(made)
-        # Each row that is written is in the sample with the same probability, wherever it stands in the file.
+        written.append(converted)
+        # Reservoir sampling: every written row is in the sample with the same probability.
         if len(sample) < SAMPLE:
             sample.append(row)
         elif (slot := int(draws.integers(len(written)))) < SAMPLE:
             sample[slot] = row
     if shuffle:
         order = random_stream("convert", "shuffle").permutation(len(written))[:limit]
-        written = [written[place] for place in order]
-    done.written = len(written)
+        written = [written[index] for index in order]
+    result.written = len(written)
     if not written:
-        raise InputError(f"{place.path}: no row to write; {'; '.join(done.lines()[1:]) or 'there are no rows'}")
+        raise InputError(
+            f"{rows_source.path}: no row to write; {'; '.join(result.lines()[1:]) or 'the source has no rows'}"
+        )
     if converter.check:
-        done.check = converter.check(sample)
-        if done.check.inverted:
+        result.check = converter.check(sample)
+        if result.check.inverted:
             raise InputError(
-                f"{place.path}: the sign of the preferences is the other way round; nothing was written. "
-                + "; ".join(done.check.lines())
+                f"{rows_source.path}: the sign of the preferences is inverted; nothing was written. "
+                + "; ".join(result.check.lines())
             )
     write_rows(out, written)
-    return done
+    return result
 
 
-def reference_answer(prompt: Prompt, columns: ColumnsRecipe) -> str | None:
-    """The answer that the row gives as text: in `completion`, else in `label`, else the last one of the conversation
-    in `messages` or `chosen`, from which the prompt was taken. None where there is none.
+def reference_answer(prompt: PromptExample, columns: ColumnsRecipe) -> str | None:
+    """Return the reference answer of the row as text; None where there is none.
+
+    This is `completion`, else `label`, else the last answer of the conversation (`messages` or `chosen`) that the prompt
+    was taken from.
     """
     for name in (columns.completion, columns.label):
         value = prompt.row.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
-        if (found := _last_answer(value, name)) is not None:
-            return found
-    given = any(prompt.row.get(name) is not None for name in (columns.prompt, columns.context_messages))
-    names = (columns.chosen,) if given else (columns.messages, columns.chosen)
-    return next((found for name in names if (found := _last_answer(prompt.row.get(name), name)) is not None), None)
+        if (answer := _last_answer(value, name)) is not None:
+            return answer
+    has_prompt = any(prompt.row.get(name) is not None for name in (columns.prompt, columns.context_messages))
+    names = (columns.chosen,) if has_prompt else (columns.messages, columns.chosen)
+    answers = (_last_answer(prompt.row.get(name), name) for name in names)
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def _last_answer(value: Any, name: str) -> str | None:
-    """The text of an answer, or of the last answer among messages; None for anything else."""
+    """Return the text of an answer, or of the last answer among messages; None for anything else."""
     if isinstance(value, str):
         return value if value.strip() else None
     try:
         messages = as_messages(value, name, "assistant") if isinstance(value, list) else []
-    except Unusable:
+    except UnusableRow:
         return None
-    said = [message["content"] for message in messages if message["role"] == "assistant"]
-    return said[-1] if said and isinstance(said[-1], str) and said[-1].strip() else None
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    return answers[-1] if answers and isinstance(answers[-1], str) and answers[-1].strip() else None

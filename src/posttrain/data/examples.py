@@ -1,10 +1,11 @@
-"""Rows as typed examples, or what is wrong with them.
+"""Converting rows to typed examples.
 
-Whatever a row holds, the functions of this file return an example that keeps the promises of `posttrain.data.messages` or
-a text `category: detail`; they raise nothing. Beyond those promises: roles are system, user, assistant and tool; an
-assistant message follows another message and never another assistant message; a tool message follows an assistant or
-a tool message; contents are Unicode text; no answer is blank unless it calls tools; something is said before the
-first answer.
+For any row, the functions of this file return an example of `posttrain.data.messages`, or a text `category: detail` that
+describes the problem. They raise nothing. Every example satisfies:
+
+- Roles are system, user, assistant and tool.
+- An assistant message follows a message of another role; a tool message follows an assistant or a tool message.
+- Contents are Unicode text. No answer is blank unless it calls tools, and the prompt is not blank.
 """
 
 import json
@@ -12,30 +13,30 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
+from posttrain.data.files import Row, read_rows
 from posttrain.data.messages import (
-    Conversation,
+    ConversationExample,
     Message,
-    Pair,
-    Prompt,
-    Unusable,
-    Verdict,
+    PairExample,
+    PromptExample,
+    UnpairedExample,
+    UnusableRow,
     as_messages,
     check_conversation,
     check_text,
     check_value,
     kind_of,
     messages_of,
-    said,
     short,
+    without_training_keys,
 )
 from posttrain.data.problems import Problems
-from posttrain.data.readers import Row, read_rows
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 
-Kind = Literal["conversation", "pair", "verdict", "prompt"]
-Example = Conversation | Pair | Verdict | Prompt
+Kind = Literal["conversation", "pair", "unpaired", "prompt"]
+Example = ConversationExample | PairExample | UnpairedExample | PromptExample
 
-_MEANT = {"true": True, "1": True, "false": False, "0": False}
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 """Labels as text, as in CSV."""
 
 
@@ -46,7 +47,7 @@ def read_examples(
     columns: ColumnsRecipe,
     problems: Problems,
     max_rows: int | None = None,
-) -> Iterator[Prompt]: ...
+) -> Iterator[PromptExample]: ...
 
 
 @overload
@@ -58,10 +59,10 @@ def read_examples(
 def read_examples(
     kind: Kind, sources: list[SourceRecipe], columns: ColumnsRecipe, problems: Problems, max_rows: int | None = None
 ) -> Iterator[Any]:
-    """The usable rows of the sources, one source after the other, read as they are asked for.
+    """Yield the usable rows of the sources, one source after the other, reading lazily.
 
-    Rows that cannot be used are counted in `problems`. `max_rows`: usable rows taken from each source. InputError, at
-    the call, for a source that does not exist.
+    Unusable rows are counted in `problems`. `max_rows` limits the usable rows of each source. InputError, at the call,
+    for a source that does not exist.
     """
     return _examples(ROW_FUNCTIONS[kind], [read_rows(source) for source in sources], columns, problems, max_rows)
 
@@ -83,31 +84,31 @@ def _examples(
                 break
 
 
-def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> Conversation | str:
-    """From `messages` (also ShareGPT's `from` and `value`), or from a prompt and a completion."""
+def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationExample | str:
+    """Read `messages` (also ShareGPT's `from` and `value`), or a prompt and a completion."""
     try:
         if _cells(row).get(columns.messages) is not None:
             messages = messages_of(row[columns.messages], columns.messages)
         else:
             prompt = _prompt(row, columns)
             if prompt is None and columns.completion in row:
-                raise _absent(row, columns.prompt, columns.context_messages)
+                raise _missing(row, columns.prompt, columns.context_messages)
             if prompt is None:
-                raise _absent(row, columns.messages, columns.prompt, hint=_messages_hint(row))
+                raise _missing(row, columns.messages, columns.prompt, hint=_messages_hint(row))
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
-        return Conversation(messages, origin, _domain(row, columns), _tools(row, columns))
-    except Unusable as problem:
+        return ConversationExample(messages, origin, _domain(row, columns), _tools(row, columns))
+    except UnusableRow as problem:
         return str(problem)
 
 
-def pair(row: Any, origin: str, columns: ColumnsRecipe) -> Pair | str:
-    """From chosen and rejected answers to a prompt, or from two conversations with a common beginning."""
+def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
+    """Read chosen and rejected answers to a prompt, or two conversations with common first messages."""
     try:
         prompt = _prompt(_cells(row), columns)
         if prompt is None:
             if any(isinstance(row.get(name), str) for name in (columns.chosen, columns.rejected)):
-                raise Unusable(
+                raise UnusableRow(
                     "answers as text without a prompt",
                     f"needs the column `{columns.prompt}`, or whole conversations in `{columns.chosen}` and "
                     f"`{columns.rejected}`",
@@ -117,45 +118,46 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> Pair | str:
         rejected = _answer(row, columns.rejected, prompt)
         for side in (chosen, rejected):
             check_conversation([*prompt, *side])
-        if list(map(said, chosen)) == list(map(said, rejected)):
-            raise Unusable("chosen equals rejected")
+        if list(map(without_training_keys, chosen)) == list(map(without_training_keys, rejected)):
+            raise UnusableRow("chosen equals rejected")
         if not prompt:
             shared = _shared(chosen, rejected)
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         for side in (chosen, rejected):
             _check_trained(side)
-        about = (_margin(row, columns), _domain(row, columns), _tools(row, columns))
-        return Pair(prompt, chosen, rejected, origin, *about)
-    except Unusable as problem:
+        margin, domain, tools = _margin(row, columns), _domain(row, columns), _tools(row, columns)
+        return PairExample(prompt, chosen, rejected, origin, margin, domain, tools)
+    except UnusableRow as problem:
         return str(problem)
 
 
-def verdict(row: Any, origin: str, columns: ColumnsRecipe) -> Verdict | str:
-    """From a prompt, a completion and a label."""
+def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample | str:
+    """Read a prompt, a completion and a label."""
     try:
         prompt = _prompt(_cells(row), columns)
         if prompt is None:
-            raise _absent(row, columns.prompt, columns.context_messages)
+            raise _missing(row, columns.prompt, columns.context_messages)
         completion = _answer(row, columns.completion, prompt)
         check_conversation([*prompt, *completion])
         _check_trained(completion)
-        good = _label(row, columns)
-        return Verdict(prompt, completion, good, origin, _domain(row, columns), _tools(row, columns))
-    except Unusable as problem:
+        label = _label(row, columns)
+        return UnpairedExample(prompt, completion, label, origin, _domain(row, columns), _tools(row, columns))
+    except UnusableRow as problem:
         return str(problem)
 
 
-def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> Prompt | str:
-    """From a prompt, or from what comes before the last answer of a conversation or of a pair's chosen one; whatever
-    else the row holds goes with it.
+def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> PromptExample | str:
+    """Read a prompt, or the messages before the last answer of a conversation or of a chosen one.
+
+    The example keeps the complete row.
     """
     try:
         messages = _prompt(_cells(row), columns) or _before_answer(row, columns)
         if messages is None:
-            raise _absent(row, columns.prompt, columns.context_messages)
+            raise _missing(row, columns.prompt, columns.context_messages)
         check_value(row, "the row", json_only=False)
-        return Prompt(messages, origin, row, _domain(row, columns), _tools(row, columns))
-    except Unusable as problem:
+        return PromptExample(messages, origin, row, _domain(row, columns), _tools(row, columns))
+    except UnusableRow as problem:
         return str(problem)
 
 
@@ -164,7 +166,7 @@ def _before_answer(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message]
         if isinstance(row.get(name), list):
             messages = messages_of(row[name], name)
             check_conversation(messages)
-            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
             return messages[:last]
     return None
 
@@ -173,19 +175,19 @@ RowFunction = Callable[[Any, str, ColumnsRecipe], Example | str]
 ROW_FUNCTIONS: dict[Kind, RowFunction] = {
     "conversation": conversation,
     "pair": pair,
-    "verdict": verdict,
+    "unpaired": unpaired,
     "prompt": prompt,
 }
 
 
 def _cells(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise Unusable("wrong type", f"the row is {kind_of(row)}, not an object")
+        raise UnusableRow("wrong type", f"the row is {kind_of(row)}, not an object")
     return row
 
 
 def messages_column(row: dict[str, Any]) -> str | None:
-    """A column that holds messages, whatever it is called (ShareGPT's is `conversations`)."""
+    """Return the name of a column of messages, such as ShareGPT's `conversations`; None where there is none."""
     for name, value in row.items():
         messages = isinstance(name, str) and isinstance(value, list) and value
         if messages and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value):
@@ -198,63 +200,64 @@ def _messages_hint(row: dict[str, Any]) -> str:
     return f"; to read `{name[:40]}`, set `columns.messages={name[:40]}`" if name else ""
 
 
-def _absent(row: dict[str, Any], *names: str, hint: str = "") -> Unusable:
-    """That none of the columns has a value."""
+def _missing(row: dict[str, Any], *names: str, hint: str = "") -> UnusableRow:
+    """Return the problem that none of the columns has a value."""
     if empty := [name for name in names if name in row]:
-        return Unusable("null", f"in `{empty[0]}`")
+        return UnusableRow("null", f"in `{empty[0]}`")
     columns = ", ".join(f"`{name[:40]}`" if isinstance(name, str) else kind_of(name) for name in list(row)[:8])
-    wanted = " or ".join(f"`{name}`" for name in names)
-    return Unusable("missing column", f"needs {wanted}, has {columns or 'none'}{hint}")
+    expected = " or ".join(f"`{name}`" for name in names)
+    return UnusableRow("missing column", f"needs {expected}, has {columns or 'none'}{hint}")
 
 
 def _prompt(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:
-    """The messages to answer; None where the row has no column for them."""
+    """Return the messages of the prompt; None where the row has no column for it."""
     name = next((name for name in (columns.prompt, columns.context_messages) if row.get(name) is not None), None)
     if name is None:
         return None
     messages = as_messages(row[name], name, "user")
     if messages and messages[-1]["role"] == "assistant":
-        raise Unusable("prompt ends with assistant", f"in `{name}`")
+        raise UnusableRow("prompt ends with assistant", f"in `{name}`")
     check_conversation(messages, answered=False)
     return messages
 
 
 def _answer(row: dict[str, Any], name: str, prompt: list[Message]) -> list[Message]:
-    """The messages of the column after `prompt`, which they may repeat."""
+    """Return the messages of the column without a leading copy of `prompt`."""
     if row.get(name) is None:
-        raise _absent(row, name)
+        raise _missing(row, name)
     messages = as_messages(row[name], name, "assistant")
     if prompt and messages and messages[0]["role"] != "assistant":
-        if list(map(said, messages[: len(prompt)])) != list(map(said, prompt)):
-            raise Unusable("roles out of order", f"`{name}` begins with {messages[0]['role']} and not with the prompt")
+        if list(map(without_training_keys, messages[: len(prompt)])) != list(map(without_training_keys, prompt)):
+            raise UnusableRow("roles out of order", f"`{name}` starts with {messages[0]['role']} instead of the prompt")
         messages = messages[len(prompt) :]
     if not any(message["role"] == "assistant" for message in messages):
-        raise Unusable("no assistant message", f"in `{name}`")
+        raise UnusableRow("no assistant message", f"in `{name}`")
     if messages[-1]["role"] != "assistant":
-        raise Unusable("answer ends with another role", f"`{name}` ends with {messages[-1]['role']}")
+        raise UnusableRow("answer ends with another role", f"`{name}` ends with {messages[-1]['role']}")
     return messages
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many messages both begin with, the last message of either left out."""
-    most = min(len(chosen), len(rejected)) - 1
-    return next((i for i in range(most) if said(chosen[i]) != said(rejected[i])), most)
+    """Return the number of common first messages, not counting the last message of either."""
+    limit = min(len(chosen), len(rejected)) - 1
+    plain_chosen, plain_rejected = (list(map(without_training_keys, side)) for side in (chosen, rejected))
+    return next((i for i in range(limit) if plain_chosen[i] != plain_rejected[i]), limit)
 
 
 def _check_trained(messages: list[Message]) -> None:
     if not any(message["role"] == "assistant" and message.get("train", True) for message in messages):
-        raise Unusable("nothing is trained", "every message of the answer says `train: false`")
+        raise UnusableRow("nothing is trained", "every message of the answer has `train: false`")
 
 
 def _label(row: dict[str, Any], columns: ColumnsRecipe) -> bool:
     value = row.get(columns.label)
     if value is None:
-        raise _absent(row, columns.label)
-    if isinstance(value, str) and value.strip().lower() in _MEANT:
-        return _MEANT[value.strip().lower()]
+        raise _missing(row, columns.label)
+    if isinstance(value, str) and value.strip().lower() in _LABELS:
+        return _LABELS[value.strip().lower()]
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise Unusable(
+    raise UnusableRow(
         "label is neither true nor false", f"`{columns.label}` is {short(value)}; write true or false, or 1 or 0"
     )
 
@@ -268,14 +271,14 @@ def _margin(row: dict[str, Any], columns: ColumnsRecipe) -> float | None:
     except (ValueError, OverflowError):
         margin = math.nan
     if not 0 <= margin < math.inf:
-        raise Unusable("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
+        raise UnusableRow("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
     return margin
 
 
 def _domain(row: dict[str, Any], columns: ColumnsRecipe) -> str | None:
     value = row.get(columns.domain)
     if value is not None and not isinstance(value, str):
-        raise Unusable("wrong type", f"`{columns.domain}` is {kind_of(value)}, not text")
+        raise UnusableRow("wrong type", f"`{columns.domain}` is {kind_of(value)}, not text")
     check_text(value or "", f"`{columns.domain}`")
     return value or None
 
@@ -288,10 +291,12 @@ def _tools(row: dict[str, Any], columns: ColumnsRecipe) -> list[Any] | None:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise Unusable("tools are not a list of objects", f"`{columns.tools}` is text that is not JSON") from None
+            raise UnusableRow(
+                "tools are not a list of objects", f"`{columns.tools}` is text that is not JSON"
+            ) from None
     if value is None or (isinstance(value, list) and not value):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise Unusable("tools are not a list of objects", f"`{columns.tools}` is {short(value)}")
+        raise UnusableRow("tools are not a list of objects", f"`{columns.tools}` is {short(value)}")
     check_value(value, f"`{columns.tools}`")
     return value

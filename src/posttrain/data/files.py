@@ -1,34 +1,334 @@
-"""Rows into a file, whole or not at all."""
+"""Reading rows from files, directories and hub data sets, and writing rows to files.
 
+A row that cannot be read is returned as a text that describes its problem; reading continues with the next row.
+"""
+
+import csv
+import datetime
+import gzip
+import importlib
 import json
 import os
-from collections.abc import Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.problems import BROKEN_FILE
 from posttrain.errors import InputError, RunError
+from posttrain.plugins import require_module
+from posttrain.recipe.data import SourceRecipe
 
-FORMATS = (".jsonl", ".parquet")
+Row = tuple[str, dict[str, Any] | str]
+"""The origin of a row (`train.jsonl row 12`, counted from 1; in JSON lines, the line number), and the row or its problem as `category: detail`."""
+
+BATCH = 256
+"""Parquet rows converted to Python values at a time."""
+_BOM = b"\xef\xbb\xbf"
+"""The byte order mark that some editors write."""
+_NOT_UNICODE = "broken UTF-8: a byte or an escape of the row is no character"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$", re.ASCII)
+_HUB_SECONDS = 10.0
+"""Time-out of the request that checks whether a data set exists."""
+
+
+def read_rows(source: SourceRecipe) -> Iterator[Row]:
+    """Return the rows of a file, of all files of a directory sorted by name, or of a hub data set.
+
+    InputError, at the call, where nothing of that name exists or nothing can be read.
+    """
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _suffix(file) in _FORMATS and _visible(file, path))
+        if not files:
+            raise InputError(f"{source.path}: the directory has no {', '.join(_FORMATS)} file; name another")
+        return chain.from_iterable(_read_file(file, str(file.relative_to(path))) for file in files)
+    suffix = _suffix(path)
+    if path.exists():
+        if suffix not in _FORMATS:
+            raise InputError(f"{source.path}: unknown format; convert it to one of {', '.join(_FORMATS)}")
+        return _read_file(path, path.name)
+    if suffix in _FORMATS or not _HUB_ID.match(source.path):
+        raise InputError(f"{source.path}: no such file or directory; correct the path")
+    return _read_hub(source)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with numpy scalars and arrays, tuples, sets and decimals as plain Python, and dates as ISO text."""
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return value
+
+
+def _visible(file: Path, root: Path) -> bool:
+    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def _read_file(file: Path, name: str) -> Iterator[Row]:
+    """Return the rows of one file; InputError where the file cannot be opened."""
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); correct its permissions") from error
+    return _FORMATS[_suffix(file)](file, name)
+
+
+def _suffix(file: Path) -> str:
+    """Return the suffix in lower case; `.jsonl.gz` is one suffix."""
+    name = file.name.lower()
+    return ".jsonl.gz" if name.endswith(".jsonl.gz") else file.suffix.lower()
+
+
+def _read_packed_lines(file: Path, name: str) -> Iterator[Row]:
+    """Read JSON lines from a gzip file. A truncated file gives the rows before its end."""
+    with gzip.open(file, "rb") as lines:
+        try:
+            yield from _lines(lines, name)
+        except (OSError, EOFError, zlib.error) as error:
+            yield name, f"{BROKEN_FILE}: {_first_line(error)}"
+
+
+def _read_lines(file: Path, name: str) -> Iterator[Row]:
+    """Read JSON lines."""
+    with file.open("rb") as lines:
+        yield from _lines(lines, name)
+
+
+def _lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    """Read rows from lines that end in a newline byte, so a broken line does not affect others.
+
+    The number of a row is its line number, as shown by editors. Blank lines are skipped but counted.
+    """
+    for number, line in enumerate(lines, 1):
+        content = line.removeprefix(_BOM) if number == 1 else line
+        if content.strip():
+            yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
+
+
+def _parsed_line(line: bytes) -> dict[str, Any] | str:
+    try:
+        return _object(json.loads(line.decode()))
+    except UnicodeDecodeError as error:
+        return f"broken UTF-8: byte {line[error.start]:#04x} at position {error.start + 1} of the line"
+    except json.JSONDecodeError as error:
+        return f"broken JSON: {error.msg} at character {error.pos + 1} of the line"
+    except (ValueError, RecursionError) as error:
+        return _broken_json(error)
+
+
+def _read_json(file: Path, name: str) -> Iterator[Row]:
+    """Read a list of objects, or JSON lines."""
+    with file.open("rb") as opened:
+        head = b""
+        while not head and (line := opened.readline()):
+            head = line.removeprefix(_BOM).strip()
+    if head.startswith(b"["):
+        # Invalid bytes become lone surrogates, so they affect only the text that contains them.
+        text = file.read_bytes().removeprefix(_BOM).decode(errors="surrogateescape")
+        yield from _listed(text, name)
+    elif isinstance(_parsed_line(head), str) and isinstance(_parsed_line(file.read_bytes().removeprefix(_BOM)), dict):
+        yield name, f"{BROKEN_FILE}: the file is one object, not a list of objects"
+    else:
+        yield from _read_lines(file, name)
+
+
+def _listed(text: str, name: str) -> Iterator[Row]:
+    """Read the objects of a JSON list up to its first syntax error."""
+    decoder, number = json.JSONDecoder(), 0
+    position = _skip_space(text, text.index("[") + 1)
+    while text[position : position + 1] != "]":
+        number += 1
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            yield f"{name} row {number}", f"{_broken_json(error)}; the file is not read further"
+            return
+        yield f"{name} row {number}", _object(value) if _is_unicode(value) else _NOT_UNICODE
+        position = _skip_space(text, position)
+        if text[position : position + 1] == ",":
+            position = _skip_space(text, position + 1)
+        elif text[position : position + 1] != "]":
+            yield name, f"{BROKEN_FILE}: the list is cut off after row {number}"
+            return
+    if text[position + 1 :].strip():
+        yield name, f"{BROKEN_FILE}: text after the list is not read"
+
+
+def _skip_space(text: str, position: int) -> int:
+    while text[position : position + 1] in (" ", "\t", "\n", "\r"):
+        position += 1
+    return position
+
+
+def _object(value: Any) -> dict[str, Any] | str:
+    return value if isinstance(value, dict) else f"row is not an object: its type is {type(value).__name__}"
+
+
+def _broken_json(error: ValueError | RecursionError) -> str:
+    return "broken JSON: nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {error}"
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether all text in a JSON value can be encoded as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    except RecursionError:
+        return True  # Too deeply nested to check here; `check_value` reports it.
+    return True
+
+
+def _read_csv(file: Path, name: str) -> Iterator[Row]:
+    """Read rows under a header, with every cell as text."""
+    # The default limit is 128 KiB per cell, which long conversations exceed.
+    csv.field_size_limit(2**31 - 1)
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        cells = csv.reader(lines, strict=True)
+        header: list[str] | None = None
+        number = 0
+        while True:
+            try:
+                row = next(cells)
+                problem = None if _is_unicode(row) else _NOT_UNICODE
+            except StopIteration:
+                return
+            except csv.Error as error:
+                row, problem = [""], f"broken CSV row: {error}"
+            if not row:
+                continue
+            if header is None:
+                if problem or len(set(row)) < len(row):
+                    yield name, f"{BROKEN_FILE}: the header has {problem or 'two columns of the same name'}"
+                    return
+                header = row
+                continue
+            number += 1
+            if problem is None and len(row) != len(header):
+                problem = f"broken CSV row: {len(row)} cells under a header of {len(header)}"
+            yield f"{name} row {number}", problem or dict(zip(header, row, strict=True))
+
+
+def _read_parquet(file: Path, name: str) -> Iterator[Row]:
+    """Read row group by row group. A row group that cannot be decoded does not affect the others."""
+    from pyarrow import parquet
+
+    # The decoder raises many types of errors for broken files, so every exception counts as a broken file.
+    try:
+        opened = parquet.ParquetFile(file)
+        sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+    except Exception as error:
+        yield name, f"{BROKEN_FILE}: not a complete parquet file ({_first_line(error)})"
+        return
+    with opened:
+        done = 0
+        for group, size in enumerate(sizes):
+            number = done
+            try:
+                for batch in opened.iter_batches(batch_size=BATCH, row_groups=[group]):
+                    for row in _batch_rows(batch):
+                        number += 1
+                        yield f"{name} row {number}", row
+            except Exception as error:
+                lost = f"rows {number + 1} to {done + size} of {sum(sizes)} cannot be decoded"
+                yield name, f"{BROKEN_FILE}: {lost} ({_first_line(error)})"
+            done += size
+
+
+def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
+    """Return the rows of a record batch, decoded one by one where a cell of the batch cannot be decoded."""
+    try:
+        return [plain(row) for row in batch.to_pylist()]
+    except Exception as error:
+        if batch.num_rows == 1:
+            if isinstance(error, UnicodeDecodeError):
+                return [f"broken UTF-8: byte {error.object[error.start]:#04x} in a text"]
+            return [f"broken row: {_first_line(error)}"]
+        return [row for index in range(batch.num_rows) for row in _batch_rows(batch.slice(index, 1))]
+
+
+def _read_hub(source: SourceRecipe) -> Iterator[Row]:
+    """Stream the rows of a hub data set."""
+    datasets = require_module("datasets", f"{source.path}: no such file or directory, and a hub data set")
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        # The loader retries for half a minute before it fails, so check first that the data set exists.
+        hub.HfApi().dataset_info(source.path, timeout=_HUB_SECONDS)
+        rows = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=True)
+    except Exception as error:
+        part = f"split {source.split}" + (f" of {source.subset}" if source.subset else "")
+        raise InputError(
+            f"{source.path}: no such file or directory, and no hub data set with {part} ({_first_line(error)}); correct `path`, "
+            "`subset` or `split`, or download the data and name its files"
+        ) from error
+    return _hub_rows(rows, " ".join(filter(None, (source.path, source.subset, source.split))))
+
+
+def _hub_rows(rows: Any, name: str) -> Iterator[Row]:
+    number = 0
+    try:
+        for row in rows:
+            number += 1
+            yield f"{name} row {number}", _object(plain(row))
+    except Exception as error:
+        raise RunError(f"{name}: reading stopped after row {number} ({_first_line(error)}); try again") from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+_FORMATS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_lines,
+    ".jsonl.gz": _read_packed_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+}
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+WRITTEN_FORMATS = (".jsonl", ".parquet")
 
 
 def require_format(out: Path) -> None:
     """InputError unless rows can be written to a file of this name."""
-    if out.suffix.lower() not in FORMATS:
-        raise InputError(f"{out}: rows are written as {' or '.join(FORMATS)}; choose such a name")
+    if out.suffix.lower() not in WRITTEN_FORMATS:
+        raise InputError(f"{out}: unknown format; name a {' or '.join(WRITTEN_FORMATS)} file")
 
 
 def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows of JSON values to `out`, as JSON lines or as parquet by its suffix; missing directories are made.
+    """Write rows of JSON values to `out` as JSON lines or parquet, by its suffix. Missing directories are created.
 
-    The name holds the old or the new rows, never a part. InputError for another suffix and for rows that are no
-    table; RunError where the disk refuses.
+    The write is atomic: `out` has either the old or the new rows.
+
+    Raises:
+        InputError: another suffix, or rows that parquet cannot represent.
+        RunError: the file cannot be written.
     """
     require_format(out)
-    aside = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with aside.open("wb") as file:
+            with temporary.open("wb") as file:
                 if out.suffix.lower() == ".parquet":
                     _write_parquet(file, rows, out)
                 else:
@@ -36,9 +336,9 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
                         file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(aside, out)
+            os.replace(temporary, out)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror or error}; check the path and the disk") from error
 
@@ -53,5 +353,7 @@ def _write_parquet(file: Any, rows: Sequence[dict[str, Any]], out: Path) -> None
         try:
             columns[name] = arrow.array([row.get(name) for row in rows])
         except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{out}: column {name} is no parquet column ({error}); write .jsonl instead") from error
+            raise InputError(
+                f"{out}: column {name} cannot be written as parquet ({error}); write .jsonl instead"
+            ) from error
     parquet.write_table(arrow.table(columns), file)

@@ -1,4 +1,4 @@
-"""Rows as a person reads them: text with the trained tokens coloured, lengths, and what cannot be used."""
+"""Showing rows: text with the trained tokens highlighted, lengths, and problems."""
 
 from itertools import chain, islice, pairwise
 from typing import Any
@@ -9,20 +9,20 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.data.examples import messages_column, read_examples
+from posttrain.data.files import read_rows
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.data.rendering import LossOn, Renderer, TokenStream
-from posttrain.data.tokens import Kind, TokenRow, tokenise
+from posttrain.data.tokens import Kind, TokenRow, tokenize
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
 
 TRAINED = "bold green"
-_LOOKED_AT = 100
-"""Rows from which the kind is told."""
-_VERDICTS = frozenset(
+_INSPECTED = 100
+"""Rows from which the kind is inferred."""
+_LABELS = frozenset(
     ["true", "false", "1", "0", "good", "bad", "chosen", "rejected", "accepted", "desirable", "undesirable"]
 )
-"""Labels that judge an answer. Most of them are not read as such, and then each row says so."""
+"""Labels of unpaired answers. Those that training does not accept are reported per row."""
 
 
 def inspect_rows(
@@ -34,72 +34,71 @@ def inspect_rows(
     limit: int,
     console: Console,
 ) -> None:
-    """Print `shown` rows whole, then lengths and problems of the first `limit`. `kind` None is told from the columns."""
+    """Print `shown` complete rows, then lengths and problems of the first `limit`. `kind` None: infer it from the columns."""
     columns = recipe.columns
     if kind is None:
-        kind = _kind(recipe)
+        kind = _inferred_kind(recipe)
     problems = Problems()
     examples = islice(read_examples(kind, recipe.train, columns, problems), limit)
-    rows = list(tokenise(examples, recipe, renderer, loss_on, problems))
+    rows = list(tokenize(examples, recipe, renderer, loss_on, problems))
     for row in rows[:shown]:
         _show(row, kind, renderer, console)
     if not rows:
         problems.require_any(", ".join(source.path for source in recipe.train))
     console.print(_lengths(rows, kind))
-    problems_found = problems.summary()
-    for line in problems_found or ["no row has a problem"]:
+    for line in problems.summary() or ["no row has a problem"]:
         console.print(line, markup=False)
 
 
-def _kind(recipe: DataRecipe) -> Kind:
-    """AlreadyReported from the columns of the first row that can be read, and from the labels of some more."""
+def _inferred_kind(recipe: DataRecipe) -> Kind:
+    """Return the kind, inferred from the columns of the first readable row and from the labels of further rows."""
     columns = recipe.columns
     rows: list[dict[str, Any]] = []
-    unread = Problems()
+    unreadable = Problems()
     for origin, row in chain.from_iterable(read_rows(source) for source in recipe.train):
         if isinstance(row, str):
-            unread.add_text(row, origin)
+            unreadable.add_text(row, origin)
         else:
             rows.append(row)
-        if len(rows) == _LOOKED_AT:
+        if len(rows) == _INSPECTED:
             break
     paths = ", ".join(source.path for source in recipe.train)
     if not rows:
-        unread.require_any(paths)
+        unreadable.require_any(paths)
     names = set(rows[0])
     if {columns.chosen, columns.rejected} <= names:
         return "pair"
     labels = [row[columns.label] for row in rows if row.get(columns.label) is not None]
-    if columns.messages not in names and columns.completion in names and labels and all(map(_judges, labels)):
-        return "verdict"
+    if columns.messages not in names and columns.completion in names and labels and all(map(_is_label, labels)):
+        return "unpaired"
     if columns.messages in names or columns.completion in names:
         return "conversation"
     messages = messages_column(rows[0])
     example = f"columns.messages={messages}" if messages else "columns.prompt=question columns.completion=answer"
     raise InputError(
-        f"{paths}: the columns {', '.join(sorted(names)) or '(none)'} are not those of conversations, pairs or verdicts; "
+        f"{paths}: the columns {', '.join(sorted(names)) or '(none)'} are not those of conversations, pairs or unpaired answers; "
         f"name them, for example `{example}`"
     )
 
 
-def _judges(label: Any) -> bool:
-    """Whether the label is a verdict on an answer, and not, for example, the right answer itself."""
+def _is_label(label: Any) -> bool:
+    """Whether `label` rates an answer, unlike, for example, a reference answer."""
     if isinstance(label, str):
-        return label.strip().lower() in _VERDICTS
+        return label.strip().lower() in _LABELS
     return isinstance(label, bool | int | float) and label in (0, 1)
 
 
 def _show(row: TokenRow, kind: str, renderer: Renderer, console: Console) -> None:
-    names = [""] if len(row.streams) == 1 else [f"stream {place + 1} " for place in range(len(row.streams))]
+    names = [""] if len(row.streams) == 1 else [f"stream {number} " for number in range(1, len(row.streams) + 1)]
     names = ["chosen ", "rejected "] if kind == "pair" else names
     for name, stream in zip(names, row.streams, strict=True):
-        about = f"{row.origin} {name}({len(stream.ids)} tokens, {int(stream.trained.sum())} trained)"
-        console.rule(about, align="left")
-        console.print(_coloured(stream, renderer))
+        title = f"{row.origin} {name}({len(stream.ids)} tokens, {int(stream.trained.sum())} trained)"
+        console.rule(title, align="left")
+        console.print(_highlighted(stream, renderer))
 
 
-def _coloured(stream: TokenStream, renderer: Renderer) -> Text:
-    """Runs of tokens that are alike, decoded together, so that characters of several tokens come out whole."""
+def _highlighted(stream: TokenStream, renderer: Renderer) -> Text:
+    """Decode runs of trained and untrained tokens, so that characters of several tokens stay complete."""
     text = Text()
     edges = [0, *(np.flatnonzero(np.diff(stream.trained)) + 1), len(stream.ids)]
     for start, stop in pairwise(edges):
@@ -114,7 +113,7 @@ def _lengths(rows: list[TokenRow], kind: str) -> Table:
     table = Table(
         "", "mean", "median", "95%", "longest", "sum", title=f"{len(rows)} usable rows ({kind})", title_justify="left"
     )
-    for name, values in (("tokens of a row", lengths), ("trained tokens", trained)):
+    for name, values in (("tokens per row", lengths), ("trained tokens", trained)):
         cells: list[Any] = [values.mean(), np.median(values), np.quantile(values, 0.95), values.max(), values.sum()]
         table.add_row(name, *(f"{cell:,.0f}" for cell in cells))
     return table

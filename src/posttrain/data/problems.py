@@ -1,4 +1,4 @@
-"""What was wrong with rows: counted by kind, with the places where it was found first."""
+"""Problems of rows, counted by category, with the first origins of each."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,34 +6,34 @@ from typing import Any
 from posttrain.errors import InputError
 
 BROKEN_FILE = "broken file"
-"""The category of a problem that concerns a file, or a part of one, and not a single row."""
+"""The category of problems of a file, or of a part of a file, instead of a single row."""
 
 SHOWN = 5
-"""Places kept of each kind of problem."""
+"""Maximum number of origins stored per category."""
 
 _Entry = tuple[int, list[tuple[str, str]]]
-"""How often, and the first places with what was found there."""
+"""Count, and the first origins with their details."""
 
 
 class Problems:
-    """Counts of rows that were left out (`add`) or used in another form (`note`), by category.
+    """Counts of rows that were skipped (`add`) or changed (`note`), by category.
 
-    A category is a short text that stays the same from row to row; the detail says what is wrong with this one.
+    A category is a short text that is the same for all its rows. The detail describes one row.
     """
 
     def __init__(self) -> None:
         self.used = 0
-        """Rows that the readers took for usable."""
+        """Rows that were usable."""
         self._dropped: dict[str, _Entry] = {}
         self._noted: dict[str, _Entry] = {}
 
     @property
     def total(self) -> int:
-        """Problems that cost a row or a file."""
+        """Number of skipped rows and files."""
         return sum(count for count, _ in self._dropped.values())
 
     def add(self, category: str, origin: str, detail: str = "") -> None:
-        """Count a row that cannot be used; `origin` names its file and number."""
+        """Count an unusable row; `origin` names its file and number."""
         _count(self._dropped, category, origin, detail)
 
     def add_text(self, text: str, origin: str) -> None:
@@ -42,36 +42,36 @@ class Problems:
         self.add(category, origin, detail)
 
     def note(self, category: str, origin: str) -> None:
-        """Count a row that is used, but not as it stands: `cut to data.max_tokens`."""
+        """Count a row that is used in a changed form, such as `cut to data.max_tokens`."""
         _count(self._noted, category, origin, "")
 
     def include(self, other: "Problems") -> None:
-        """Add what `other` counted, after what was counted here."""
+        """Add the counts of `other` after those of this object."""
         self.used += other.used
-        for mine, theirs in ((self._dropped, other._dropped), (self._noted, other._noted)):
-            for category, (count, places) in theirs.items():
-                before, known = mine.get(category, (0, []))
-                mine[category] = (before + count, [*known, *places][:SHOWN])
+        for entries, others in ((self._dropped, other._dropped), (self._noted, other._noted)):
+            for category, (count, places) in others.items():
+                earlier, known = entries.get(category, (0, []))
+                entries[category] = (earlier + count, [*known, *places][:SHOWN])
 
     def state(self) -> dict[str, Any]:
-        """Everything counted, as JSON values."""
+        """Return all counts as JSON values."""
         return {"used": self.used, "dropped": self._dropped, "noted": self._noted}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Problems":
-        """The inverse of `state`, also after a way through JSON."""
+        """Return the object whose `state` this is, also after a JSON round trip."""
         problems = cls()
         problems.used = state["used"]
-        for mine, stored in ((problems._dropped, state["dropped"]), (problems._noted, state["noted"])):
+        for entries, stored in ((problems._dropped, state["dropped"]), (problems._noted, state["noted"])):
             for category, (count, places) in stored.items():
-                mine[category] = (count, [(origin, detail) for origin, detail in places])
+                entries[category] = (count, [(origin, detail) for origin, detail in places])
         return problems
 
     def summary(self) -> list[str]:
-        """A line for each category, the most frequent first, rows left out before rows changed:
-        `3 rows dropped: empty answer (train.jsonl row 4, row 9 and 1 more)`.
+        """Return a line per category, most frequent first, skipped rows before changed rows.
 
-        What was found in the first row follows where there is more to say than the category.
+        Example: `3 rows dropped: empty answer (train.jsonl row 4, row 9 and 1 more)`. The detail of the first row
+        follows where it has one.
         """
         lines = []
         for category, (count, places) in _by_count(self._dropped):
@@ -83,24 +83,24 @@ class Problems:
         return lines
 
     def raise_if(self, strict: bool) -> None:
-        """InputError naming the first problem if `strict` and there is one."""
+        """InputError with the first problem if `strict` and there is one."""
         if not strict or not self._dropped:
             return
         category, (_, places) = next(iter(self._dropped.items()))
         origin, detail = places[0]
-        found = f"{category}: {detail}" if detail else category
-        others = f"; {_number(self.total - 1, 'other problem')} of the kind or another" if self.total > 1 else ""
-        raise InputError(f"{origin}: {found}{others}; correct the data, or leave such rows out with `strict: false`")
+        problem = f"{category}: {detail}" if detail else category
+        others = f"; {_number(self.total - 1, 'more problem')}" if self.total > 1 else ""
+        raise InputError(f"{origin}: {problem}{others}; correct the data, or skip such rows with `strict: false`")
 
     def require_any(self, what: str) -> None:
-        """InputError that no row of `what` (names of files) can be used; for a caller that was left without any."""
+        """InputError that `what` (names of files) has no usable row, for a caller that got none."""
         if not self._dropped:
-            raise InputError(f"{what}: there are no rows; name a file that has some")
+            raise InputError(f"{what}: no rows; name a file that has rows")
         category, (count, places) = next(iter(_by_count(self._dropped)))
         detail = f": {places[0][1]}" if places[0][1] else ""
-        remedy = "correct the data, or name its columns in `columns`"
+        remedy = "correct the data, or set its column names in `columns`"
         if category == BROKEN_FILE:
-            remedy = "get the file anew, or leave it out"
+            remedy = "replace the file, or remove it from the recipe"
         raise InputError(
             f"{what}: no usable row; {_number(self.total, 'problem')}, most often {category} "
             f"({_places(count, places)}){detail}; {remedy}"
@@ -119,12 +119,12 @@ def _by_count(entries: dict[str, _Entry]) -> Iterable[tuple[str, _Entry]]:
 
 
 def _places(count: int, places: list[tuple[str, str]]) -> str:
-    """Origins, each file named once, and how many more there are."""
-    shown, file = [], None
+    """Return the origins with each file named once, and the number of further ones."""
+    shown, previous = [], None
     for origin, _ in places:
         name, separator, row = origin.rpartition(" row ")
-        shown.append(f"row {row}" if separator and name == file else origin)
-        file = name
+        shown.append(f"row {row}" if separator and name == previous else origin)
+        previous = name
     more = f" and {count - len(places):,} more" if count > len(places) else ""
     return ", ".join(shown) + more
 
@@ -134,5 +134,5 @@ def _number(count: int, noun: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """On one line; names and texts from broken files may hold code points that no terminal takes."""
+    """Return `text` on one line, with code points escaped that terminals cannot print."""
     return " ".join(text.encode("utf-8", "backslashreplace").decode().split())

@@ -1,12 +1,11 @@
-"""A two-armed bandit: one arm is steady, the other risky and better on average, and only their names tell which."""
+"""A two-armed bandit: a low-risk arm and a high-risk arm with the higher mean reward, described only by their names."""
 
 from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.environments.answers import FormatRecipe
-from posttrain.environments.game import Game, GameRecipe, play, require, require_sound
+from posttrain.environments.game import FormatRecipe, Game, GameRecipe, play, require, require_sound
 from posttrain.environments.protocol import Baseline
 from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe
@@ -16,38 +15,38 @@ _NAME = r"^\w[\w -]*$"
 
 
 class LowRiskArm(Part):
-    """The steady arm: its pay is normal."""
+    """The low-risk arm: its reward is normally distributed."""
 
     name: str = Field("phoenix", pattern=_NAME)
-    """What the policy reads."""
+    """The name in the prompt."""
     mean: float = 0.2
-    """Mean pay."""
+    """Mean reward."""
     std: float = Field(0.1, ge=0)
-    """Standard deviation of the pay."""
+    """Standard deviation of the reward."""
 
     @property
     def expected(self) -> float:
-        """Mean pay."""
+        """Mean reward."""
         return self.mean
 
 
 class HighRiskArm(Part):
-    """The risky arm: its pay is normal around one of two means."""
+    """The high-risk arm: its reward is normally distributed around one of two means."""
 
     name: str = Field("dragon", pattern=_NAME)
-    """What the policy reads."""
+    """The name in the prompt."""
     mean: float = 0.1
-    """Mean pay without the jackpot."""
+    """Mean reward without the jackpot."""
     jackpot: float = 1.0
-    """Mean pay with the jackpot."""
+    """Mean reward with the jackpot."""
     jackpot_probability: float = Field(0.25, ge=0, le=1)
-    """How often the jackpot is hit."""
+    """Probability of the jackpot."""
     std: float = Field(0.1, ge=0)
-    """Standard deviation of the pay around either mean."""
+    """Standard deviation of the reward around either mean."""
 
     @property
     def expected(self) -> float:
-        """Mean pay over jackpot and no jackpot."""
+        """Mean reward over both cases."""
         return self.jackpot_probability * self.jackpot + (1 - self.jackpot_probability) * self.mean
 
 
@@ -57,25 +56,25 @@ class BanditRecipe(GameRecipe):
     type: Literal["bandit"] = "bandit"
     """The two-armed bandit."""
     format: FormatRecipe = FormatRecipe(prime=True)
-    """How answers are written; begun for the policy by default, so that a model without a warm-up can learn."""
+    """How answers are written. They are started for the policy by default, so that an untrained model can learn."""
     max_turns: int = Field(1, ge=1)
-    """Turns until an arm must have been pulled; more than one allows another try after a rejected answer."""
+    """Maximum number of turns; more than one allows another attempt after a rejected answer."""
     low_risk: LowRiskArm = LowRiskArm()
     high_risk: HighRiskArm = HighRiskArm()
 
     @model_validator(mode="after")
-    def _can_be_won(self) -> "BanditRecipe":
+    def _has_a_better_arm(self) -> "BanditRecipe":
         if self.format.actions_per_turn > 1:
-            raise ValueError("`format.actions_per_turn` must be 1, for one pull ends the episode")
+            raise ValueError("`format.actions_per_turn` must be 1, because one pull ends the episode")
         if self.low_risk.name.casefold() == self.high_risk.name.casefold():
             raise ValueError(f"`low_risk.name` and `high_risk.name` are both {self.low_risk.name!r}; rename one")
         if self.low_risk.expected == self.high_risk.expected:
-            raise ValueError("`low_risk` and `high_risk` pay the same on average, so neither is better; change a mean")
+            raise ValueError("`low_risk` and `high_risk` have the same mean reward; change a mean")
         return self
 
 
 class Bandit(Game):
-    """One pull of one of two named arms. Success is the arm with the higher mean pay, whatever it paid this time."""
+    """One pull of one of two named arms. Success is choosing the arm with the higher mean, whatever this pull pays."""
 
     Recipe = BanditRecipe
 
@@ -122,7 +121,7 @@ class Bandit(Game):
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """Closed form: half of the random pulls are of the better arm. Returns are means over the pay of the arms."""
+        """Closed form: the random policy pulls the better arm half of the time. Returns are means over the arms' rewards."""
         assert isinstance(recipe, BanditRecipe)
         means = (recipe.low_risk.expected, recipe.high_risk.expected)
         n = len(seeds)
@@ -130,7 +129,7 @@ class Bandit(Game):
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """The better arm succeeds and the other one does not; each pays the same whenever the seed is played again."""
+        """The better arm succeeds, the other does not, and a repeated pull of the same seed pays the same."""
         assert isinstance(recipe, BanditRecipe)
         environment = cls(recipe)
         worse = ({recipe.low_risk.name, recipe.high_risk.name} - {_better(recipe)}).pop()

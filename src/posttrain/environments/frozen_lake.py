@@ -1,4 +1,4 @@
-"""Frozen lake: walk to the goal and keep off the holes. The dynamics are those of gymnasium's FrozenLake-v1."""
+"""Frozen lake: walk to the goal and avoid the holes. The dynamics are those of gymnasium's FrozenLake-v1."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -35,7 +35,7 @@ from posttrain.seeds import random_stream
 
 
 class FrozenLakeSymbols(Part):
-    """How the lake is drawn."""
+    """The symbols of the drawing."""
 
     player: str = "P"
     """The player on ice."""
@@ -46,9 +46,9 @@ class FrozenLakeSymbols(Part):
     goal: str = "G"
     """The goal."""
     player_in_hole: str = "X"
-    """The player in a hole, drawn at the end only."""
+    """The player in a hole, at the end of an episode."""
     player_on_goal: str = "√"
-    """The player on the goal, drawn at the end only."""
+    """The player on the goal, at the end of an episode."""
 
 
 class FrozenLakeRecipe(GameRecipe):
@@ -57,17 +57,17 @@ class FrozenLakeRecipe(GameRecipe):
     type: Literal["frozen_lake"] = "frozen_lake"
     """The frozen lake."""
     max_turns: int = Field(5, ge=1)
-    """Turns after which an episode is cut off."""
+    """Turns after which an episode is truncated."""
     size: int = Field(4, ge=2, le=16)
     """Rows and columns of the lake."""
     frozen_probability: float = Field(0.8, gt=0, le=1)
-    """Probability that a cell is ice and not a hole."""
+    """Probability that a cell is ice; otherwise it is a hole."""
     slippery: bool = True
-    """A move goes as intended with probability 1/3 and to either side with 1/3; otherwise always as intended."""
+    """A move goes as intended with probability 1/3 and to each side with probability 1/3; otherwise always as intended."""
     goal_reward: float = Field(1.0, gt=0)
-    """Reward of reaching the goal; nothing else pays."""
+    """Reward for reaching the goal. All other rewards are 0."""
     observation: ObservationForm = "grid"
-    """`grid`: a drawing; `coordinates`: places in words; `both`; `local`: the goal and nearby holes from the player."""
+    """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: the goal and adjacent holes relative to the player."""
     symbols: FrozenLakeSymbols = FrozenLakeSymbols()
 
     @model_validator(mode="after")
@@ -75,20 +75,20 @@ class FrozenLakeRecipe(GameRecipe):
         check_symbols(self.symbols.model_dump())
         if self.slippery and self.format.actions_per_turn > 5:
             raise ValueError(
-                "`format.actions_per_turn` must be at most 5 on slippery ice, or the best play cannot be computed"
+                "`format.actions_per_turn` must be at most 5 on slippery ice: the optimal policy searches all action sequences"
             )
         return self
 
 
 class FrozenLake(Game):
-    """Walk over slippery ice to the goal. Success is the goal; a hole ends the episode without it."""
+    """Walk over slippery ice to the goal. Success is reaching the goal; a hole ends the episode."""
 
     Recipe = FrozenLakeRecipe
     actions = DIRECTIONS
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         super().__init__(recipe)
-        # Fails here, and not at the first task, where gymnasium is missing.
+        # Fail here instead of at the first task if gymnasium is missing.
         require_module("gymnasium", "environment.type: frozen_lake")
 
     def _begin(self, seed: int) -> None:
@@ -157,10 +157,10 @@ class FrozenLake(Game):
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """Exact over the chance of the ice, on the lakes of these seeds: dynamic programming for both players.
+        """Exact expectations over slipping on the lakes of these seeds, by dynamic programming.
 
-        The optimal player knows the rules and the turns left, not how the ice will slip. The random player answers
-        with as many uniformly random actions as an answer may hold.
+        The optimal policy knows the rules and the turns left, but not the slips in advance. The random policy plays
+        `actions_per_turn` uniformly random actions per answer.
         """
         assert isinstance(recipe, FrozenLakeRecipe)
         turns, actions, n = recipe.max_turns, recipe.format.actions_per_turn, len(seeds)
@@ -174,34 +174,36 @@ class FrozenLake(Game):
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """The best player wins wherever it surely can; every episode agrees with a replay of its chance events."""
+        """The optimal policy reaches every reachable goal on firm ice, and episodes agree with a replay of their slips."""
         assert isinstance(recipe, FrozenLakeRecipe)
-        environment, firm = cls(recipe), cls(recipe.model_copy(update={"slippery": False}))
+        environment, firm_lake = cls(recipe), cls(recipe.model_copy(update={"slippery": False}))
         for seed in seeds:
             _require_replay(environment, seed)
-            steps = play(firm, seed)
-            can = best_success(firm._lake, recipe.max_turns, recipe.format.actions_per_turn) == 1.0
+            steps = play(firm_lake, seed)
+            reachable = best_success(firm_lake._lake, recipe.max_turns, recipe.format.actions_per_turn) == 1.0
             paid = sum(step.reward for step in steps)
-            require(steps[-1].info["success"] is can, seed, "on firm ice the best player missed a goal it can reach")
-            require(paid == (recipe.goal_reward if can else 0.0), seed, f"on firm ice the best player was paid {paid}")
+            require(
+                steps[-1].info["success"] is reachable, seed, "on firm ice the optimal policy missed a reachable goal"
+            )
+            require(paid == (recipe.goal_reward if reachable else 0.0), seed, f"on firm ice the return is {paid}")
             require_sound(environment, seed)
 
 
 def _require_replay(environment: FrozenLake, seed: int) -> None:
-    """Play the expert, then follow its actions by gymnasium's table and the seed's chance events alone."""
+    """Play the expert, then repeat its actions with gymnasium's transition table and the seed's slips only."""
     steps = play(environment, seed)
     lake = _lake(environment.recipe, seed)
     actions = [name for step in steps for name in step.info["actions"]]
     slips = random_stream("frozen_lake", seed, "slip").random(len(actions))
     cell = lake.start
     for name, slip in zip(actions, slips, strict=True):
-        require(cell != lake.goal and cell not in lake.holes, seed, "a move was made after the end")
+        require(cell != lake.goal and cell not in lake.holes, seed, "an action was played after the end")
         cell = lake.next_cell(cell, DIRECTIONS.index(name), float(slip))
     won = cell == lake.goal
-    require(steps[-1].info["success"] is won, seed, "success is not what the chance events led to")
-    require(steps[-1].terminated is (won or cell in lake.holes), seed, "the episode did not end where the walk did")
+    require(steps[-1].info["success"] is won, seed, "success differs from the replay")
+    require(steps[-1].terminated is (won or cell in lake.holes), seed, "the end of the episode differs from the replay")
     paid = sum(step.reward for step in steps)
-    require(paid == (environment.recipe.goal_reward if won else 0.0), seed, f"the walk was paid {paid}")
+    require(paid == (environment.recipe.goal_reward if won else 0.0), seed, f"the return is {paid}")
 
 
 def _lake(recipe: FrozenLakeRecipe, seed: int) -> Lake:

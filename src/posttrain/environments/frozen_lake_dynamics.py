@@ -1,4 +1,4 @@
-"""Frozen lakes: random maps, and the dynamics that gymnasium's FrozenLake-v1 gives them."""
+"""Frozen lakes: random maps with the transition table of gymnasium's FrozenLake-v1, and optimal policies."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +14,7 @@ DIRECTIONS = ("Left", "Down", "Right", "Up")
 
 @dataclass(frozen=True, eq=False)
 class Lake:
-    """One lake. Cells are numbered row by row; S = size * size of them."""
+    """A lake with S = size * size cells, numbered row by row."""
 
     size: int
     slippery: bool
@@ -25,9 +25,9 @@ class Lake:
     """`outcomes[cell][action]`: (probability, next cell) in gymnasium's order."""
 
     def transitions(self) -> np.ndarray:
-        """[4, S, S] float64: probability of `[action, cell, next]`; holes and goal lead to themselves.
+        """Return the transition probabilities `[action, cell, next cell]`, [4, S, S] float64; holes and goal are absorbing.
 
-        Made anew at each call, for lakes are kept by the hundred and this is their largest part.
+        The matrix is not cached: hundreds of lakes are, and the matrix would be most of their memory.
         """
         matrix = np.zeros((4, self.size**2, self.size**2))
         for cell, actions in enumerate(self.outcomes):
@@ -37,7 +37,7 @@ class Lake:
         return matrix
 
     def next_cell(self, cell: int, action: int, draw: float) -> int:
-        """Where `action` leads from `cell` under the chance event `draw` in [0, 1)."""
+        """Return the cell that `action` leads to from `cell`; `draw` in [0, 1) selects the outcome."""
         reached = 0.0
         for probability, following in self.outcomes[cell][action]:
             reached += probability
@@ -48,7 +48,7 @@ class Lake:
 
 @lru_cache(maxsize=512)
 def lake_of(seed: int, size: int, frozen: float, slippery: bool) -> Lake:
-    """The lake of `seed`: cells frozen with probability `frozen`, drawn again until the goal can be walked to."""
+    """Return the lake of `seed`. Cells are ice with probability `frozen`; maps are redrawn until the goal is reachable."""
     draw = random_stream("frozen_lake", seed, "map")
     while True:
         ice = draw.random(size * size) < frozen
@@ -88,50 +88,50 @@ _DISCOUNT = 0.95
 
 @dataclass(frozen=True)
 class Values:
-    """What the best player can do with 0, 1, ... turns left."""
+    """The optimal policy with 0, 1, ... turns left."""
 
     success: np.ndarray
     """[turns + 1, S] float64: probability of reaching the goal."""
     answers: tuple[tuple[tuple[int, ...], ...], ...]
-    """`answers[turns left - 1][cell]`: the best actions for the next answer."""
+    """`answers[turns left - 1][cell]`: the optimal actions of the next answer."""
 
 
 @lru_cache(maxsize=512)
 def best_values(lake: Lake, turns: int, actions_per_turn: int) -> Values:
-    """Values of the best player, who sees the lake after each answer but not between the actions of one answer.
+    """Return the optimal values, where the policy observes the lake after each answer, not between its actions.
 
     V_0 = [cell is the goal];  V_t = max over action sequences a_1..a_k, k <= actions_per_turn, of T_a1 ... T_ak V_{t-1}
 
-    All 4 + 16 + ... sequences are tried, so `actions_per_turn` should be at most 5. Among equally good sequences the
-    one that gets there sooner wins, so that the player never dawdles: the discounted value decides.
+    All 4 + 16 + ... sequences are evaluated, so `actions_per_turn` should be at most 5. Among sequences of equal value
+    the discounted value decides, so the policy takes the fastest one.
     """
-    value, haste, moves = _goal(lake), _discounted(lake), lake.transitions()
+    value, discounted, moves = _goal(lake), _discounted(lake), lake.transitions()
     success, answers = [value], []
     for _ in range(turns):
         sequences: list[tuple[int, ...]] = [()]
-        tails, hasty = value[None], _DISCOUNT * haste[None]
-        all_sequences, all_values, all_haste = [], [], []
+        tails, discounted_tails = value[None], _DISCOUNT * discounted[None]
+        all_sequences, all_values, all_discounted = [], [], []
         for _ in range(actions_per_turn):
             sequences = [(action, *rest) for action in range(4) for rest in sequences]
             tails = np.concatenate([tails @ moves[action].T for action in range(4)])
-            hasty = _DISCOUNT * np.concatenate([hasty @ moves[action].T for action in range(4)])
-            hasty[:, lake.goal] = 1.0
+            discounted_tails = _DISCOUNT * np.concatenate([discounted_tails @ moves[action].T for action in range(4)])
+            discounted_tails[:, lake.goal] = 1.0
             all_sequences += sequences
             all_values.append(tails)
-            all_haste.append(hasty)
-        candidates, speeds = np.concatenate(all_values), np.concatenate(all_haste)
+            all_discounted.append(discounted_tails)
+        candidates, speeds = np.concatenate(all_values), np.concatenate(all_discounted)
         value = candidates.max(axis=0)
-        # Rounding may part values that are equal; a billionth of success is no reason to dawdle.
+        # The tolerance absorbs rounding differences between equal values.
         speeds = np.where(candidates >= value - 1e-9, speeds, -1.0)
         chosen = speeds.argmax(axis=0)
-        haste = speeds.max(axis=0)
+        discounted = speeds.max(axis=0)
         success.append(value)
         answers.append(tuple(all_sequences[number] for number in chosen))
     return Values(np.stack(success), tuple(answers))
 
 
 def best_answer(lake: Lake, cell: int, turns: int, actions_per_turn: int) -> tuple[int, ...]:
-    """The best actions for the next answer at `cell` with `turns` left, this one included."""
+    """Return the optimal actions of the next answer at `cell` with `turns` turns left, this one included."""
     if lake.slippery:
         return best_values(lake, turns, actions_per_turn).answers[turns - 1][cell]
     single = best_values(lake, turns * actions_per_turn, 1)
@@ -143,14 +143,14 @@ def best_answer(lake: Lake, cell: int, turns: int, actions_per_turn: int) -> tup
 
 
 def best_success(lake: Lake, turns: int, actions_per_turn: int) -> float:
-    """Probability that the best player reaches the goal from the start."""
+    """Return the probability that the optimal policy reaches the goal from the start."""
     if lake.slippery:
         return float(best_values(lake, turns, actions_per_turn).success[turns, lake.start])
     return float(best_values(lake, turns * actions_per_turn, 1).success[-1, lake.start])
 
 
 def random_success(lake: Lake, actions: int) -> float:
-    """Probability that `actions` uniformly random actions reach the goal from the start."""
+    """Return the probability that `actions` uniformly random actions reach the goal from the start."""
     value, mixed = _goal(lake), lake.transitions().mean(axis=0)
     for _ in range(actions):
         value = mixed @ value
@@ -164,7 +164,7 @@ def _goal(lake: Lake) -> np.ndarray:
 
 
 def _discounted(lake: Lake) -> np.ndarray:
-    """Discounted value [S] of the best player without a limit of turns: how near the goal is."""
+    """Return the discounted value [S] of the optimal policy without a limit of turns."""
     value, moves = _goal(lake), lake.transitions()
     for _ in range(4 * lake.size**2):
         value = _DISCOUNT * (moves @ value).max(axis=0)

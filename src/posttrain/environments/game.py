@@ -1,26 +1,133 @@
-"""What the built-in games share: named actions in an answer format, turns, rejections, the end of an episode."""
+"""Shared parts of the built-in games: the answer format, the turn loop, checks for `validate`, and grids as text."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.environments.answers import FormatRecipe, Rejected
+from pydantic import Field, field_validator
+
 from posttrain.environments.protocol import Environment, Message, Observation, Step
+from posttrain.recipe.base import Part
 from posttrain.recipe.components import EnvironmentRecipe
+
+# -- answer format ----------------------------------------------------------------------------------------------------
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An answer that could not be parsed. `reason` is a short text, never empty, and is shown to the policy."""
+
+    reason: str
+
+
+class FormatRecipe(Part):
+    """How the policy writes an answer, and the penalty for an answer in another form."""
+
+    thinking: bool = False
+    """The answer is `<think>…</think><answer>…</answer>`; otherwise `<answer>…</answer>` alone."""
+    prime: bool = False
+    """Start every answer for the policy: with `<think>` when thinking and `<answer>` otherwise."""
+    penalty: float = Field(-0.1, le=0)
+    """Added to the reward of a turn whose answer is rejected."""
+    separator: str = "||"
+    """Separates the actions of one answer."""
+    actions_per_turn: int = Field(1, ge=1, le=10)
+    """Maximum number of actions in one answer; an answer with more is rejected."""
+
+    @field_validator("separator")
+    @classmethod
+    def _separator_is_visible(cls, value: str) -> str:
+        if value != value.strip() or not value or "<" in value or ">" in value or any(c.isalnum() for c in value):
+            raise ValueError("a separator consists of punctuation other than < and >, without surrounding spaces")
+        return value
+
+    def primer(self) -> str:
+        """The text that starts every answer: `<think>`, `<answer>`, or nothing."""
+        if not self.prime:
+            return ""
+        return "<think>" if self.thinking else "<answer>"
+
+    def render(self, actions: Sequence[str], thought: str = "") -> str:
+        """Return the answer that plays `actions`, the inverse of `parse`. `thought` must not contain any of `TAGS`."""
+        answer = f"<answer>{f' {self.separator} '.join(actions)}</answer>"
+        return f"<think>{thought}</think>{answer}" if self.thinking else answer
+
+    def instructions(self, names: Sequence[str]) -> str:
+        """Return the sentences of the prompt that describe the format; `names` are two or more actions."""
+        forms = [self._answer_form(name) for name in names]
+        choice = f"{', '.join(forms[:-1])} or {forms[-1]}"
+        text = (
+            f"Answer only <think>your reason</think> and then {choice}." if self.thinking else f"Answer only {choice}."
+        )
+        if self.actions_per_turn > 1:
+            several = self._answer_form(f"{names[0]} {self.separator} {names[1]}")
+            text += f" An answer may hold up to {self.actions_per_turn} actions: {several}."
+        return text
+
+    def parse(self, text: str, names: Sequence[str]) -> tuple[str, ...] | Rejected:
+        """Return the actions of the answer `text` (primer included), spelled as in `names`, or why it is rejected.
+
+        White space around tags and actions and the case of actions are ignored. Any other text outside the tags is an
+        error. Chat markup must have been removed before.
+        """
+        content = self._content(text)
+        if isinstance(content, Rejected):
+            return content
+        if not content:
+            return Rejected("empty answer")
+        words = [word.strip() for word in content.split(self.separator)]
+        if len(words) > self.actions_per_turn:
+            return Rejected(f"too many actions: {len(words)}, allowed {self.actions_per_turn}")
+        known = {name.casefold(): name for name in names}
+        for word in words:
+            if word.casefold() not in known:
+                return Rejected(f"unknown action '{' '.join(word[:24].split())}'")
+        return tuple(known[word.casefold()] for word in words)
+
+    def _content(self, text: str) -> str | Rejected:
+        """Return the text between `<answer>` and `</answer>` if `text` follows the format."""
+        expected = TAGS if self.thinking else TAGS[2:]
+        for tag in TAGS:
+            if text.count(tag) > 1:
+                return Rejected(f"more than one {tag}")
+            if tag in text and tag not in expected:
+                return Rejected(f"{tag} is not part of the format")
+        for tag in ("<answer>", *expected):
+            if tag not in text:
+                return Rejected(f"no {tag}")
+        positions = [text.index(tag) for tag in expected]
+        if positions != sorted(positions):
+            return Rejected("tags in the wrong order")
+        outside = text[: positions[0]] + text[positions[-1] + len(expected[-1]) :]
+        if self.thinking:
+            outside += text[positions[1] + len("</think>") : positions[2]]
+        if outside.strip():
+            return Rejected("text outside the tags")
+        return text[positions[-2] + len("<answer>") : positions[-1]].strip()
+
+    @staticmethod
+    def _answer_form(action: str) -> str:
+        return f"<answer>{action}</answer>"
+
+
+# -- games ------------------------------------------------------------------------------------------------------------
 
 
 class GameRecipe(EnvironmentRecipe):
-    """Keys that every built-in game has."""
+    """Keys of every built-in game."""
 
     format: FormatRecipe = FormatRecipe()
-    """How answers are written, and what a rejected one costs."""
+    """How answers are written, and the penalty for a rejected one."""
 
 
 class Game(Environment):
-    """A game of named actions. Subclasses say how it begins, what an action does, and how the state looks."""
+    """A game of named actions. Subclasses implement the start, the effect of an action, and the text of a state."""
 
     actions: tuple[str, ...]
-    """Names of the actions, at least two, set by `_begin` or by the class."""
+    """Names of the actions, at least two; set by the class or by `_begin`."""
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         super().__init__(recipe)
@@ -29,7 +136,7 @@ class Game(Environment):
         self.turns_left = 0
 
     def reset(self, seed: int) -> Observation:
-        """Start the game of `seed`: a system message with the rules, a user message with the state."""
+        """Start the game of `seed`: a system message with the rules and a user message with the state."""
         self.turns_left = self.recipe.max_turns
         self._begin(seed)
         turns = f"You have {self.turns_left} turn{'s' if self.turns_left > 1 else ''}."
@@ -37,9 +144,9 @@ class Game(Environment):
         return Observation([{"role": "system", "content": rules}, _user(self._state(first=True))], self._key())
 
     def step(self, action: str) -> Step:
-        """Play one answer: its actions in order until the game ends; a rejected answer plays none.
+        """Play the actions of one answer in order until the game ends. A rejected answer plays none.
 
-        `info["actions"]` are the actions played. The last state is in `messages` even when the episode is over.
+        `info["actions"]` are the actions played. `messages` show the final state even when the episode is over.
         """
         if self.turns_left < 1:
             raise RuntimeError("the episode is over; call reset")
@@ -48,7 +155,7 @@ class Game(Environment):
         info: dict[str, Any]
         if isinstance(parsed, Rejected):
             info, notice = {"rejected": parsed.reason}, f"Rejected: {parsed.reason}.\n"
-            reward = self._standing_still() + self.format.penalty
+            reward = self._idle_reward() + self.format.penalty
         else:
             info, notice, reward = {"actions": []}, "", 0.0
             for name in parsed:
@@ -65,17 +172,17 @@ class Game(Environment):
         return Step([_user(notice + self._state(first=False))], reward, terminated, truncated, info, self._key())
 
     def expert(self) -> str:
-        """The best answer in the current state, with a one-line reason where the format has thinking."""
+        """Return an optimal answer in the current state, with a one-line reason where the format has thinking."""
         if self.turns_left < 1:
             raise RuntimeError("the episode is over; call reset")
         actions, thought = self._plan()
         return self.format.render(actions, thought)
 
     def random_answer(self, draw: float) -> str:
-        """As many uniformly random actions as an answer may hold: the digits of `draw` in base len(actions)."""
+        """Return `actions_per_turn` uniformly random actions: the digits of `draw` in base len(actions)."""
         base, count = len(self.actions), self.format.actions_per_turn
         number = min(int(draw * base**count), base**count - 1)
-        chosen = [self.actions[number // base**place % base] for place in range(count)]
+        chosen = [self.actions[number // base**digit % base] for digit in range(count)]
         return self.format.render(chosen, "I pick at random.")
 
     @abstractmethod
@@ -84,80 +191,85 @@ class Game(Environment):
 
     @abstractmethod
     def _rules(self) -> str:
-        """The rules, as short as they can be told."""
+        """Return the rules, as briefly as possible."""
 
     @abstractmethod
     def _state(self, first: bool) -> str:
-        """The state as the policy sees it; `first`: in the first message, with what never changes."""
+        """Return the state as shown to the policy. `first`: in the first message, with everything that is constant."""
 
     @abstractmethod
     def _key(self) -> str:
-        """A name of the state within this game, however it is shown; the turns left are no part of it."""
+        """Return a name of the state within this game that does not depend on its display or the turns left."""
 
     @abstractmethod
     def _act(self, name: str) -> float:
-        """Do the action `name`; returns its reward."""
+        """Apply the action `name` and return its reward."""
 
     @abstractmethod
     def _ended(self) -> bool:
-        """The game is over by its own rules."""
+        """Whether the game is over by its own rules."""
 
     @abstractmethod
     def _succeeded(self) -> bool:
-        """The game, if it ended now, was won."""
+        """Whether the game is won in the current state."""
 
     @abstractmethod
     def _plan(self) -> tuple[list[str], str]:
-        """The best actions for the next answer, and a reason in one line."""
+        """Return the optimal actions of the next answer, and a reason in one line."""
 
-    def _standing_still(self) -> float:
-        """The reward of a turn in which nothing was done."""
+    def _idle_reward(self) -> float:
+        """The reward of a turn without an action."""
         return 0.0
-
-
-def require(condition: bool, seed: int, complaint: str) -> None:
-    """Raise the AssertionError of `validate` unless `condition` holds; it stays under `python -O`."""
-    if not condition:
-        raise AssertionError(f"seed {seed}: {complaint}")
-
-
-def play(environment: Environment, seed: int, answers: Iterable[str] | None = None) -> list[Step]:
-    """The steps of an episode in which the expert plays, or `answers` are given until the episode ends."""
-    environment.reset(seed)
-    given = iter(answers) if answers is not None else iter(environment.expert, None)
-    steps: list[Step] = []
-    for answer in given:
-        steps.append(environment.step(answer))
-        if steps[-1].terminated or steps[-1].truncated:
-            break
-    return steps
-
-
-def require_sound(environment: Game, seed: int) -> None:
-    """Require what holds for every game: reset repeats itself, nonsense earns nothing, nothing follows the end."""
-    require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
-    steps = play(environment, seed, ["nonsense"] * environment.recipe.max_turns)
-    require(len(steps) == environment.recipe.max_turns, seed, "answers that were rejected ended the episode early")
-    require(steps[-1].info.get("success") is False, seed, "rejected answers count as success")
-    require(all(step.info.get("rejected") for step in steps), seed, "nonsense was not rejected")
-    require(sum(step.reward for step in steps) <= 0, seed, "rejected answers earned a reward")
-    try:
-        environment.step(environment.random_answer(0.0))
-    except RuntimeError:
-        return
-    raise AssertionError(f"seed {seed}: a step was taken after the end")
 
 
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
+# -- checks for `validate` --------------------------------------------------------------------------------------------
+
+
+def require(condition: bool, seed: int, problem: str) -> None:
+    """Raise the AssertionError of `validate` unless `condition` holds, also under `python -O`."""
+    if not condition:
+        raise AssertionError(f"seed {seed}: {problem}")
+
+
+def play(environment: Environment, seed: int, answers: Iterable[str] | None = None) -> list[Step]:
+    """Return the steps of an episode played by the expert, or with `answers`, until it ends."""
+    environment.reset(seed)
+    actions = iter(answers) if answers is not None else iter(environment.expert, None)
+    steps: list[Step] = []
+    for action in actions:
+        steps.append(environment.step(action))
+        if steps[-1].terminated or steps[-1].truncated:
+            break
+    return steps
+
+
+def require_sound(environment: Game, seed: int) -> None:
+    """Check what every game has to satisfy: resets repeat, invalid answers earn nothing, the end is final."""
+    require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
+    steps = play(environment, seed, ["nonsense"] * environment.recipe.max_turns)
+    require(len(steps) == environment.recipe.max_turns, seed, "rejected answers ended the episode early")
+    require(steps[-1].info.get("success") is False, seed, "rejected answers count as success")
+    require(all(step.info.get("rejected") for step in steps), seed, "an invalid answer was not rejected")
+    require(sum(step.reward for step in steps) <= 0, seed, "rejected answers earned a reward")
+    try:
+        environment.step(environment.random_answer(0.0))
+    except RuntimeError:
+        return
+    raise AssertionError(f"seed {seed}: a step was possible after the end")
+
+
+# -- grids as text ----------------------------------------------------------------------------------------------------
+
 ObservationForm = Literal["grid", "coordinates", "both", "local"]
-"""A drawing of the grid, a sentence with the places of things, one after the other, or what lies where from the player."""
+"""`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: positions relative to the player."""
 
 
 def drawing(cells: Mapping[int, str], rows: int, columns: int) -> str:
-    """The symbols of `cells` (row * columns + column -> symbol), one line per row."""
+    """Return the symbols of `cells` (row * columns + column -> symbol), one line per row."""
     return "\n".join(" ".join(cells[row * columns + column] for column in range(columns)) for row in range(rows))
 
 
@@ -166,8 +278,13 @@ def place(cell: int, columns: int) -> str:
     return f"row {cell // columns}, column {cell % columns}"
 
 
+def places(cells: Iterable[int], columns: int) -> str:
+    """`(1, 2), (3, 0)`: rows and columns of several cells."""
+    return ", ".join(f"({cell // columns}, {cell % columns})" for cell in sorted(cells)) or "none"
+
+
 def offset(cell: int, origin: int, columns: int) -> str:
-    """`2 down, 1 right`: how to get from `origin` to `cell`, or `here`."""
+    """`2 down, 1 right`: the way from `origin` to `cell`, or `here`."""
     down, right = cell // columns - origin // columns, cell % columns - origin % columns
     parts = [f"{abs(down)} {'down' if down > 0 else 'up'}"] if down else []
     parts += [f"{abs(right)} {'right' if right > 0 else 'left'}"] if right else []
@@ -175,23 +292,23 @@ def offset(cell: int, origin: int, columns: int) -> str:
 
 
 def sides(cells: Iterable[int], origin: int, columns: int) -> str:
-    """`left, up`: on which sides of `origin` one of `cells` lies, or `none`."""
-    found = set(cells)
+    """`left, up`: the neighbors of `origin` that are among `cells`, or `none`."""
+    members = set(cells)
     row, column = divmod(origin, columns)
-    beside = {"left": (row, column - 1), "right": (row, column + 1), "up": (row - 1, column), "down": (row + 1, column)}
-    named = [name for name, (r, c) in beside.items() if 0 <= c < columns and r * columns + c in found]
-    return ", ".join(named) or "none"
-
-
-def places(cells: Iterable[int], columns: int) -> str:
-    """`(1, 2), (3, 0)`: row and column of several cells."""
-    return ", ".join(f"({cell // columns}, {cell % columns})" for cell in sorted(cells)) or "none"
+    neighbors = {
+        "left": (row, column - 1),
+        "right": (row, column + 1),
+        "up": (row - 1, column),
+        "down": (row + 1, column),
+    }
+    names = [name for name, (r, c) in neighbors.items() if 0 <= c < columns and r * columns + c in members]
+    return ", ".join(names) or "none"
 
 
 def check_symbols(symbols: Mapping[str, str]) -> None:
-    """ValueError unless the symbols are single words without tags and no two are alike."""
+    """ValueError unless the symbols are distinct words without white space and without < or >."""
     for name, symbol in symbols.items():
         if not symbol or any(c.isspace() or c in "<>" for c in symbol):
-            raise ValueError(f"`symbols.{name}` is {symbol!r}; a symbol has no space and no < or >, and is not empty")
+            raise ValueError(f"`symbols.{name}` is {symbol!r}; a symbol is not empty and has no space, < or >")
     if len(set(symbols.values())) < len(symbols):
-        raise ValueError(f"`symbols` uses one symbol twice among {' '.join(symbols.values())}; make them differ")
+        raise ValueError(f"`symbols` uses one symbol twice: {' '.join(symbols.values())}; make them distinct")

@@ -1,48 +1,314 @@
-"""A language model behind an OpenAI-compatible server that judges texts.
+"""Scores from a language model behind an OpenAI-compatible server.
 
-What is judged was written by a policy that is paid for the score. It is therefore framed by a mark made from the
-text itself, which the text cannot hold (`framing`), and a reply that is not exactly what was asked for is a failure and
-no score (`judge_replies`).
+The text to grade comes from a policy that is trained on the score. It is therefore framed (`environments.untrusted`), and
+a reply that does not have exactly the requested form is a failure, never a score.
 """
 
 import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from posttrain.engines.openai import ChatRequestError, chat_client, complete, shortened
-from posttrain.environments.framing import Prompt, framed_prompt
-from posttrain.environments.judge_replies import Judged, PointsReply, ReplyForm, read_reply, reply_schema
 from posttrain.environments.protocol import Message
+from posttrain.environments.untrusted import Prompt, framed_prompt
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe, JudgeServerRecipe
 
+_TEMPERATURE = 0.0
+_CONVERSATION = "You grade one answer. The conversation and the answer to it stand in frames"
+_REASON = '"reason": "one sentence"'
 
-def question_key(*parts: Any) -> str:
-    """A digest of all that a reply depends on: JSON values, in order; 64 hexadecimal digits."""
+
+class JudgeFailure(Exception):
+    """The judge gave no score: the server failed, or its reply does not have the requested form."""
+
+    def __init__(self, reason: str, unreadable: bool = False) -> None:
+        super().__init__(reason)
+        self.unreadable = unreadable
+        """The judge replied, but not in the requested form. A repeated request probably gives the same reply."""
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """The score of a reply, in the unit of its form, and the reason that the judge gives."""
+
+    score: float
+    reason: str
+
+
+# -- forms of replies -------------------------------------------------------------------------------------------------
+
+
+class ReplyForm(Protocol):
+    """A form of reply: the request for it, and its reader."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """JSON values that identify the form in cache keys. They change whenever `read` accepts other replies."""
+
+    @property
+    def instructions(self) -> str:
+        """The JSON object to reply with, described for the judge."""
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """The JSON schema of each key. The reason comes first, so that the score is conditioned on it."""
+
+    def read(self, reply: dict[str, Any]) -> float:
+        """Return the score of a reply that has the last key of `properties`.
+
+        Raises:
+            ValueError: the reply is invalid. The message is a predicate of the judge ("gave the score 11, ...").
+        """
+
+
+@dataclass(frozen=True)
+class PointsReply:
+    """A number of points from `low` to `high`."""
+
+    low: int
+    high: int
+
+    @property
+    def identity(self) -> list[Any]:
+        return ["a JSON object with reason and score", *([self.low] if self.low else []), self.high]
+
+    @property
+    def instructions(self) -> str:
+        return f'{{{_REASON}, "score": a whole number from {self.low} (worst) to {self.high} (best)}}'
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        return {"reason": {"type": "string"}, "score": {"type": "integer"}}
+
+    def read(self, reply: dict[str, Any]) -> float:
+        points = reply["score"]
+        is_number = isinstance(points, int | float) and not isinstance(points, bool)
+        if not is_number or not self.low <= points <= self.high:
+            raise ValueError(f"gave the score {_shown(points)}, which is not a number from {self.low} to {self.high}")
+        return float(points)
+
+
+@dataclass(frozen=True)
+class ClaimsReply:
+    """The claims of a text, each supported or not. The score is the share of supported claims, in [0, 1]."""
+
+    @property
+    def identity(self) -> list[Any]:
+        return ["a JSON object with reason and claims"]
+
+    @property
+    def instructions(self) -> str:
+        return f'{{{_REASON}, "claims": [{{"claim": "in a few words", "supported": true or false}}, and so on]}}'
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        claim = _object({"claim": {"type": "string"}, "supported": {"type": "boolean"}})
+        return {"reason": {"type": "string"}, "claims": {"type": "array", "items": claim}}
+
+    def read(self, reply: dict[str, Any]) -> float:
+        claims = reply["claims"]
+        if not isinstance(claims, list) or not claims:
+            raise ValueError(f"gave the claims {_shown(claims)}, which is not a non-empty list")
+        for claim in claims:
+            if not isinstance(claim, dict) or not isinstance(claim.get("supported"), bool):
+                raise ValueError(f'gave the claim {_shown(claim)}, whose "supported" is not true or false')
+        return sum(claim["supported"] for claim in claims) / len(claims)
+
+
+@dataclass(frozen=True)
+class ChoiceReply:
+    """The better of two texts: 1 for the first, 0 for the second, 1/2 for a tie."""
+
+    @property
+    def identity(self) -> list[Any]:
+        return ["a JSON object with reason and better"]
+
+    @property
+    def instructions(self) -> str:
+        return f'{{{_REASON}, "better": "first" or "second" or "tie"}}'
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        return {"reason": {"type": "string"}, "better": {"type": "string", "enum": ["first", "second", "tie"]}}
+
+    def read(self, reply: dict[str, Any]) -> float:
+        better = reply["better"]
+        scores = {"first": 1.0, "second": 0.0, "tie": 0.5}
+        if not isinstance(better, str) or better not in scores:
+            raise ValueError(f'gave {_shown(better)} as the better text, which is not "first", "second" or "tie"')
+        return scores[better]
+
+
+def read_reply(text: str, form: ReplyForm) -> Judgment:
+    """Read a reply: one JSON object, alone or alone in a code block.
+
+    Raises:
+        ValueError: the reply has another form. The message is a predicate of the judge.
+    """
+    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", text, re.DOTALL)
+    score_key = list(form.properties)[-1]
+    refusal = f'did not reply with one JSON object that has a "{score_key}": {shortened(text)}'
+    try:
+        reply = json.loads(
+            fenced.group(1) if fenced else text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(refusal) from error
+    if not isinstance(reply, dict) or score_key not in reply:
+        raise ValueError(refusal)
+    return Judgment(form.read(reply), str(reply.get("reason", "")))
+
+
+def reply_schema(form: ReplyForm) -> dict[str, Any]:
+    """Return the form as a `response_format`, for servers that constrain the model to it."""
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "verdict", "strict": True, "schema": _object(form.properties)},
+    }
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value))
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError for a repeated key, of which `json` would keep the last."""
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError("a key is repeated")
+    return dict(pairs)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def judge_score(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -> float:
+    """Return the judge's points for `answer` to `messages`, divided by `recipe.scale`: a number in [0, 1].
+
+    Raises what `ask_judge` raises.
+    """
+    return judge_points(recipe, judge_prompt(recipe, messages, answer), recipe.scale).score
+
+
+def judge_prompt(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -> Prompt:
+    """Return the two chat messages that ask the judge to grade `answer`. The same arguments give the same prompt."""
+    texts = [*((message["role"], message["content"]) for message in messages), ("answer", answer)]
+    return points_prompt(_CONVERSATION, recipe.rubric, recipe.scale, texts)
+
+
+def points_prompt(what: str, rubric: str, scale: int, texts: Sequence[tuple[str, str]]) -> Prompt:
+    """Return a prompt for `judge_points`; the other arguments are those of `framed_prompt`."""
+    return framed_prompt(what, rubric, PointsReply(0, scale).instructions, texts)
+
+
+def judge_points(server: JudgeServerRecipe, prompt: Prompt, scale: int) -> Judgment:
+    """Ask for points from 0 to `scale` with a prompt of `points_prompt`; the score is points / scale, in [0, 1].
+
+    Raises what `ask_judge` raises.
+    """
+    judgment = ask_judge(server, prompt, PointsReply(0, scale))
+    return Judgment(judgment.score / scale, judgment.reason)
+
+
+def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Judgment:
+    """Return the judge's reply to `prompt`, which asks for `form`, at temperature 0.
+
+    A reply in the cache is used without a request.
+
+    Raises:
+        JudgeFailure: there is no reply after the retries of the recipe, or the reply does not have the form.
+        InputError: the environment variable of the API key is not set.
+    """
+
+    def ask() -> str:
+        text = _request(server, prompt, form)
+        # Raises for an invalid reply, so that it is not cached.
+        _read(text, server, form)
+        return text
+
+    if server.cache is None:
+        return _read(ask(), server, form)
+    key = request_key(server.url, server.model, prompt, _TEMPERATURE, [*form.identity, server.structured])
+    return _read(judge_cache(server.cache).reply(key, ask), server, form)
+
+
+def check_judge(server: JudgeServerRecipe) -> None:
+    """InputError where requests are impossible: a missing package or API key, or a cache that cannot be written."""
+    judge_client(server)
+    if server.cache is not None:
+        judge_cache(server.cache)
+
+
+def judge_client(server: JudgeServerRecipe) -> Any:
+    """Return the client of the judge's server (see `chat_client`)."""
+    options = (server.url, server.timeout, server.retries, server.api_key_variable, server.requests_per_minute)
+    return chat_client("environment.judge", *options)
+
+
+def _request(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> str:
+    """Return the complete text of the judge's reply."""
+    extra = {"response_format": reply_schema(form)} if server.structured else None
+    client, limit = judge_client(server), server.max_tokens
+    try:
+        reply = complete("judge", client, server.model, prompt, temperature=_TEMPERATURE, max_tokens=limit, extra=extra)
+    except ChatRequestError as error:
+        raise JudgeFailure(str(error)) from error
+    if not reply.finished or not reply.text:
+        problem = "sent an empty reply" if reply.finished else "sent a reply that is cut off"
+        raise JudgeFailure(f"{_name(server)} {problem}: {shortened(reply.text)}", unreadable=True)
+    return reply.text
+
+
+def _read(text: str, server: JudgeServerRecipe, form: ReplyForm) -> Judgment:
+    try:
+        return read_reply(text, form)
+    except ValueError as error:
+        raise JudgeFailure(f"{_name(server)} {error}", unreadable=True) from error
+
+
+def _name(server: JudgeServerRecipe) -> str:
+    return f"judge {server.model} at {server.url}"
+
+
+# -- cache ------------------------------------------------------------------------------------------------------------
+
+
+def request_key(*parts: Any) -> str:
+    """Return a digest of everything a reply depends on (JSON values, in order): 64 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
 class JudgeCache:
-    """Replies by the key of what was asked. The first reply to a key stays the reply, for every process."""
+    """A file of replies by request key, shared by processes. The first reply to a key is final."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file where it is missing; InputError where that is not possible."""
+        """Create the file if it is missing; InputError where that is impossible."""
         self._path = path
         self.hits = 0
-        """Replies given without asking."""
+        """Replies returned without a request."""
         self.misses = 0
-        """Times that something was asked, with or without success."""
+        """Requests, successful or not."""
         self._lock = Lock()
-        self._asking: dict[str, Lock] = {}
+        self._key_locks: dict[str, Lock] = {}
         self._replies: dict[str, str] = {}
-        self._read = 0
+        self._offset = 0
+        """Bytes of the file that have been read."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab"):
@@ -51,70 +317,71 @@ class JudgeCache:
             raise InputError(f"judge.cache: {path} cannot be written ({error.strerror}); name another file") from error
 
     def __len__(self) -> int:
-        """Replies in the file."""
+        """The number of replies in the file."""
         with self._lock:
-            self._catch_up()
+            self._read_new_lines()
             return len(self._replies)
 
     def reply(self, key: str, ask: Callable[[], str]) -> str:
-        """The reply kept under `key`, or what `ask` gives, which is then kept. What `ask` raises is raised and not kept.
+        """Return the reply stored under `key`, or store and return the result of `ask`.
 
-        Threads that want the same key wait for the one that asks; processes do not, and agree on what came first.
+        Exceptions of `ask` propagate and nothing is stored. Threads that need the same key wait for the one that asks.
+        Processes do not wait; all of them return the reply that was stored first.
         """
         with self._lock:
-            turn = self._asking.setdefault(key, Lock())
-        with turn:
+            key_lock = self._key_locks.setdefault(key, Lock())
+        with key_lock:
             with self._lock:
-                self._catch_up()
+                self._read_new_lines()
                 if key in self._replies:
                     self.hits += 1
                     return self._replies[key]
                 self.misses += 1
-            given = ask()
+            reply = ask()
             with self._lock:
-                return self._keep(key, given)
+                return self._store(key, reply)
 
-    def _keep(self, key: str, given: str) -> str:
+    def _store(self, key: str, reply: str) -> str:
         with self._path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            self._catch_up()
+            self._read_new_lines()
             if key not in self._replies:
-                line = json.dumps({"key": key, "reply": given}).encode() + b"\n"
-                # Unbuffered and in one piece: what is written survives the process.
-                left = memoryview(line if _ends_in_newline(file) else b"\n" + line)
-                while left:
-                    left = left[os.write(file.fileno(), left) :]
-                self._replies[key] = given
+                line = json.dumps({"key": key, "reply": reply}).encode() + b"\n"
+                # Written unbuffered, so that the line survives a crash of the process.
+                rest = memoryview(line if _ends_in_newline(file) else b"\n" + line)
+                while rest:
+                    rest = rest[os.write(file.fileno(), rest) :]
+                self._replies[key] = reply
             return self._replies[key]
 
-    def _catch_up(self) -> None:
-        """Read the whole lines that were added since the last time, by whomever."""
+    def _read_new_lines(self) -> None:
+        """Read the complete lines that this or another process has appended."""
         try:
             size = self._path.stat().st_size
         except FileNotFoundError:
             size = 0
-        if size < self._read:
-            # The file was deleted or replaced; what is known is still true.
-            self._read = 0
-        if size == self._read:
+        if size < self._offset:
+            # The file was deleted or replaced. Replies already read stay valid.
+            self._offset = 0
+        if size == self._offset:
             return
         with self._path.open("rb") as file:
-            file.seek(self._read)
+            file.seek(self._offset)
             added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.split(b"\n"):
+        complete_lines = added[: added.rfind(b"\n") + 1]
+        self._offset += len(complete_lines)
+        for line in complete_lines.split(b"\n"):
             try:
                 record = json.loads(line)
-                key, given = record["key"], record["reply"]
+                key, reply = record["key"], record["reply"]
             except (ValueError, KeyError, TypeError):
                 continue
-            if isinstance(key, str) and isinstance(given, str):
-                self._replies.setdefault(key, given)
+            if isinstance(key, str) and isinstance(reply, str):
+                self._replies.setdefault(key, reply)
 
 
 def judge_cache(path: str) -> JudgeCache:
-    """The cache in a file, one for all threads of the process."""
+    """Return the cache at `path`: one object per file and process."""
     return _judge_cache(Path(path).absolute())
 
 
@@ -124,117 +391,9 @@ def _judge_cache(path: Path) -> JudgeCache:
 
 
 def _ends_in_newline(file: BinaryIO) -> bool:
-    """Whether a file (opened to read and append) is empty or its last line is whole."""
+    """Whether `file`, open for reading and appending, is empty or ends in a newline."""
     size = file.seek(0, os.SEEK_END)
     if not size:
         return True
     file.seek(size - 1)
     return file.read(1) == b"\n"
-
-
-_TEMPERATURE = 0.0
-_CONVERSATION = "You grade one answer. The conversation and the answer to it stand in frames"
-
-
-class JudgeFailure(Exception):
-    """The judge gave no score: the server failed, or its reply is not the JSON object that was asked for."""
-
-    def __init__(self, reason: str, unreadable: bool = False) -> None:
-        super().__init__(reason)
-        self.unreadable = unreadable
-        """Whether there is a reply, which is not what was asked for; asked again, the judge may well say the same."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a judge thinks: a score in [0, 1], and why, in its words."""
-
-    score: float
-    reason: str
-
-
-def judge_score(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -> float:
-    """The judge's points for `answer` to `messages`, divided by `recipe.scale`: a number in [0, 1].
-
-    Raises what `verdict` raises.
-    """
-    return verdict(recipe, judge_prompt(recipe, messages, answer), recipe.scale).score
-
-
-def verdict(server: JudgeServerRecipe, prompt: Prompt, scale: int) -> Verdict:
-    """What the judge says to `prompt` (see `points_prompt`), its points from 0 to `scale` divided by `scale`.
-
-    Raises what `ask_judge` raises.
-    """
-    judged = ask_judge(server, prompt, PointsReply(0, scale))
-    return Verdict(judged.value / scale, judged.reason)
-
-
-def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Judged:
-    """What the judge replies to `prompt`, which asks for `form`.
-
-    The judge is asked at temperature 0, and not at all where the cache has its reply. Raises JudgeFailure where it gives
-    none, after the retries of the recipe; InputError where the environment variable of the key is not set.
-    """
-
-    def ask() -> str:
-        text = _asked(server, prompt, form)
-        # What cannot be read is raised here, and so never kept.
-        _read(text, server, form)
-        return text
-
-    if server.cache is None:
-        return _read(ask(), server, form)
-    key = question_key(server.url, server.model, prompt, _TEMPERATURE, [*form.identity, server.structured])
-    return _read(judge_cache(server.cache).reply(key, ask), server, form)
-
-
-def prepare_judge(server: JudgeServerRecipe) -> None:
-    """InputError where the judge cannot be asked: no package, no key, or a cache that cannot be written."""
-    judge_client(server)
-    if server.cache is not None:
-        judge_cache(server.cache)
-
-
-def judge_client(server: JudgeServerRecipe) -> Any:
-    """The client of the judge's server, as `chat_client` makes it."""
-    how = (server.url, server.timeout, server.retries, server.api_key_variable, server.requests_per_minute)
-    return chat_client("environment.judge", *how)
-
-
-def judge_prompt(recipe: JudgeRecipe, messages: Sequence[Message], answer: str) -> Prompt:
-    """The two chat messages to the judge: the task, and the framed texts. The same input gives the same prompt."""
-    texts = [*((message["role"], message["content"]) for message in messages), ("answer", answer)]
-    return points_prompt(_CONVERSATION, recipe.rubric, recipe.scale, texts)
-
-
-def points_prompt(what: str, rubric: str, scale: int, texts: Sequence[tuple[str, str]]) -> Prompt:
-    """A prompt for `verdict`: see `framed_prompt`."""
-    return framed_prompt(what, rubric, PointsReply(0, scale).asked, texts)
-
-
-def _asked(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> str:
-    """The whole text of the judge's reply."""
-    extra = {"response_format": reply_schema(form)} if server.structured else None
-    client, limit = judge_client(server), server.max_tokens
-    try:
-        written = complete(
-            "judge", client, server.model, prompt, temperature=_TEMPERATURE, max_tokens=limit, extra=extra
-        )
-    except ChatRequestError as error:
-        raise JudgeFailure(str(error)) from error
-    if not written.finished or not written.text:
-        how = "sent an empty reply" if written.finished else "broke off its reply"
-        raise JudgeFailure(f"{_where(server)} {how}: {shortened(written.text)}", unreadable=True)
-    return written.text
-
-
-def _read(text: str, server: JudgeServerRecipe, form: ReplyForm) -> Judged:
-    try:
-        return read_reply(text, form)
-    except ValueError as error:
-        raise JudgeFailure(f"{_where(server)} {error}", unreadable=True) from error
-
-
-def _where(server: JudgeServerRecipe) -> str:
-    return f"judge {server.model} at {server.url}"

@@ -1,4 +1,4 @@
-"""What an environment is: the state machine of one task. It knows no tokens and no models."""
+"""The environment protocol: the state machine of one task. It uses neither tokens nor models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from posttrain.errors import InputError
-from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.factory import Factory
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
 
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`."""
@@ -14,123 +15,134 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy sees first: the messages before its first answer."""
+    """The messages that the policy sees before its first action."""
 
     messages: list[Message]
     state: str | None = None
-    """A name of the state, the same for two episodes of one task exactly where they stand in the same state; for
-    credit that compares answers given in one state (`gigpo`). None: the observation's tokens tell states apart."""
+    """A name of the state. Two episodes of one task have the same name exactly when they are in the same state, for
+    credit that compares actions taken in one state (`gigpo`). None: states are compared by their observation tokens."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one action led to.
-
-    `messages` are shown to the policy if the episode goes on. `terminated` means the task ended by its own rules,
-    `truncated` that a limit cut it off. `info["success"]` (bool) is set on the last step; `info["rejected"]` (text)
-    says why an answer was not understood. `state` names the state that it led to, as that of `Observation` does.
-    """
+    """The result of one action."""
 
     messages: list[Message]
+    """Messages shown to the policy if the episode continues."""
     reward: float
     terminated: bool
+    """The task ended by its own rules."""
     truncated: bool
+    """A limit ended the episode."""
     info: dict[str, Any] = field(default_factory=dict)
+    """The last step has `info["success"]` (bool). `info["rejected"]` (text) is the reason why an action was invalid."""
     state: str | None = None
-    fresh: bool = False
-    """`messages` begin a new conversation: the policy sees nothing of what came before."""
+    """The name of the new state, as in `Observation`."""
+    new_conversation: bool = False
+    """`messages` start a new conversation, in which the policy sees nothing of the earlier one."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Success of a reference player on given seeds.
-
-    `success` is the mean success in [0, 1]; `n` the number of seeds; `interval` the 95% interval over seeds, or
-    None when the value is exact for those seeds. `mean_return` is the mean undiscounted return. `scores` are what an
-    environment reports besides, by name: mean and its 95% interval.
-    """
+    """The success of a baseline policy on given seeds."""
 
     success: float
+    """Mean success in [0, 1]."""
     mean_return: float
+    """Mean undiscounted return."""
     n: int
+    """Number of seeds."""
     interval: tuple[float, float] | None = None
+    """95% interval of the success; None where the value is exact for these seeds."""
     scores: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Further scores by name: the mean and its 95% interval."""
 
 
 class Environment(ABC):
-    """One task attempt. A fresh instance plays each episode.
+    """One attempt at a task. Each episode gets a new instance.
 
-    Subclasses nest a `Recipe` class (keys of `environment:` in a recipe) and implement `reset` and `step`; `expert`
-    and `baselines` where they can be computed.
+    A subclass nests a `Recipe` class (the keys of `environment:` in a recipe) and implements `reset` and `step`. The other
+    methods are optional.
     """
 
     Recipe: ClassVar[type[EnvironmentRecipe]]
     self_contained: ClassVar[bool] = True
-    """Its defaults are a whole task; otherwise a recipe has to name data."""
-    players: ClassVar[tuple[str, ...]] = ()
-    """Names of further players without a model that `baselines` measures, in the order in which tables show them."""
-    waits: ClassVar[bool] = False
-    """Its methods wait for another process, so they are called in threads."""
+    """The default recipe is a complete task. False where a recipe has to name data."""
+    scripted_baselines: ClassVar[tuple[str, ...]] = ()
+    """Names of the scripted policies that `baselines` measures besides random and optimal, in the order of tables."""
+    blocking: ClassVar[bool] = False
+    """The methods wait for another process, so they are called in threads."""
     primer: str = ""
-    """Text put in the policy's mouth at the start of each answer; `step` gets it in front of what was sampled."""
+    """Text that starts every answer of the policy. `step` gets it in front of the sampled text."""
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         self.recipe: Any = recipe
 
     @abstractmethod
     def reset(self, seed: int) -> Observation:
-        """Start the task that `seed` determines. The same seed gives the same task and the same chance events."""
+        """Start the task of `seed`. The same seed gives the same task and the same chance events."""
 
     @abstractmethod
     def step(self, action: str) -> Step:
-        """Play the policy's answer `action` (text, as sampled). Raises RuntimeError after the last step."""
+        """Apply an action: the text of the policy's answer, as sampled. RuntimeError after the last step."""
 
     @classmethod
     def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
-        """What the user should know of the tasks of these seeds before a run; InputError where a seed has no task."""
+        """Return warnings about the tasks of these seeds before a run; InputError where a seed has no task."""
         return []
 
     @classmethod
-    def pays(cls, recipe: EnvironmentRecipe) -> bool:
-        """Whether the environment itself scores answers; otherwise a reward model has to."""
+    def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
+        """Whether the environment computes rewards. Otherwise a recipe needs a reward model."""
         return True
 
     @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
-        """What to call the task of `seed` in messages."""
+        """Return the name of the task of `seed` for messages."""
         return f"environment seed {seed}"
 
     def expert(self) -> str:
-        """The answer text of an optimal policy in the current state; NotImplementedError where none is known."""
+        """Return an optimal action in the current state; NotImplementedError where none is known."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")
 
     def random_answer(self, draw: float) -> str:
-        """A well-formed answer with a uniformly random action, chosen by `draw` in [0, 1)."""
-        raise NotImplementedError(f"{type(self).__name__} has no random player")
+        """Return a valid action, uniformly random, selected by `draw` in [0, 1)."""
+        raise NotImplementedError(f"{type(self).__name__} has no random policy")
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """`{"random": ..., "optimal": ...}` and the `players` on these seeds, as far as they can be computed."""
+        """Return `random`, `optimal` and the `scripted_baselines` on these seeds, where they can be computed."""
         return {}
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """Prove without a model that a reference solution earns full reward and a wrong answer does not.
+        """Check without a model that a reference solution earns full reward and that a wrong answer does not.
 
-        Raises AssertionError that names the seed and what went wrong.
+        Raises:
+            AssertionError: a check failed. The message names the seed.
         """
-        raise NotImplementedError(f"{cls.__name__} does not validate itself")
+        raise NotImplementedError(f"{cls.__name__} does not implement validate")
 
 
-def require_rows(what: str, count: int, training: range, held_out: Sequence[range]) -> None:
-    """InputError naming the key where seeds go beyond the `count` rows of `what`, the key that names their file.
+@Factory
+def open_environment(recipe: EnvironmentRecipe) -> Environment:
+    """Return a new environment of the recipe's type, for one episode."""
+    return environment_class(recipe.type)(recipe)
 
-    `held_out`: the seeds of the curve and, last, those of the final table.
+
+def require_rows(key: str, count: int, training: range, held_out: Sequence[range]) -> None:
+    """Check that all seeds are rows of a file: InputError that names the key of the seeds.
+
+    Args:
+        key: the recipe key of the file.
+        count: number of usable rows. Seeds 0 to `count - 1` are valid.
+        training: training seeds.
+        held_out: the seeds of the learning curve first, those of the final evaluation last.
     """
     keys = ("seeds", "evaluation.seeds", "evaluation.final_seeds")
-    for key, seeds in zip(keys, (training, held_out[0], held_out[-1]), strict=True):
+    for seeds_key, seeds in zip(keys, (training, held_out[0], held_out[-1]), strict=True):
         if seeds.stop > count:
             raise InputError(
-                f"{key} go to {seeds.stop - 1}, but {what} has {count} usable rows (0 to {count - 1}), and a seed is a "
-                f"row; set `{key}.start` and `{key}.count`"
+                f"{seeds_key}: the last seed is {seeds.stop - 1}, but {key} has {count} usable rows, and a seed is a row "
+                f"(0 to {count - 1}); set `{seeds_key}.start` and `{seeds_key}.count`"
             )

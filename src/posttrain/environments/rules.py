@@ -1,7 +1,8 @@
-"""Rules that score an answer with the row it belongs to, and where rules are found.
+"""Rules: functions that score an answer, given its row.
 
-A rule is `function(answer, row) -> float`, or gives a mapping of names to numbers, one of them `score`, of which the
-others are only reported. It raises where it cannot tell; the episode then fails instead of being paid nothing.
+A rule is `function(answer, row) -> float`. It may return a mapping of names to numbers instead: `score` is the score and
+the other numbers are only reported. A rule raises where it cannot score an answer; the episode then fails, which is not
+a score of 0.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from posttrain.errors import InputError
 Rule = Callable[[str, dict[str, Any]], float | Mapping[str, float]]
 
 SCORE = "score"
-"""The name of what pays, among the numbers of a rule."""
+"""The name of the score among the numbers of a rule."""
 
 _MARKER = re.compile(r"####|^[ \t]*A:", re.MULTILINE)
 _NUMBER = re.compile(
@@ -35,64 +36,70 @@ _NUMBER = re.compile(
 
 
 def exact(answer: str, row: dict[str, Any]) -> float:
-    """1 where the answer is `row["label"]`, white space at both ends aside; else 0."""
+    """Return 1 if the answer equals `row["label"]`, ignoring surrounding white space; else 0."""
     return float(answer.strip() == _label(row))
 
 
 def contains(answer: str, row: dict[str, Any]) -> float:
-    """1 where `row["label"]` stands somewhere in the answer, spelt alike; else 0. A long answer may hold many."""
+    """Return 1 if the answer contains `row["label"]`, case-sensitive; else 0. Long answers can contain many labels."""
     return float(_label(row) in answer)
 
 
 def final_number(answer: str, row: dict[str, Any]) -> float:
-    """1 where the answer ends in the number that the reference ends in, as GSM8K is scored; else 0.
+    """Return 1 if the last number of the answer equals that of the reference, as GSM8K is scored; else 0.
 
-    The reference is the first of `row["answer"]`, `row["completion"]` and `row["label"]` that the row has. Numbers
-    are compared by value: 1,234.50 is 1234.5, and currency signs do not count.
+    The reference is the first of `row["answer"]`, `row["completion"]` and `row["label"]` that the row has. Numbers are
+    compared by value: 1,234.50 equals 1234.5, and currency signs are ignored. ValueError without a reference number.
     """
     for name in ("answer", "completion", "label"):
         if row.get(name) is not None:
-            wanted = last_number(str(row[name]))
-            if wanted is None:
+            expected = last_number(str(row[name]))
+            if expected is None:
                 raise ValueError(f"final_number finds no number in the row's {name!r}: {str(row[name])[:80]!r}")
-            return float(last_number(answer) == wanted)
+            return float(last_number(answer) == expected)
     raise ValueError("final_number needs a row with `answer`, `completion` or `label`")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that `text` concludes with, None where there is none.
+    """Return the final number of `text`; None where there is none.
 
-    After the last `####`, or `A:` at the start of a line, it is the last number of the first line that is not empty;
-    without such a marker the last number of the text.
+    After the last `####`, or `A:` at the start of a line, this is the last number of the first non-empty line. Without
+    such a marker it is the last number of the text.
     """
     markers = list(_MARKER.finditer(text))
     if markers:
         lines = text[markers[-1].end() :].strip().splitlines()
         text = lines[0] if lines else ""
-    found = list(_NUMBER.finditer(text))
-    if not found:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return None
-    number = found[-1]
+    number = numbers[-1]
     size = Decimal(number["digits"].replace(",", "") + (number["power"] or ""))
     return -size if number["sign"] in ("-", "−") or number["late"] else size
 
 
-def load_rule(where: str) -> Rule:
-    """The function that `where` names, `module:function` or `path/to/file.py:function`; InputError if there is none."""
-    place, _, name = where.rpartition(":")
+def load_rule(path: str) -> Rule:
+    """Return the function at `module:function` or `path/to/file.py:function`; InputError if there is none."""
+    module_path, _, name = path.rpartition(":")
     try:
-        module = _module_of_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _import_file(Path(module_path).resolve())
+            if module_path.endswith(".py")
+            else importlib.import_module(module_path)
+        )
     except Exception as error:
-        raise InputError(f"environment.rule: {place} cannot be imported ({type(error).__name__}: {error})") from error
+        raise InputError(
+            f"environment.rule: {module_path} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"environment.rule: {place} has no function {name!r}; write `module:function`")
+        raise InputError(f"environment.rule: {module_path} has no function {name!r}; write `module:function`")
     return function
 
 
 @lru_cache(maxsize=32)
-def _module_of_file(path: Path) -> ModuleType:
-    # The whole path names the module, so that two files of one name are two modules.
+def _import_file(path: Path) -> ModuleType:
+    # The name is derived from the whole path, so that two files of the same name are two modules.
     name = f"posttrain_rule_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Sokoban rooms: their rules, and random ones that can be solved because they were played backwards."""
+"""Sokoban rooms: the rules, random rooms with a solution, and solvers."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _BRUSHES = (
 
 @dataclass(frozen=True)
 class Room:
-    """Walls and targets. `floor` are the cells that are not wall, targets included."""
+    """A room. `floor` are the cells that are not wall, targets included."""
 
     rows: int
     columns: int
@@ -35,11 +35,11 @@ class Room:
     targets: frozenset[int]
 
     def directions(self) -> tuple[int, int, int, int]:
-        """What to add to a cell to go Up, Down, Left, Right. Walls all around keep that inside the room."""
+        """Return the cell offsets of Up, Down, Left, Right. The surrounding wall keeps results inside the room."""
         return -self.columns, self.columns, -1, 1
 
     def move(self, state: State, direction: int) -> State:
-        """The state after a step in `direction`; a push where a box is in the way, nothing where it cannot move."""
+        """Return the state after a move in `direction`: a walk, a push, or no change where the way is blocked."""
         player, boxes = state
         ahead = player + direction
         if ahead not in self.floor:
@@ -52,7 +52,7 @@ class Room:
         return ahead, (boxes - {ahead}) | {beyond}
 
     def solved(self, state: State) -> bool:
-        """All boxes are on targets."""
+        """Whether all boxes are on targets."""
         return state[1] == self.targets
 
 
@@ -60,11 +60,11 @@ class Room:
 def room_of(
     seed: int, rows: int, columns: int, num_boxes: int, search_depth: int, player_moves: int
 ) -> tuple[Room, State]:
-    """The room of `seed` and its start, which can be solved in `search_depth` moves and those that undo `player_moves`.
+    """Return the room of `seed` and its start, which has a solution of `search_depth` moves after undoing `player_moves`.
 
-    A random walk carves the floor; targets are drawn on it; all states from which the room is solved in at most
-    `search_depth` moves are found by playing backwards; the start is one of those that have the boxes farthest from
-    the targets, and among them nearest to a solution. RuntimeError where no room of these sizes is found.
+    A random walk carves the floor, and targets are drawn on it. Playing backwards gives all states with a solution of
+    at most `search_depth` moves. The start is drawn from the states whose boxes are farthest from the targets and, among
+    these, nearest to the solution. RuntimeError where no room of these sizes is found.
     """
     for attempt in range(_ATTEMPTS):
         draw = random_stream("sokoban", seed, "room", attempt)
@@ -83,9 +83,9 @@ def room_of(
 
 
 def solutions_backwards(room: Room, depth: int) -> dict[State, int]:
-    """The fewest moves that solve the room, for every state where that is at most `depth`, nearest first.
+    """Return state -> minimum number of moves to a solution, for all states with at most `depth`, in increasing order.
 
-    The search stops after 100,000 states: rooms that large are explored only near their solutions.
+    The search stops after 100,000 states, so larger rooms are explored only near their solutions.
     """
     moves: dict[State, int] = {(player, room.targets): 0 for player in sorted(room.floor - room.targets)}
     edge = list(moves)
@@ -104,7 +104,7 @@ def solutions_backwards(room: Room, depth: int) -> dict[State, int]:
 
 
 def _before(room: Room, state: State, direction: int) -> list[State]:
-    """The states from which a step in `direction` leads to `state`: by a walk, and by a push."""
+    """Return the states from which a move in `direction` leads to `state`: by a walk, and by a push."""
     player, boxes = state
     behind = player - direction
     if behind not in room.floor or behind in boxes:
@@ -150,7 +150,7 @@ def _carve(draw: np.random.Generator, rows: int, columns: int) -> frozenset[int]
 
 
 def _wander(draw: np.random.Generator, room: Room, state: State, moves: int) -> State:
-    """Walk the player about without touching a box, so that every step can be taken back."""
+    """Move the player at random without pushing a box, so that every move can be undone."""
     for _ in range(moves):
         player, boxes = state
         free = [player + d for d in room.directions() if player + d in room.floor and player + d not in boxes]
@@ -164,37 +164,37 @@ _MAX_SOLVER_STATES = 300_000
 
 @lru_cache(maxsize=16384)
 def shortest_solution(room: Room, start: State) -> tuple[int, ...] | None:
-    """Numbers of the directions that solve the room in the fewest moves; None where nothing does.
+    """Return the indices of the directions of a shortest solution; None where there is no solution.
 
-    Breadth-first over (player, boxes), leaving out boxes on cells from which no target can be reached.
-    NotImplementedError where that takes more than 300,000 states.
+    Breadth-first search over (player, boxes) that skips states with a box on a cell from which it cannot reach a target.
+    NotImplementedError where the search exceeds 300,000 states.
     """
     live = _live_cells(room)
-    came: dict[State, tuple[State, int] | None] = {start: None}
+    parents: dict[State, tuple[State, int] | None] = {start: None}
     edge = [start]
     while edge:
         following: list[State] = []
         for state in edge:
             if room.solved(state):
-                return _way_to(state, came)
+                return _moves_to(state, parents)
             for number, direction in enumerate(room.directions()):
                 reached = room.move(state, direction)
-                if reached not in came and (reached[1] == state[1] or reached[1] <= live):
-                    came[reached] = (state, number)
+                if reached not in parents and (reached[1] == state[1] or reached[1] <= live):
+                    parents[reached] = (state, number)
                     following.append(reached)
         edge = following
-        if len(came) > _MAX_SOLVER_STATES:
-            raise NotImplementedError("this room has too many states to search for its shortest solution")
+        if len(parents) > _MAX_SOLVER_STATES:
+            raise NotImplementedError("the room has too many states to search for its shortest solution")
     return None
 
 
 def random_player(
     room: Room, start: State, moves: int, reward: Callable[[State, State], float], most_states: int
 ) -> tuple[float, float] | None:
-    """Probability that `moves` uniformly random moves solve the room, and their expected return.
+    """Return the probability that `moves` uniformly random moves solve the room, and their expected return.
 
-    Exact: the distribution over states is carried forward move by move. `reward(before, after)` is what a move pays.
-    None where more than `most_states` states are held at once.
+    Exact: the distribution over states is propagated move by move. `reward(before, after)` is the reward of a move.
+    None where the distribution has more than `most_states` states.
     """
     states: dict[State, float] = {start: 1.0}
     solved = expected = 0.0
@@ -216,7 +216,7 @@ def random_player(
 
 @lru_cache(maxsize=4096)
 def _live_cells(room: Room) -> frozenset[int]:
-    """Cells from which a lone box can be pushed to some target."""
+    """Return the cells from which a single box can be pushed to some target."""
     live, edge = set(room.targets), list(room.targets)
     while edge:
         box = edge.pop()
@@ -228,9 +228,9 @@ def _live_cells(room: Room) -> frozenset[int]:
     return frozenset(live)
 
 
-def _way_to(state: State, came: dict[State, tuple[State, int] | None]) -> tuple[int, ...]:
-    way: list[int] = []
-    while (step := came[state]) is not None:
+def _moves_to(state: State, parents: dict[State, tuple[State, int] | None]) -> tuple[int, ...]:
+    moves: list[int] = []
+    while (step := parents[state]) is not None:
         state, number = step
-        way.append(number)
-    return tuple(reversed(way))
+        moves.append(number)
+    return tuple(reversed(moves))

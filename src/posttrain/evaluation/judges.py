@@ -14,9 +14,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from posttrain.environments.framing import Prompt, Texts, laid_out_prompt
-from posttrain.environments.judge import JudgeFailure, ask_judge
-from posttrain.environments.judge_replies import ChoiceReply, ClaimsReply, Judged, PointsReply, ReplyForm
+from posttrain.environments.judge import (
+    ChoiceReply,
+    ClaimsReply,
+    JudgeFailure,
+    Judgment,
+    PointsReply,
+    ReplyForm,
+    ask_judge,
+)
+from posttrain.environments.untrusted import Prompt, Texts, template_prompt
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, Predictions, digest_of
 from posttrain.evaluation.results import MetricResult, Results
@@ -123,7 +130,7 @@ def _question(
         fields[name] = texts
     cut = {name: [(who, _cut(text, longest)) for who, text in texts] for name, texts in fields.items()}
     in_part = tuple(name for name, texts in sorted(fields.items()) if any(len(text) > longest for _, text in texts))
-    prompt = laid_out_prompt(task, _instructions(rubric, form), form.asked, rubric.template, cut, request)
+    prompt = template_prompt(task, _instructions(rubric, form), form.instructions, rubric.template, cut, request)
     return Question(prompt, form, in_part)
 
 
@@ -181,7 +188,7 @@ _MIN_FAILURES = 3
 class Reply:
     """The result of one request."""
 
-    judged: Judged | None
+    judged: Judgment | None
     kind: str = ""
     """UNREADABLE, NO_REPLY or NOT_ASKED if there is no verdict."""
     failure: str = ""
@@ -295,7 +302,7 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
     records, samples = [], []
     for row, question in zip(predictions.rows, asked, strict=True):
         reply = next(replies) if isinstance(question, Question) else Reply(None, question, f"the row has {question}")
-        score = None if reply.judged is None else reply.judged.value
+        score = None if reply.judged is None else reply.judged.score
         records.append(
             {
                 **location(row),
@@ -476,14 +483,14 @@ def _record(pair: Pair, asked: list[Question] | str, replies: Sequence[Reply], o
     judged = [reply.judged for reply in replies if reply.judged is not None]
     value = None
     if not outcome.kind:
-        value = (judged[0].value + 1 - judged[1].value) / 2 if questions else 0.5
+        value = (judged[0].score + 1 - judged[1].score) / 2 if questions else 0.5
     return {
         **location(pair[0]),
         "against": pair[1].origin,
         **options.source(),
         "prompt_hashes": [question.digest for question in questions],
         "value": value,
-        "first_shown": [one.value for one in judged] if len(judged) == 2 else None,
+        "first_shown": [one.score for one in judged] if len(judged) == 2 else None,
         "reasons": [one.reason for one in judged],
         "shown_in_part": sorted({name for question in questions for name in question.in_part}),
         **failure(outcome),

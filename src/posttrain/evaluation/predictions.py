@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.messages import Message, Unusable, as_messages, check_conversation, check_text, kind_of
+from posttrain.data.files import read_rows
+from posttrain.data.messages import Message, UnusableRow, as_messages, check_conversation, check_text, kind_of
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
 from posttrain.recipe.data import SourceRecipe
@@ -105,12 +105,12 @@ def read_predictions(path: str, columns: PredictionColumns | None = None) -> Pre
                 continue
             found = _prediction(row, origin, names)
             if prompts.setdefault(found.item, found.prompt) != found.prompt:
-                raise Unusable("id of another prompt", f"`{names.id}` {found.item[:40]} has two prompts")
+                raise UnusableRow("id of another prompt", f"`{names.id}` {found.item[:40]} has two prompts")
             sample = (found.item, str(row.get("sample")))
             if row.get("sample") is not None and sample in samples:
-                raise Unusable("sample twice", f"duplicate sample {row['sample']} of {found.item[:40]}")
+                raise UnusableRow("sample twice", f"duplicate sample {row['sample']} of {found.item[:40]}")
             samples.add(sample)
-        except Unusable as problem:
+        except UnusableRow as problem:
             problems.add_text(str(problem), origin)
             continue
         problems.used += 1
@@ -132,12 +132,12 @@ def _refuse(path: str, problems: Problems) -> None:
 def _prediction(row: dict[str, Any], origin: str, names: PredictionColumns) -> Prediction:
     if names.prediction not in row:
         listed = ", ".join(f"`{name}`" for name in list(row)[:8]) or "none"
-        raise Unusable("missing column", f"needs `{names.prediction}`, has {listed}")
+        raise UnusableRow("missing column", f"needs `{names.prediction}`, has {listed}")
     text = row[names.prediction]
     if text is None:
-        raise Unusable("no prediction", str(row.get("error") or f"`{names.prediction}` is null"))
+        raise UnusableRow("no prediction", str(row.get("error") or f"`{names.prediction}` is null"))
     if not isinstance(text, str):
-        raise Unusable("wrong type", f"`{names.prediction}` is {kind_of(text)}, not text")
+        raise UnusableRow("wrong type", f"`{names.prediction}` is {kind_of(text)}, not text")
     check_text(text, f"`{names.prediction}`")
     prompt = None
     if row.get(names.prompt) is not None:
@@ -155,7 +155,7 @@ def _reference(row: dict[str, Any], names: PredictionColumns) -> str | None:
     if isinstance(reference, int | float) and not isinstance(reference, bool):
         return str(reference)
     if not isinstance(reference, str):
-        raise Unusable("wrong type", f"`{names.reference}` is {kind_of(reference)}, not text")
+        raise UnusableRow("wrong type", f"`{names.reference}` is {kind_of(reference)}, not text")
     check_text(reference, f"`{names.reference}`")
     return reference
 
@@ -163,14 +163,14 @@ def _reference(row: dict[str, Any], names: PredictionColumns) -> str | None:
 def item_of(row: dict[str, Any], prompt: Any, origin: str, names: PredictionColumns) -> str:
     """The item of a row: its id, else its prompt, else its seed, else its position.
 
-    The seed counts only for rows without a prediction; that of a prediction is a sampling seed. Raises `Unusable` for
+    The seed counts only for rows without a prediction; that of a prediction is a sampling seed. Raises `UnusableRow` for
     an id of a wrong type.
     """
     given = row.get(names.id)
     if isinstance(given, str | int) and not isinstance(given, bool):
         return str(given)
     if given is not None:
-        raise Unusable("wrong type", f"`{names.id}` is {kind_of(given)}, not text or a whole number")
+        raise UnusableRow("wrong type", f"`{names.id}` is {kind_of(given)}, not text or a whole number")
     if prompt is not None:
         return digest_of(prompt)
     if names.prediction not in row and row.get("seed") is not None:

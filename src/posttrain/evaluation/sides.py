@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.data.messages import Unusable, as_messages
+from posttrain.data.files import read_rows
+from posttrain.data.messages import UnusableRow, as_messages
 from posttrain.data.problems import Problems
-from posttrain.data.readers import read_rows
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
@@ -160,9 +160,9 @@ def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColu
     for origin, row in listed:
         try:
             if isinstance(row, str):
-                raise Unusable(*row.split(": ", 1))
+                raise UnusableRow(*row.split(": ", 1))
             rows.append((item_of(row, _prompt(row, columns.prompt), origin, columns), row))
-        except Unusable as problem:
+        except UnusableRow as problem:
             problems.add_text(str(problem), origin)
     scored = _numbers(rows, columns)
     if not any(columns.prediction in row for _, row in rows):
@@ -214,7 +214,7 @@ def _prompt(row: dict[str, Any], name: str) -> Any:
     """The prompt as messages, or unchanged if it is not a conversation."""
     try:
         return None if row.get(name) is None else as_messages(row[name], name, "user")
-    except Unusable:
+    except UnusableRow:
         return row[name]
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.errors import InputError
+from posttrain.recipe.catalogue import recipe_names, summary
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.reference import Key, keys_of
@@ -61,6 +62,16 @@ def show_keys(about: str, stage: str, console: Console) -> None:
         hint = f"; the nearest is {close[0]}" if close else ""
         raise InputError(f"stage {stage} has no key {about}{hint}")
     console.print(_table(found))
+
+
+def list_recipes(console: Console) -> None:
+    """Print the name, the stage and the first sentence of every recipe that can be named."""
+    table = Table()
+    for title in ("recipe", "stage", "what it is"):
+        table.add_column(title, overflow="fold")
+    for name, file in recipe_names().items():
+        table.add_row(name, str(read_file(str(file)).values.get("stage", "rl")), summary(file))
+    console.print(table)
 
 
 def show_recipe(path: str, console: Console) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
+from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
@@ -58,6 +59,7 @@ def load_pipeline(source: str, overrides: list[str]) -> PipelineRecipe:
     Raises `InputError` with one sentence per problem; each names the stage.
     """
     changes = read_overrides(overrides)
+    source = str(recipe_file(source))
     given = merge([read_file(source), *(layer for layer in changes if "stages" not in layer.values)])
     _check_file(given, source)
     entries = [given.part("stages", str(at)) for at in range(len(given.values["stages"]))]

@@ -6,7 +6,6 @@ Text is literal: `${...}` is not interpolated. Numbers such as `1e-6` are number
 import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.errors import InputError
+from posttrain.recipe.catalogue import recipe_file
 
 KeyPath = tuple[str, ...]
 """A dotted key, split at its dots."""
@@ -71,12 +71,13 @@ class Layer:
 
 
 def read_file(path: str) -> Layer:
-    """The YAML mapping in the file `path`; `InputError` names the file and the line of what is wrong."""
-    file = Path(path)
-    if file.is_dir():
-        raise InputError(f"{path} is a directory; name a recipe file in it")
-    if not file.is_file():
-        raise InputError(f"there is no recipe file {path}; name a YAML file, or write overrides as `key=value`")
+    """The YAML mapping in the file `path`, or in the recipe of that name (see `posttrain.recipe.catalogue`).
+
+    Raises:
+        InputError: the file cannot be read. The message names the file and the line of what is wrong.
+    """
+    file = recipe_file(path)
+    path = str(file)
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

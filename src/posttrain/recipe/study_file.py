@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import Part
+from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
@@ -89,6 +90,7 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
     Raises `InputError` with one sentence per problem, each with the file and line, or the override, of its cause; also
     where the metric is none that is held out, or a limit is of a metric that the stage does not measure.
     """
+    source = str(recipe_file(source))
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
     recipe = _typed(given, source)
     folder = Path(source).parent

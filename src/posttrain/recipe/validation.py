@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +14,62 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_classes
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
+
+RENAMED_KEYS = {
+    "credit.divide": "credit.divide_by_std",
+    "credit.trace_decay": "credit.gae_lambda",
+    "credit.turn_trace_decay": "credit.turn_gae_lambda",
+    "critic.trunk": "critic.backbone",
+    "*data.shuffle_rows": "data.shuffle_buffer",
+    "engine.context": "engine.max_model_len",
+    "engine.hang_seconds": "engine.hang_timeout",
+    "engine.memory_share": "engine.gpu_memory_utilization",
+    "engine.restarts": "engine.max_restarts",
+    "engine.seconds": "engine.timeout",
+    "engine.sequences": "engine.max_num_seqs",
+    "engine.start_seconds": "engine.start_timeout",
+    "engine.token_limit": "engine.token_limit_field",
+    "engine.workers": "engine.max_concurrent",
+    "entropy": "entropy_coefficient",
+    "environment.interpreter.seconds": "environment.interpreter.timeout",
+    "environment.interpreter.tool_seconds": "environment.interpreter.tool_timeout",
+    "environment.judge.seconds": "environment.judge.timeout",
+    "hardware.apart": "hardware.dedicated",
+    "hardware.environments.workers": "hardware.environments.count",
+    "hardware.hang_seconds": "hardware.hang_timeout",
+    "hardware.reduce": "hardware.gradient_sync",
+    "keep": "keep_columns",
+    "kl.place": "kl.apply_to",
+    "learner.passes": "learner.epochs_per_step",
+    "loss.centring": "loss.center_rewards_coefficient",
+    "loss.normaliser": "loss.aggregation",
+    "objective.within.*.least": "objective.within.METRIC.min",
+    "objective.within.*.most": "objective.within.METRIC.max",
+    "reference_cache": "cache_ref_logprobs",
+    "reward.normalise": "reward.normalize",
+    "rollout.ahead": "rollout.async_rollouts",
+    "rollout.environment_seconds": "rollout.environment_timeout",
+    "rollout.failures.policy": "rollout.failures.action",
+    "rollout.missing_end_penalty": "rollout.missing_eos_penalty",
+    "rollout.overlong": "rollout.overlong_penalty",
+    "rollout.stale": "rollout.max_staleness",
+    "rollout.stale_after": "rollout.max_staleness",
+    "supervised": "nll_coefficient",
+    "unit_credit.normaliser": "unit_credit.normalizer",
+    "units.entropy": "units.entropy_coefficient",
+}
+"""Dotted key of earlier versions, in which `*` stands for any text -> the key that has its place now."""
+
+RENAMED_VALUES = {
+    ("*data.overlong", "cut"): "truncate",
+    ("critic.backbone", "own"): "separate",
+    ("hardware.gradient_sync", "each"): "per_forward",
+    ("hardware.gradient_sync", "once"): "per_update",
+    ("loss.aggregation", "sequence"): "sequence_mean",
+    ("loss.aggregation", "token"): "token_mean",
+    ("unit_credit.type", "seed_compat"): "drca_published",
+}
+"""Dotted key and its value in earlier versions -> the value now."""
 
 
 def validation_errors(
@@ -51,7 +108,8 @@ def _sentence(
         choices = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         tag = _value(given.values, (*path, "type"))
         where = given.origin((*path, "type"))
-        return f"{where}: {dotted}.type is {_show(tag)}{nearest_type(str(tag), choices)}; it must be {either(choices)}"
+        hint = _renamed_value(f"{dotted}.type", tag) or nearest_type(str(tag), choices)
+        return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(choices)}"
     info = _field(path[len(prefix) :], part, _value(given.values, prefix))
     words = allowed(info) if info is not None else problem["msg"]
     if problem["type"] == "missing":
@@ -61,11 +119,14 @@ def _sentence(
         words = f"a section with keys such as {', '.join(list(sections[0].model_fields)[:4])}" if sections else words
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
         words = f"{words}, in quotes"
-    return f"{start}{dotted} is {_show(value)}; it must be {words}"
+    return f"{start}{dotted} is {_show(value)}{_renamed_value(dotted, value)}; it must be {words}"
 
 
 def _remedy(path: KeyPath, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath) -> str:
     section, name = path[:-1], path[-1]
+    dotted = ".".join(path)
+    if renamed := next((new for old, new in RENAMED_KEYS.items() if fnmatchcase(dotted, old)), None):
+        return f"the nearest is {renamed}"
     other = _other_types(path, part, given, prefix)
     if other:
         kind = _value(given.values, (*section, "type"))
@@ -92,6 +153,13 @@ def _remedy(path: KeyPath, part: type[Part], given: Layer, stage: type[Part], pr
     if close := difflib.get_close_matches(name, leaves, 1, 0.7):
         return f"the nearest is {leaves[close[0]]}"
     return f"{'the keys of ' + '.'.join(section) if section else 'the sections and keys'} are {', '.join(siblings)}"
+
+
+def _renamed_value(dotted: str, value: Any) -> str:
+    """A hint at the present name of a value of earlier versions; empty for all others."""
+    names = (new for (key, old), new in RENAMED_VALUES.items() if old == value and fnmatchcase(dotted, key))
+    new = next(names, None)
+    return f" (did you mean {new}?)" if new else ""
 
 
 def _other_types(path: KeyPath, part: type[Part], given: Layer, prefix: KeyPath) -> list[str]:

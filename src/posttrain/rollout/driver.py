@@ -14,8 +14,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.opening import open_environment
-from posttrain.environments.protocol import Environment, Message
+from posttrain.environments.protocol import Environment, Message, open_environment
 from posttrain.episode import Episode, Outcome, Stream, Turn
 from posttrain.errors import InputError, WorkersLost
 from posttrain.recipe.components import EnvironmentRecipe
@@ -72,7 +71,9 @@ class Transcript(Protocol):
         """Pay the last turn."""
         ...
 
-    def observe(self, messages: Sequence[dict[str, Any]], state: str | None = None, fresh: bool = False) -> None:
+    def observe(
+        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
+    ) -> None:
         """What the environment says next; the other arguments are those of its `Step`."""
         ...
 
@@ -158,7 +159,7 @@ class EpisodeWorker(ABC, Generic[D]):
                 return Outcome.TERMINATED
             if step.truncated:
                 return Outcome.TRUNCATED
-            transcript.observe(step.messages, step.state, step.fresh)
+            transcript.observe(step.messages, step.state, step.new_conversation)
 
     async def _call(self, environment: Environment, function: Callable[[], T]) -> T:
         """Call the environment, in a thread where the recipe sets a time-out or it waits for others.
@@ -167,7 +168,7 @@ class EpisodeWorker(ABC, Generic[D]):
         """
         seconds = self.rollout.environment_timeout
         try:
-            if seconds is None and not environment.waits:
+            if seconds is None and not environment.blocking:
                 return function()
             return await asyncio.wait_for(asyncio.to_thread(function), seconds)
         except (InputError, WorkersLost):

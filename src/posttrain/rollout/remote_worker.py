@@ -53,9 +53,11 @@ class TextTranscript:
         turn = self.turns[-1]
         turn.reward, turn.info = reward, turn.info | info
 
-    def observe(self, messages: Sequence[dict[str, Any]], state: str | None = None, fresh: bool = False) -> None:
+    def observe(
+        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
+    ) -> None:
         self._state = state
-        if fresh:
+        if new_conversation:
             self._first = len(self.messages)
         self.messages.extend(messages)
 

@@ -59,17 +59,17 @@ class TokenTranscript:
         turn.info = info
         self._streams[turn.stream].rewards[turn.stop - 1] += reward
 
-    def observe(self, messages: Sequence[Message], state: str | None = None, fresh: bool = False) -> None:
+    def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
         """Append what the environment says next and the start of the policy's next answer, given in `state`.
 
-        `fresh`: what it says begins a conversation of its own, and a stream.
+        `new_conversation`: the messages start a conversation and a stream of their own.
         """
         self._state = state
         answer = self.messages[-1]["content"]
-        if fresh:
+        if new_conversation:
             self._first = len(self.messages)
         self.messages.extend(messages)
-        if fresh or self.renderer.must_split(answer):
+        if new_conversation or self.renderer.must_split(answer):
             self._streams.append(_Growing())
             self._streams[-1].append(self.renderer.prompt(self.messages[self._first :], self.primer))
         else:

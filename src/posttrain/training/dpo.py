@@ -1,4 +1,4 @@
-"""Preference optimisation: DPO and its relatives on pairs, KTO on judged answers."""
+"""Preference optimization: DPO and its variants on pairs, KTO on unpaired answers."""
 
 import hashlib
 import json
@@ -24,18 +24,18 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.objectives import PairObjective, VerdictObjective, logprobs, token_forward
+from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Trainer
 from posttrain.training.updater import Updater
 
 
-class References:
-    """Gives samples their `reference`. The policy at its start is the reference model."""
+class ReferenceLogprobs:
+    """Sets `ref_logprobs` of samples, with the initial policy as the reference model and a cache on disk."""
 
     def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores]) -> None:
-        """Take it before the policy's weights change, or are restored."""
+        """Construct it before the policy's weights change or are restored from a checkpoint."""
         self.policy = policy
         self.learner = learner
         self._known: dict[bytes, np.ndarray] = {}
@@ -45,35 +45,35 @@ class References:
             self._directory = Path(recipe.data.cache).parent if recipe.data.cache else home
             self._model = _digest_of(policy)
 
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Compute the log-probabilities of `samples` that are not known, or read them from the disk.
+    def precompute(self, samples: Sequence[Sample]) -> None:
+        """Compute the log-probabilities of `samples`, or read them from the cache.
 
-        The policy must still be as it started: it is its own reference then, so no copy of its weights is needed.
+        The policy must have its initial weights. It is then its own reference, so no copy of the weights is needed.
         """
-        assert self.policy.version == 0, "the policy has learned something already"
+        assert self.policy.version == 0, "the policy was already trained"
         names = [_name(sample.stream) for sample in samples]
         missing = sorted({name for name in names if name not in self._known})
         if not missing:
             return
         file = self._file(missing)
-        if file is not None and self._found(file, samples, names):
+        if file is not None and self._load(file, samples, names):
             return
-        left = {name: sample for name, sample in zip(names, samples, strict=True) if name not in self._known}
-        found = logprobs(self.learner, [_alone(sample) for sample in left.values()])
-        self._known |= dict(zip(left, found, strict=True))
+        unknown = {name: sample for name, sample in zip(names, samples, strict=True) if name not in self._known}
+        computed = logprobs(self.learner, [_unpaired(sample) for sample in unknown.values()])
+        self._known |= dict(zip(unknown, computed, strict=True))
         if file is not None and current().is_rank0:
             self._write(file, missing)
 
-    def give(self, samples: Sequence[Sample]) -> None:
-        """Set `reference` of each sample, computing what `prepare` has not seen."""
+    def assign(self, samples: Sequence[Sample]) -> None:
+        """Set `ref_logprobs` of each sample, computing those that `precompute` has not."""
         names = [_name(sample.stream) for sample in samples]
-        unknown = [_alone(s) for s, name in zip(samples, names, strict=True) if name not in self._known]
+        unknown = [_unpaired(s) for s, name in zip(samples, names, strict=True) if name not in self._known]
         if unknown:
             with self.policy.as_reference():
-                found = logprobs(self.learner, unknown)
-            once = dict(zip([_name(s.stream) for s in unknown], found, strict=True))
+                computed = logprobs(self.learner, unknown)
+            temporary = dict(zip([_name(s.stream) for s in unknown], computed, strict=True))
         for sample, name in zip(samples, names, strict=True):
-            sample.ref_logprobs = self._known[name] if name in self._known else once[name]
+            sample.ref_logprobs = self._known[name] if name in self._known else temporary[name]
 
     def _file(self, names: Sequence[bytes]) -> Path | None:
         if self._directory is None:
@@ -81,8 +81,8 @@ class References:
         rows = hashlib.blake2b(b"".join(names), digest_size=16).hexdigest()
         return self._directory / "references" / f"{self._model}.{rows}.npz"
 
-    def _found(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
-        """Whether the file had what was missing, for all processes: the first one reads it."""
+    def _load(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
+        """Read the missing values on rank 0 and broadcast them; returns whether the file had them."""
         before = set(self._known)
         if not current().on_rank0(lambda: self._read(file, samples, names)):
             return False
@@ -91,34 +91,34 @@ class References:
         return True
 
     def _read(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
-        """Whether the file had what was missing."""
+        """Read the missing values; returns whether the file had them."""
         lengths = {name: s.sampled_tokens for name, s in zip(names, samples, strict=True)}
-        wanted = sorted({name for name in names if name not in self._known})
+        missing = sorted({name for name in names if name not in self._known})
         try:
             with np.load(file) as stored:
                 values = stored["logprobs"]
-            ends = np.cumsum([lengths[name] for name in wanted])
+            ends = np.cumsum([lengths[name] for name in missing])
             if values.shape != (ends[-1],) or values.dtype != np.float32:
                 return False
-        except Exception:  # damage has no one type: zip and npy each have theirs
+        except Exception:  # damaged files raise errors of zip and npy
             return False
-        self._known |= dict(zip(wanted, np.split(values, ends[:-1]), strict=True))
+        self._known |= dict(zip(missing, np.split(values, ends[:-1]), strict=True))
         return True
 
     def _write(self, file: Path, names: Sequence[bytes]) -> None:
-        """Keep them; a cache that cannot be written is no reason to stop."""
-        aside = file.with_name(f"{file.stem}.{os.getpid()}.partial.npz")
+        """Write the values to the cache. Write errors are ignored."""
+        temporary = file.with_name(f"{file.stem}.{os.getpid()}.partial.npz")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(aside, logprobs=np.concatenate([self._known[name] for name in names]))
-            aside.replace(file)
+            np.savez(temporary, logprobs=np.concatenate([self._known[name] for name in names]))
+            temporary.replace(file)
         except OSError:
             with suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
 
 
-def _alone(sample: Sample) -> Sample:
-    """The sample without its pair, so that it may be packed with any other."""
+def _unpaired(sample: Sample) -> Sample:
+    """Return the sample without its pair, so that it can be packed with any other."""
     return Sample(sample.stream, sample.label, sample.advantages)
 
 
@@ -129,33 +129,33 @@ def _name(stream: Stream) -> bytes:
 
 
 def _digest_of(policy: Policy) -> str:
-    """Of all weights of the policy, bit for bit, and of how they are used."""
+    """Return a digest of the policy's weights and of its configuration."""
     digest = hashlib.blake2b(digest_size=16)
     settings = transformer(policy.model).config.to_dict()
-    # Where the model lies changes nothing.
+    # The path of the model does not matter.
     digest.update(json.dumps({k: v for k, v in settings.items() if k != "_name_or_path"}, default=str).encode())
-    for name, divided in sorted(policy.model.state_dict(keep_vars=True).items()):
-        tensor = full_tensor(divided)
+    for name, sharded in sorted(policy.model.state_dict(keep_vars=True).items()):
+        tensor = full_tensor(sharded)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
-    """Fit the policy to the comparisons; one step is one update on `rows_per_update` rows."""
+    """Train the policy; one step is one update on `rows_per_update` rows."""
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
-    kind = "verdict" if recipe.loss.type == "kto" else "pair"
+    kind = "unpaired" if recipe.loss.type == "kto" else "pair"
     data = load_data(kind, recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)  # type: ignore[arg-type]
     batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     trainer: Trainer[TokenScores] = Trainer(recipe, run, policy, token_forward(policy, recipe.learner), total, total)
-    trainer.messages = [*data.problems.summary(), *renderer.remarks()]
-    references = References(recipe, policy, trainer.learner)
+    trainer.messages = [*data.problems.summary(), *renderer.warnings()]
+    reference = ReferenceLogprobs(recipe, policy, trainer.learner)
     rows = [*data.stored, *data.validation, *data.test]
     if recipe.loss.needs_reference:
-        references.prepare([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
-    objective_for = partial(_objective, recipe, trainer.learner, references)
+        reference.precompute([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
+    objective_for = partial(_objective, recipe, trainer.learner, reference)
     if data.validation or data.test:
         trainer.evaluators.append(PreferenceEvaluator(trainer.learner, recipe, data, objective_for))
     if data.validation:
@@ -164,24 +164,26 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) 
 
 
 def _objective(
-    recipe: DpoRecipe, learner: Updater[TokenScores], references: References, samples: Sequence[Sample]
-) -> PairObjective | VerdictObjective:
-    """What to minimise on these samples, which get their reference log-probabilities where the loss needs them."""
+    recipe: DpoRecipe, learner: Updater[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample]
+) -> PairObjective | UnpairedObjective:
+    """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them."""
     if recipe.loss.needs_reference:
-        references.give(samples)
+        reference.assign(samples)
     if isinstance(recipe.loss, KtoLoss):
-        return VerdictObjective(recipe.loss, _reference_point(learner, references, samples, recipe.data.max_tokens))
+        return UnpairedObjective(recipe.loss, _kl_estimate(learner, reference, samples, recipe.data.max_tokens))
     return PairObjective(recipe.loss, recipe.nll_coefficient)
 
 
-def _reference_point(
-    learner: Updater[TokenScores], references: References, samples: Sequence[Sample], max_tokens: int
+def _kl_estimate(
+    learner: Updater[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample], max_tokens: int
 ) -> torch.Tensor:
-    """KTO's estimate of the KL: each prompt with the next row's answer. Over the whole step, so no micro-batch matters."""
+    """Return KTO's KL estimate from each prompt with the next row's answer, over the whole step, so that it does not
+    depend on the micro-batches.
+    """
     mismatched = [
-        _with_answer_of(one, other, max_tokens) for one, other in zip(samples, [*samples[1:], samples[0]], strict=True)
+        _mismatched(one, other, max_tokens) for one, other in zip(samples, [*samples[1:], samples[0]], strict=True)
     ]
-    references.give(mismatched)
+    reference.assign(mismatched)
     ratios = []
     for sample, scores in zip(mismatched, logprobs(learner, mismatched), strict=True):
         assert sample.ref_logprobs is not None
@@ -189,8 +191,8 @@ def _reference_point(
     return kto_kl(torch.tensor(ratios, dtype=torch.float32))
 
 
-def _with_answer_of(one: Sample, other: Sample, max_tokens: int) -> Sample:
-    """The prompt of `one` and as much of the answer of `other` as fits."""
+def _mismatched(one: Sample, other: Sample, max_tokens: int) -> Sample:
+    """Return the prompt of `one` with the answer of `other`, cut to `max_tokens`."""
     prompt, start = int(np.argmax(one.stream.sampled)), int(np.argmax(other.stream.sampled))
     ids = np.concatenate([one.stream.ids[:prompt], other.stream.ids[start:]])[:max_tokens]
     trained = np.concatenate([np.zeros(prompt, dtype=bool), other.stream.sampled[start:]])[:max_tokens]

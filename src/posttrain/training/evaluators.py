@@ -25,7 +25,7 @@ from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
 from posttrain.training.batches import Sample
-from posttrain.training.objectives import PairObjective, RewardObjective, VerdictObjective, logprobs
+from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
 from posttrain.training.updater import Updater
 
@@ -130,7 +130,7 @@ class EpisodeEvaluator(ABC):
             TRAINED: "trained model",
             EVALUATED: self.evaluated,
         }
-        others = environment_class(self.environment.type).players
+        others = environment_class(self.environment.type).scripted_baselines
         known = [
             player
             for player in ("random", *others, START, TRAINED, EVALUATED, "optimal")
@@ -273,7 +273,7 @@ class PreferenceEvaluator(Generic[Output]):
         learner: Updater[Output],
         recipe: DpoRecipe | RewardRecipe,
         data: DataSet,
-        objective_for: Callable[[Sequence[Sample]], PairObjective | VerdictObjective | RewardObjective],
+        objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
         model: RewardModel | None = None,
         renderer: Renderer | None = None,
     ) -> None:

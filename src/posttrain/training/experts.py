@@ -1,37 +1,54 @@
-"""Supervised samples from an environment's own players, rendered exactly as rollouts render episodes."""
+"""Demonstrations by the expert or the random policy of an environment, as episodes for training and as rows for files.
 
+Rows of a file keep the settings of their environment, so that training can warn where its own environment differs.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.data.files import read_rows
 from posttrain.data.rendering import Renderer
-from posttrain.data.settings import COLUMN, settings_text
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.recipe.stages import SftRecipe
 from posttrain.rollout.transcript import TokenTranscript
 from posttrain.seeds import random_stream
 
+Expert = Literal["optimal", "random"]
+History = Literal["episode", "turn"]
+"""One row per conversation of an episode, or one row per turn."""
+
+SETTINGS_COLUMN = "environment"
+"""The column with the settings of the environment as JSON text, which every file format can store."""
+_MAX_NAMED = 3
+"""Maximum number of settings that a warning names."""
+
 
 def expert_episodes(recipe: SftRecipe, renderer: Renderer) -> list[Episode]:
-    """One episode per seed of `experts.seeds`; its answers count as sampled, with log-probability 0."""
+    """Return one episode per seed of `experts.seeds`. Its answers count as sampled, with log-probability 0.
+
+    Raises:
+        InputError: the environment does not have the policy of `experts.expert`.
+        RunError: an answer does not start with the primer of the environment.
+    """
     seeds = recipe.experts.seeds
-    return [_play(recipe, renderer, seed) for seed in range(seeds.start, seeds.stop)]
+    return [_expert_episode(recipe, renderer, seed) for seed in range(seeds.start, seeds.stop)]
 
 
-def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
+def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
     assert recipe.environment is not None
     environment: Environment = environment_class(recipe.environment.type)(recipe.environment)
     draws = random_stream(recipe.seed, "expert", seed)
-    conversation = TokenTranscript(renderer, environment.reset(seed).messages, environment.primer)
+    transcript = TokenTranscript(renderer, environment.reset(seed).messages, environment.primer)
     while True:
         try:
-            text = (
-                environment.expert()
-                if recipe.experts.expert == "optimal"
-                else environment.random_answer(draws.random())
-            )
+            text = _answer(environment, recipe.experts.expert, draws.random)
         except NotImplementedError as error:
             raise InputError(f"experts.expert: {error}; choose another environment for this stage") from error
         if not text.startswith(environment.primer):
@@ -39,34 +56,34 @@ def _play(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
                 f"the expert of {recipe.environment.type} does not start its answer with {environment.primer!r}"
             )
         ids = renderer.answer(text.removeprefix(environment.primer))
-        answer = conversation.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
+        answer = transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
         step = environment.step(answer)
-        conversation.reward(step.reward, dict(step.info))
+        transcript.reward(step.reward, dict(step.info))
         if step.terminated or step.truncated:
-            outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
             return Episode(
                 seed,
                 seed - recipe.experts.seeds.start,
                 0,
                 0,
-                conversation.streams(),
-                conversation.turns,
-                outcome,
+                transcript.streams(),
+                transcript.turns,
+                Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED,
                 None,
-                conversation.messages,
+                transcript.messages,
             )
-        conversation.observe(step.messages, fresh=step.fresh)
-
-
-History = Literal["episode", "turn"]
+        transcript.observe(step.messages, new_conversation=step.new_conversation)
 
 
 def expert_rows(
-    recipe: EnvironmentRecipe, seeds: SeedRange, expert: Literal["optimal", "random"], history: History, run_seed: int
+    recipe: EnvironmentRecipe, seeds: SeedRange, expert: Expert, history: History, run_seed: int
 ) -> list[dict[str, Any]]:
-    """One row per conversation of an episode (`messages`), or one per turn (`prompt`, `completion`), with the environment, its seed and its settings.
+    """Return the episodes of `seeds` as rows, with the environment, its seed and its settings.
 
-    `InputError` where the environment has no such player, or where the seeds are those that RL evaluates on.
+    With `history="episode"` there is one row per conversation (`messages`), with `"turn"` one per turn (`prompt`,
+    `completion`).
+
+    Raises:
+        InputError: the environment does not have this policy, or the seeds overlap with those of RL's evaluation.
     """
     held_out = EvaluationRecipe()
     for name, other in (("seeds", held_out.seeds), ("final_seeds", held_out.final_seeds)):
@@ -75,19 +92,19 @@ def expert_rows(
     rows = []
     settings = settings_text(recipe)
     for seed in range(seeds.start, seeds.stop):
-        about = {"domain": recipe.type, "seed": seed, COLUMN: settings}
-        for messages in _played(recipe, seed, expert, run_seed):
+        columns = {"domain": recipe.type, "seed": seed, SETTINGS_COLUMN: settings}
+        for messages in _conversations(recipe, seed, expert, run_seed):
             if history == "episode":
-                rows.append({"messages": messages, **about})
+                rows.append({"messages": messages, **columns})
                 continue
-            for place, message in enumerate(messages):
+            for index, message in enumerate(messages):
                 if message["role"] == "assistant":
-                    rows.append({"prompt": messages[:place], "completion": [message], **about})
+                    rows.append({"prompt": messages[:index], "completion": [message], **columns})
     return rows
 
 
-def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) -> list[list[dict[str, Any]]]:
-    """The conversations of an episode; one, unless the environment begins another."""
+def _conversations(recipe: EnvironmentRecipe, seed: int, expert: Expert, run_seed: int) -> list[list[dict[str, Any]]]:
+    """Return the conversations of an episode: one, unless the environment starts new ones."""
     environment: Environment = environment_class(recipe.type)(recipe)
     draws = random_stream(run_seed, "expert", seed)
     try:
@@ -96,15 +113,65 @@ def _played(recipe: EnvironmentRecipe, seed: int, expert: str, run_seed: int) ->
         raise InputError(f"--start and --count: {error}") from error
     while True:
         try:
-            text = environment.expert() if expert == "optimal" else environment.random_answer(draws.random())
+            text = _answer(environment, expert, draws.random)
         except NotImplementedError as error:
             raise InputError(f"{error}; choose another environment or --expert") from error
-        # What is put in the policy's mouth is part of the context, not of what it learns to say.
+        # The primer is context, so training on the row must not count it as part of the answer.
         primer = {"primer": environment.primer} if environment.primer else {}
         conversations[-1].append({"role": "assistant", "content": text, **primer})
         step = environment.step(text)
         if step.terminated or step.truncated:
             return conversations
-        if step.fresh:
+        if step.new_conversation:
             conversations.append([])
         conversations[-1] += step.messages
+
+
+def _answer(environment: Environment, expert: Expert, draw: Callable[[], float]) -> str:
+    """Return the next answer; NotImplementedError where the environment does not have the policy."""
+    return environment.expert() if expert == "optimal" else environment.random_answer(draw())
+
+
+def settings_text(recipe: EnvironmentRecipe) -> str:
+    """Return the keys of the environment with all defaults, for the column `SETTINGS_COLUMN`."""
+    return json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
+
+
+def settings_warnings(recipe: EnvironmentRecipe, sources: Sequence[SourceRecipe]) -> list[str]:
+    """Return a warning per local source whose first row comes from this environment with other settings.
+
+    Rows without the column, rows of another environment and hub data sets are not checked.
+    """
+    current, warnings = _dotted(recipe.model_dump(mode="json")), []
+    for source in sources:
+        stored = _dotted(_stored_settings(source))
+        if stored.get("type") != recipe.type:
+            continue
+        different = [key for key in current if key in stored and stored[key] != current[key]]
+        names = [f"environment.{key} {json.dumps(stored[key])} (here {json.dumps(current[key])})" for key in different]
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        if names:
+            warnings.append(
+                f"the rows of {source.path} were generated with {', '.join(names[:_MAX_NAMED])}{more}, so training and "
+                "evaluation differ; generate the rows again, or set these keys"
+            )
+    return warnings
+
+
+def _stored_settings(source: SourceRecipe) -> dict[str, Any]:
+    if not Path(source.path).expanduser().exists():
+        return {}
+    first = next((row for _, row in read_rows(source) if isinstance(row, dict)), {})
+    try:
+        settings = json.loads(first.get(SETTINGS_COLUMN) or "")
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested sections by dotted key."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves

@@ -1,4 +1,4 @@
-"""The generate stage: every row of a data set is answered, and the answers become a file of predictions."""
+"""The generate stage: completes every prompt of a data set and writes a file of predictions."""
 
 import time
 from collections.abc import Callable
@@ -11,216 +11,233 @@ from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.generate import GenerateRecipe
-from posttrain.rollout.driver import EpisodeRequest, run_episodes
+from posttrain.rollout.driver import run_episodes
 from posttrain.runs import events
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.progress import Progress, duration
-from posttrain.training.completers import Asked, LocalAnswerer, Outage, RemoteAnswerer
+from posttrain.training.completers import (
+    CompletionRequest,
+    LocalCompleter,
+    RemoteCompleter,
+    ServerUnavailable,
+    digest_of,
+    key_of,
+    prediction,
+    read_prompts,
+)
 from posttrain.training.interrupts import Interrupts
-from posttrain.training.questions import digest_of, key_of, prediction, read_questions
 
-_SECONDS = 5.0
-"""Between two lines of progress where there is no terminal."""
+_PROGRESS_SECONDS = 5.0
+"""Interval between lines of progress where the output is not a terminal."""
 
 
 def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite: bool, console: Console) -> None:
-    """Answer what is not answered yet and write `recipe.predictions`, in the order of the data.
+    """Complete the requests without a completion and write `recipe.predictions` in the order of the data.
 
-    Answers are kept in the run directory as they come, so a run that ends in any way goes on with `resume`. Raises
-    RunError at the end if some answers could not be had; those are listed beside the predictions. A file of that name
-    is replaced with `overwrite` only, unless all it holds is answers of this run: it is looked at before the first
-    answer, and again when the last one is there.
+    Completions are appended to a log in the run directory, so an interrupted run continues with `resume`. Failed requests
+    are listed in a file beside the predictions. An existing file of that name is replaced only with `overwrite`, or if
+    all its lines are of this run. This is checked before the first request and again before writing.
+
+    Raises:
+        InputError: the file of predictions exists, or the data is invalid.
+        RunError: some requests failed; all other completions are written.
     """
     if not (resume or overwrite) and recipe.predictions.exists():
         raise InputError(f"{recipe.predictions} exists; replace it with `--overwrite`, or choose another `out`")
-    questions, problems = read_questions(recipe)
-    answerer = RemoteAnswerer(recipe) if recipe.remote is not None else LocalAnswerer(recipe, questions)
-    for line in [*problems.summary(), *answerer.remarks]:
+    rows, problems = read_prompts(recipe)
+    completer = RemoteCompleter(recipe) if recipe.remote is not None else LocalCompleter(recipe, rows)
+    for line in [*problems.summary(), *completer.warnings]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    everything = [(question, sample) for question in questions for sample in range(recipe.samples)]
-    wanted = [(question, sample) for question, sample in everything if question.number not in answerer.left_out]
-    about = {"recipe": _hash(recipe), "data": digest_of(questions)}
-    replaces = recipe.predictions if overwrite else None
-    with AnswerLog(directory.checkpoints / "answers.jsonl", about, replaces) as log, Interrupts():
+    all_requests = [(row, sample) for row in rows for sample in range(recipe.samples)]
+    requests = [(row, sample) for row, sample in all_requests if row.number not in completer.skipped]
+    identity = {"recipe": _hash(recipe), "data": digest_of(rows)}
+    replaced = recipe.predictions if overwrite else None
+    with AnswerLog(directory.checkpoints / "answers.jsonl", identity, replaced) as log, Interrupts():
         if resume:
             log.check_overwritable(recipe.predictions)
-        generation = _Generation(recipe, answerer, log, console)
+        generation = _Generation(recipe, completer, log, console)
         try:
-            generation.play(wanted)
-        except Outage as error:
-            generation.stopped = str(error)
+            generation.complete(requests)
+        except ServerUnavailable as error:
+            generation.stop_reason = str(error)
         except KeyboardInterrupt:
-            console.print(f"{len(log)} of {len(wanted)} answers are kept; {_again(directory)}", soft_wrap=True)
+            console.print(f"{len(log)} of {len(requests)} answers are saved; {_resume(directory)}", soft_wrap=True)
             raise
         if len(log):
-            log.publish(recipe.predictions, [key_of(*asked) for asked in wanted], overwrite)
-        _finish(recipe, directory, everything, generation, console)
+            log.publish(recipe.predictions, [key_of(*request) for request in requests], overwrite)
+        _finish(recipe, directory, all_requests, generation, console)
 
 
 @dataclass
 class _Generation:
-    """The answering itself, and what came of it in this process."""
+    """The completion of requests, and its counts in this process."""
 
     recipe: GenerateRecipe
-    answerer: LocalAnswerer | RemoteAnswerer
+    completer: LocalCompleter | RemoteCompleter
     log: AnswerLog
     console: Console
     failed: dict[Key, str] = field(default_factory=dict)
-    stopped: str | None = None
-    """Why no more was asked, where the server was down."""
+    """Failed requests with their reasons."""
+    stop_reason: str | None = None
+    """Why the requests ended early, where the server is unavailable."""
     answered: int = 0
     tokens: int = 0
-    """Sampled, as far as is known."""
-    differing: int = 0
-    """Answers that were computed anew and came out otherwise than they are kept."""
+    """Sampled tokens, where the engine reports them."""
+    different: int = 0
+    """Repeated completions that differ from those in the log."""
     seconds: float = 0.0
 
-    def play(self, wanted: list[Asked]) -> None:
-        """Answer what is missing of `wanted`."""
-        self._begun = self._told = time.monotonic()
+    def complete(self, requests: list[CompletionRequest]) -> None:
+        """Complete the requests that are not in the log."""
+        self._start = self._last_update = time.monotonic()
         title = f"{self.recipe.name}: answers"
-        with Progress(len(wanted), title, len(self.log), self.console, unit="answer") as progress:
+        with Progress(len(requests), title, len(self.log), self.console, unit="answer") as progress:
             try:
-                for window in self.answerer.windows(wanted, self.log):
-                    run_episodes(self.answerer.player(), _places(self.recipe, window), self._keeping(window, progress))
+                for window in self.completer.windows(requests, self.log):
+                    episodes = [row.episode_request(self.recipe, sample) for row, sample in window]
+                    run_episodes(self.completer.rollout_worker(), episodes, self._on_episode(window, progress))
                     for message in events.drain():
                         progress.message(message)
             finally:
-                self.seconds = time.monotonic() - self._begun
-                self._tell(progress, last=True)
+                self.seconds = time.monotonic() - self._start
+                self._update(progress, force=True)
 
-    def _keeping(self, window: list[Asked], progress: Progress) -> Callable[[int, Episode], None]:
-        """What becomes of an episode that ended."""
+    def _on_episode(self, window: list[CompletionRequest], progress: Progress) -> Callable[[int, Episode], None]:
+        """Return the callback for finished episodes of `window`."""
 
-        def ended(number: int, episode: Episode) -> None:
-            question, sample = window[number]
+        def on_episode(number: int, episode: Episode) -> None:
+            row, sample = window[number]
             if episode.outcome is Outcome.FAILED:
-                self.failed[key_of(question, sample)] = episode.failure or "it failed"
+                self.failed[key_of(row, sample)] = episode.failure or "unknown failure"
             else:
-                self._keep(prediction(self.recipe, question, sample, episode, self.answerer.renderer))
-            self._tell(progress)
+                self._store(prediction(self.recipe, row, sample, episode, self.completer.renderer))
+            self._update(progress)
 
-        return ended
+        return on_episode
 
-    def _keep(self, row: dict[str, Any]) -> None:
+    def _store(self, row: dict[str, Any]) -> None:
         key = row["id"], row["sample"]
         self.tokens += row["tokens"] or 0
         if key in self.log:
-            self.differing += self.log[key]["prediction"] != row["prediction"]
+            self.different += self.log[key]["prediction"] != row["prediction"]
         else:
             self.log.append(key, row)
             self.answered += 1
 
-    def _tell(self, progress: Progress, last: bool = False) -> None:
+    def _update(self, progress: Progress, force: bool = False) -> None:
         now = time.monotonic()
-        if last or self.console.is_terminal or now - self._told >= _SECONDS:
-            self._told = now
-            speed = self.tokens / max(now - self._begun, 1e-9)
+        if force or self.console.is_terminal or now - self._last_update >= _PROGRESS_SECONDS:
+            self._last_update = now
+            speed = self.tokens / max(now - self._start, 1e-9)
             progress.update(len(self.log), {"speed/tokens_per_second": speed} if self.tokens else {})
 
 
 def _finish(
-    recipe: GenerateRecipe, directory: RunDirectory, everything: list[Asked], generation: _Generation, console: Console
+    recipe: GenerateRecipe,
+    directory: RunDirectory,
+    requests: list[CompletionRequest],
+    generation: _Generation,
+    console: Console,
 ) -> None:
-    """Write what is missing and why, the metrics line and the summary; RunError if an answer could not be had."""
-    log, left_out = generation.log, generation.answerer.left_out
-    reasons = {**generation.failed}
+    """Write the list of missing answers, the metrics and the summary; RunError if a request failed."""
+    log, skipped = generation.log, generation.completer.skipped
     missing = []
-    for question, sample in everything:
-        reason = left_out.get(question.number) or reasons.get(key_of(question, sample))
+    for row, sample in requests:
+        reason = skipped.get(row.number) or generation.failed.get(key_of(row, sample))
         if reason is not None:
-            missing.append({**question.asked(recipe, sample), "error": reason, "origin": question.origin})
-    listed = recipe.predictions.with_name(f"{recipe.predictions.name}.failed.jsonl")
+            missing.append({**row.fields(recipe, sample), "error": reason, "origin": row.origin})
+    failures = recipe.predictions.with_name(f"{recipe.predictions.name}.failed.jsonl")
     if missing:
-        write_lines(listed, map(line_of, missing))
+        write_lines(failures, map(line_of, missing))
     else:
-        listed.unlink(missing_ok=True)
-    values, lines = _summary(recipe, generation, len(everything))
-    if len(log):  # a run that came to nothing, as without its server, leaves its name free
+        failures.unlink(missing_ok=True)
+    values, lines = _summary(recipe, generation, len(requests))
+    if len(log):  # a run without any answer, for example without its server, can be repeated under its name
         with MetricsLog(directory, recipe.sinks) as metrics:
             metrics.write(len(log), "generated", values)
         lines.append(f"predictions: {recipe.predictions}")
-    lines += [f"{len(missing)} could not be had and are listed in {listed}"] if missing else []
+    lines += [f"{len(missing)} answers are missing; see {failures}"] if missing else []
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if generation.stopped is not None:
-        told = f"{len(log)} of {len(everything)} answers are there, then {generation.stopped}"
-        raise RunError(f"{told}; when the server is back, {_again(directory)}")
+    if generation.stop_reason is not None:
+        raise RunError(
+            f"{generation.stop_reason}; {len(log)} of {len(requests)} answers are saved; when the server is available "
+            f"again, {_resume(directory)}"
+        )
     if generation.failed:
         first = next(row for row in missing if (row["id"], row["sample"]) in generation.failed)
         raise RunError(
-            f"{len(generation.failed)} of {len(everything)} answers could not be had and are listed in {listed}, the first "
-            f"to {first['origin']}: {first['error']}; {_again(directory)}, which asks for those alone"
+            f"{len(generation.failed)} of {len(requests)} requests failed and are listed in {failures}, the first for "
+            f"{first['origin']}: {first['error']}; {_resume(directory)} to repeat the failed requests"
         )
 
 
-def _summary(recipe: GenerateRecipe, generation: _Generation, wanted: int) -> tuple[dict[str, Any], list[str]]:
-    """What the file holds, as metrics and in words. The share of answers cut off is a mean over rows with its 95% interval:
-    answers to one row are alike.
+def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) -> tuple[dict[str, Any], list[str]]:
+    """Return a summary of the log as metrics and as lines of text.
+
+    The share of truncated answers is a mean over rows with its 95% interval, because answers to one row are correlated.
     """
-    rows: dict[int | str, list[bool]] = {}
-    """Row -> which of its answers are cut off."""
-    count, tokens, cut, thought, emptied, removed = 0, 0, 0, 0, 0, 0
+    truncated_of: dict[int | str, list[bool]] = {}
+    """Row id -> whether each answer is truncated."""
+    count, tokens, truncated, with_thinking, thinking_only, removed = 0, 0, 0, 0, 0, 0
     for row in generation.log.answers():
         count += 1
         tokens += row["tokens"] or 0
-        is_cut = row["stop_reason"] in CUT_OFF
-        rows.setdefault(row["id"], []).append(is_cut)
-        cut += is_cut
+        is_truncated = row["stop_reason"] in CUT_OFF
+        truncated_of.setdefault(row["id"], []).append(is_truncated)
+        truncated += is_truncated
         characters = row.get("thinking_characters", 0)
-        thought += characters > 0
+        with_thinking += characters > 0
         removed += row["thinking_tokens"] or 0 if characters else 0
-        emptied += characters > 0 and not row["prediction"]
+        thinking_only += characters > 0 and not row["prediction"]
     speed = generation.tokens / generation.seconds if generation.seconds else 0.0
     values: dict[str, Any] = {
-        "generate/rows": len(rows),
+        "generate/rows": len(truncated_of),
         "generate/answers": count,
-        "generate/missing": wanted - count,
+        "generate/missing": requested - count,
         "generate/tokens": tokens,
-        "generate/cut_off": cut,
+        "generate/cut_off": truncated,
         "time/generate": round(generation.seconds, 3),
         "speed/tokens_per_second": speed,
     }
-    before = count - generation.answered
+    earlier = count - generation.answered
     lines = [
-        f"{count:,} answers to {len(rows):,} rows, {tokens:,} tokens; {generation.answered:,} of them in "
-        f"{duration(generation.seconds)}, {speed:,.0f} tokens/s" + (f"; {before:,} were there" if before else "")
+        f"{count:,} answers to {len(truncated_of):,} rows, {tokens:,} tokens; {generation.answered:,} of them in "
+        f"{duration(generation.seconds)}, {speed:,.0f} tokens/s"
+        + (f"; {earlier:,} from earlier runs" if earlier else "")
     ]
     if count:
-        share = clustered_rate([sum(own) / len(own) for own in rows.values()], count)
+        share = clustered_rate([sum(flags) / len(flags) for flags in truncated_of.values()], count)
         values |= {
             "generate/cut_off_share": share.value,
             "generate/cut_off_low": share.low,
             "generate/cut_off_high": share.high,
         }
         limit = f"rollout.tokens_per_turn = {recipe.rollout.tokens_per_turn}"
-        lines.append(f"{cut:,} of {count:,} cut off at {limit}: {share.value:.1%} [{share.low:.1%}, {share.high:.1%}]")
+        interval = f"{share.value:.1%} [{share.low:.1%}, {share.high:.1%}]"
+        lines.append(f"{truncated:,} of {count:,} cut off at {limit}: {interval}")
     if recipe.thinking == "remove":
         values |= {
-            "generate/thinking": thought,
+            "generate/thinking": with_thinking,
             "generate/thinking_tokens": removed,
-            "generate/thinking_alone": emptied,
+            "generate/thinking_only": thinking_only,
         }
         size = f", {removed:,} tokens" if recipe.remote is None else ""
-        lines.append(f"thinking removed from {thought:,} answers{size}; nothing is left of {emptied:,}")
-    if generation.differing:
+        lines.append(f"thinking removed from {with_thinking:,} answers{size}; {thinking_only:,} had nothing else")
+    if generation.different:
         lines.append(
-            f"{generation.differing:,} answers that were computed anew came out otherwise than they were kept: the machine, "
-            "the model or a package has changed since; what was kept stays"
+            f"{generation.different:,} repeated answers differ from the saved ones: the machine, the model or a package has "
+            "changed; the saved answers are kept"
         )
     return values, lines
 
 
-def _places(recipe: GenerateRecipe, window: list[Asked]) -> list[EpisodeRequest]:
-    return [question.place(recipe, sample) for question, sample in window]
-
-
 def _hash(recipe: GenerateRecipe) -> str:
-    """The recipe's hash; where the run is kept and what copies its metrics do not count."""
+    """Return the hash of the recipe without the keys of where it is stored and logged."""
     return recipe_hash(recipe.model_copy(update={"runs": "runs", "name": "run", "sinks": []}))
 
 
-def _again(directory: RunDirectory) -> str:
-    return f"go on with `posttrain generate --resume {directory.path}`"
+def _resume(directory: RunDirectory) -> str:
+    return f"continue with `posttrain generate --resume {directory.path}`"

@@ -104,7 +104,7 @@ class PairObjective(_PerRow):
         return loss, totals
 
 
-class VerdictObjective(_PerRow):
+class UnpairedObjective(_PerRow):
     """KTO's loss of judged answers; `kl` is the reference point of the optimizer step, a scalar."""
 
     def __init__(self, loss: KtoLoss, kl: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Training of a reward model on pairs of answers."""
+"""Training a reward model on pairs of answers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,32 +24,32 @@ from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, uni
 
 
 def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
-    """Fit the model's reward to the pairs; one step is one update on `rows_per_update` pairs."""
+    """Train the reward model; one step is one update on `rows_per_update` pairs."""
     model = RewardModel(recipe.model, recipe.seed)
     renderer = Renderer(model.tokenizer, model.end_tokens)
     data = load_data("pair", recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)
     batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
-    forward, objective = _computed(recipe, model, [*data.stored, *data.validation, *data.test])
+    forward, objective = _forward_and_objective(recipe, model, [*data.stored, *data.validation, *data.test])
     trainer: Trainer[Any] = Trainer(recipe, run, model, forward, total, total)
-    trainer.messages = [*data.problems.summary(), *renderer.remarks()]
+    trainer.messages = [*data.problems.summary(), *renderer.warnings()]
     if data.validation or data.test:
         trainer.evaluators.append(
             PreferenceEvaluator(trainer.learner, recipe, data, lambda samples: objective, model, renderer)
         )
     else:
-        trainer.messages.append("there are no validation rows, so the model keeps no statistics of its rewards")
+        trainer.messages.append("no validation rows, so no reward statistics are stored with the model")
     if data.validation:
         trainer.choice = choice_of(recipe.evaluation.metric)
     train_on(trainer, batches, lambda samples: objective, resume, console)
     if recipe.units is not None and data.validation and (run.path / "model").is_dir():
         with single_process() as world:
             if world.is_rank0:
-                _fit(run, console)
+                _fit_normalizer(run, console)
 
 
-def _fit(run: RunDirectory, console: Console) -> None:
-    """How unit rewards depend on their place, which training on them wants to know; without it the model is no worse."""
+def _fit_normalizer(run: RunDirectory, console: Console) -> None:
+    """Fit the normalizer of unit rewards for RL. Without it the reward model is complete, so a failure is a warning."""
     try:
         lines = fit_run(run, None).lines()
     except InputError as error:
@@ -58,16 +58,16 @@ def _fit(run: RunDirectory, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _computed(
+def _forward_and_objective(
     recipe: RewardRecipe, model: RewardModel, rows: Sequence[TokenRow]
 ) -> tuple[Callable[[Sequence[Sample]], Any], RewardObjective]:
-    """What the model computes and what is minimised: one reward per answer, or one per unit. `rows`: all that are stored."""
+    """Return the forward pass and the objective: one reward per answer, or one per unit of it. `rows`: all stored rows."""
     if recipe.units is None:
         model.set_units(None)
         return reward_forward(model), RewardObjective(recipe.loss)
     units = stored_units(recipe.units, recipe.model.path)
     model.set_units(units)
     reader = UnitReader(model, units, recipe.learner.tokens_per_batch)
-    # All at once and in a fixed order: a resumed run finds the very same units.
+    # All rows at once in a fixed order, so that a resumed run has the same units.
     reader.remember([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
     return unit_reward_forward(model, reader), UnitRewardObjective(recipe.loss, recipe.units)

@@ -53,7 +53,7 @@ class RolloutManager(EpisodeEvaluator):
 
     def about_the_template(self) -> list[str]:
         """What the chat template does to system messages and to the history of several turns."""
-        found = self.renderer.remarks()
+        found = self.renderer.warnings()
         if self.renderer.rewrites_answers:
             found.append("the chat template rewrites earlier answers, so every turn becomes a stream of its own")
         elif self.renderer.rewrites_thoughts:

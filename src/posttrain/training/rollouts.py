@@ -164,7 +164,7 @@ def check_tasks(recipe: RlRecipe | EvaluateRecipe) -> list[str]:
     """What the environment has to say of the recipe's seeds, before a model is loaded; InputError where one of them
     has no task.
     """
-    if recipe.reward is None and not environment_class(recipe.environment.type).pays(recipe.environment):
+    if recipe.reward is None and not environment_class(recipe.environment.type).has_reward(recipe.environment):
         raise InputError(
             "nothing scores the answers; name a rule or a judge in environment.rule or environment.judge, or a reward "
             "model in reward.path"

@@ -1,4 +1,4 @@
-"""Rows on their way to the learner: held-out rows, the order of an epoch, and samples."""
+"""Rows of the supervised stages: training and held-out rows, the order of an epoch, and samples for the learner."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.data.examples import read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import LossOn, Renderer
-from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenise
+from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
 from posttrain.episode import Stream
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
@@ -21,13 +21,13 @@ from posttrain.training.batches import PreferenceSide, Sample
 
 
 class Rows(Protocol):
-    """Training rows, an optimizer step's worth at a time."""
+    """Training rows in batches of one optimizer step."""
 
     problems: Problems
-    """Of rows read since training began; what is read before it is counted in the data set."""
+    """Problems of rows read during training. Those of rows read before are in `DataSet.problems`."""
 
     def batch(self, step: int) -> list[TokenRow]:
-        """The rows of update `step`, counted from 0; the same for the same step, whatever was asked before."""
+        """Return the rows of update `step`, counted from 0. The result does not depend on earlier calls."""
         ...
 
 
@@ -37,33 +37,33 @@ class DataSet:
 
     train: Rows
     updates_per_epoch: int
-    """0 where rows are streamed and nobody knows how many there are."""
+    """0 for streamed rows, whose number is unknown."""
     stored: list[TokenRow]
-    """All training rows; empty where they are streamed."""
+    """All training rows; empty for streamed rows."""
     validation: list[TokenRow]
     test: list[TokenRow]
     problems: Problems
 
     @property
     def final(self) -> list[TokenRow]:
-        """Rows of the final table."""
+        """Rows of the final evaluation."""
         return self.test or self.validation
 
 
 def load_data(
     kind: Kind, recipe: DataRecipe, renderer: Renderer, loss_on: LossOn, rows_per_update: int, seed: int
 ) -> DataSet:
-    """Read, tokenise and divide the rows. InputError where there are none, or, if `strict`, where some cannot be used."""
+    """Read, tokenize and split the rows. InputError where there are none, or, if `strict`, where a row is unusable."""
     problems = Problems()
 
     def read(name: str) -> list[list[TokenRow]]:
-        sources, own = getattr(recipe, name), Problems()
+        sources, split_problems = getattr(recipe, name), Problems()
         limit = recipe.max_rows if name == "train" else None
-        found = load_rows(kind, recipe, sources, limit, renderer, loss_on, own) if sources else []
-        if sources and not any(found):
-            own.require_any(", ".join(source.path for source in sources))
-        problems.include(own)
-        return found
+        rows = load_rows(kind, recipe, sources, limit, renderer, loss_on, split_problems) if sources else []
+        if sources and not any(rows):
+            split_problems.require_any(", ".join(source.path for source in sources))
+        problems.include(split_problems)
+        return rows
 
     validation = [row for rows in read("validation") for row in rows]
     test = [row for rows in read("test") for row in rows]
@@ -77,27 +77,28 @@ def load_data(
         try:
             train, validation = hold_out(train, recipe.held_out, seed)
         except InputError as error:
-            # There may be so few because the others were left out, and nothing else would say so.
+            # Unusable rows may be the reason for the small number, so report them too.
             raise InputError("\n".join([str(error), *problems.summary()])) from error
-    known = {_content(row) for rows in train for row in rows}
+    trained = {_content(row) for rows in train for row in rows}
     for row in (*validation, *test):
-        if _content(row) in known:
-            problems.note("held out and trained on as well", row.origin)
+        if _content(row) in trained:
+            problems.note("both held out and trained on", row.origin)
     order = EpochRows(train, [source.weight for source in recipe.train], rows_per_update, seed)
     return DataSet(order, order.updates_per_epoch, order.rows, validation, test, problems)
 
 
 def check_margins(recipe: RewardRecipe, data: DataSet) -> list[str]:
-    """What to say where the loss reads margins and no training row has one above 0: InputError if the recipe names
-    their column. Of streamed rows nobody knows before they are read.
+    """Return a warning where the loss uses margins and no training row has one above 0.
+
+    InputError instead if the recipe names the column of margins. Streamed rows are not checked.
     """
     if not recipe.loss.margin or not data.stored or any(row.margin for row in data.stored):
         return []
     column = recipe.data.columns.margin
-    found = f"no training row has a number above 0 in the column `{column}`"
+    problem = f"no training row has a number above 0 in the column `{column}`"
     if column != type(recipe.data.columns)().margin:
-        raise InputError(f"data.columns.margin: {found}; correct the name, or set loss.margin to false")
-    return [f"loss.margin has no effect: {found} (data.columns.margin)"]
+        raise InputError(f"data.columns.margin: {problem}; correct the name, or set loss.margin to false")
+    return [f"loss.margin has no effect: {problem} (data.columns.margin)"]
 
 
 def _content(row: TokenRow) -> bytes:
@@ -105,32 +106,33 @@ def _content(row: TokenRow) -> bytes:
 
 
 def hold_out(sources: list[list[TokenRow]], count: int, seed: int) -> tuple[list[list[TokenRow]], list[TokenRow]]:
-    """Training rows by source, and at least `count` validation rows, drawn so that no prompt is on both sides."""
+    """Return the training rows by source and at least `count` validation rows, drawn so that they share no prompt."""
     by_prompt: dict[bytes, list[tuple[int, int]]] = {}
     for number, rows in enumerate(sources):
-        for place, row in enumerate(rows):
-            by_prompt.setdefault(row.prompt, []).append((number, place))
+        for index, row in enumerate(rows):
+            by_prompt.setdefault(row.prompt, []).append((number, index))
     groups = list(by_prompt.values())
     held: list[tuple[int, int]] = []
-    for index in random_stream(seed, "held out").permutation(len(groups)):
+    for group in random_stream(seed, "held out").permutation(len(groups)):
         if len(held) >= count:
             break
-        held += groups[index]
+        held += groups[group]
     if len(held) == sum(len(rows) for rows in sources):
         raise InputError(
-            f"data.held_out: {count} rows would leave none of the {sum(map(len, sources))} usable ones to train on; hold out fewer"
+            f"data.held_out: {count} rows would leave none of the {sum(map(len, sources))} usable rows to train on; hold out fewer"
         )
-    out = set(held)
+    held_out = set(held)
     kept = [
-        [row for place, row in enumerate(rows) if (number, place) not in out] for number, rows in enumerate(sources)
+        [row for index, row in enumerate(rows) if (number, index) not in held_out]
+        for number, rows in enumerate(sources)
     ]
-    return kept, [sources[number][place] for number, place in sorted(held)]
+    return kept, [sources[number][index] for number, index in sorted(held)]
 
 
 class EpochRows:
-    """Each epoch goes through the rows once, or as often as their source's weight says, in an order of its own.
+    """Rows in epochs, each with its own order. The weight of a source is the number of its passes per epoch.
 
-    Every source that has rows gives at least one, however small its weight.
+    Every source with rows contributes at least one row per epoch, however small its weight.
     """
 
     def __init__(
@@ -142,12 +144,12 @@ class EpochRows:
         self.seed = seed
         starts = np.cumsum([0, *map(len, sources)])
         self._sources = [np.arange(start, start + len(rows)) for start, rows in zip(starts, sources, strict=False)]
-        self._takes = [
+        self._counts = [
             max(round(weight * len(rows)), min(len(rows), 1)) for weight, rows in zip(weights, sources, strict=True)
         ]
-        self.updates_per_epoch = math.ceil(sum(self._takes) / rows_per_update)
+        self.updates_per_epoch = math.ceil(sum(self._counts) / rows_per_update)
         if not self.updates_per_epoch:
-            raise InputError("data.train: there is no row to train on; name files that have some")
+            raise InputError("data.train: no rows to train on; name files that have rows")
 
     def batch(self, step: int) -> list[TokenRow]:
         epoch, part = divmod(step, self.updates_per_epoch)
@@ -156,15 +158,15 @@ class EpochRows:
 
     def _order(self, epoch: int) -> np.ndarray:
         draws = random_stream(self.seed, "rows", epoch)
-        taken = []
-        for rows, count in zip(self._sources, self._takes, strict=True):
-            whole, part = divmod(count, max(len(rows), 1))
-            taken += [*[rows] * whole, draws.permutation(rows)[:part]]
-        return draws.permutation(np.concatenate(taken))
+        parts = []
+        for rows, count in zip(self._sources, self._counts, strict=True):
+            passes, rest = divmod(count, max(len(rows), 1))
+            parts += [*[rows] * passes, draws.permutation(rows)[:rest]]
+        return draws.permutation(np.concatenate(parts))
 
 
 class StreamedRows:
-    """Rows read as they are needed, each drawn at random from the `shuffle_buffer` that are held at a time."""
+    """Rows read lazily and drawn at random from a buffer of `shuffle_buffer`."""
 
     def __init__(
         self,
@@ -177,10 +179,10 @@ class StreamedRows:
     ) -> None:
         self.recipe = recipe
         self.problems = Problems()
-        """Of the rows read so far, each counted once however often it was read."""
+        """Problems of the rows read so far; repeated reads count once."""
         self.rows_per_update = rows_per_update
         self.seed = seed
-        self._read: Callable[[Problems], Iterator[TokenRow]] = lambda problems: tokenise(
+        self._read: Callable[[Problems], Iterator[TokenRow]] = lambda problems: tokenize(
             read_examples(kind, recipe.train, recipe.columns, problems, recipe.max_rows),
             recipe,
             renderer,
@@ -191,9 +193,9 @@ class StreamedRows:
         self._next_step = -1
 
     def batch(self, step: int) -> list[TokenRow]:
-        """The next rows; InputError, if `strict`, as soon as one of those read cannot be used."""
+        """Return the next rows; InputError, if `strict`, as soon as a row is unusable."""
         if step != self._next_step:
-            # After a resume: the same rows are drawn again up to where the run was.
+            # After a resume, draw the same rows again up to this step.
             self.problems = Problems()
             self._drawn = self._draw(self.problems)
             for _ in islice(self._drawn, step * self.rows_per_update):
@@ -206,35 +208,35 @@ class StreamedRows:
     def _draw(self, problems: Problems) -> Iterator[TokenRow]:
         epoch = 0
         while True:
-            held: list[TokenRow] = []
+            buffer: list[TokenRow] = []
             draws = random_stream(self.seed, "streamed rows", epoch)
-            found = 0
-            # What is wrong with the rows is counted when they are first read.
+            count = 0
+            # Problems are counted in the first epoch only.
             for row in self._read(problems if epoch == 0 else Problems()):
-                found += 1
-                held.append(row)
-                if len(held) >= self.recipe.shuffle_buffer:
-                    yield held.pop(int(draws.integers(len(held))))
-            while held:
-                yield held.pop(int(draws.integers(len(held))))
-            if not found:
+                count += 1
+                buffer.append(row)
+                if len(buffer) >= self.recipe.shuffle_buffer:
+                    yield buffer.pop(int(draws.integers(len(buffer))))
+            while buffer:
+                yield buffer.pop(int(draws.integers(len(buffer))))
+            if not count:
                 problems.require_any(", ".join(source.path for source in self.recipe.train))
             epoch += 1
 
 
 def stream_of(ids: np.ndarray, trained: np.ndarray) -> Stream:
-    """Token ids [T] and which are trained [T], as a stream that nobody sampled."""
+    """Return token ids [T] and their loss mask [T] as a stream without an engine version."""
     zeros = np.zeros(len(ids), dtype=np.float32)
-    nobody = np.full(len(ids), -1, dtype=np.int32)
-    return Stream(ids, trained, zeros, zeros, np.where(trained, 0, -1).astype(np.int32), nobody)
+    no_version = np.full(len(ids), -1, dtype=np.int32)
+    return Stream(ids, trained, zeros, zeros, np.where(trained, 0, -1).astype(np.int32), no_version)
 
 
 def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:
-    """The row's streams as samples. With `number` >= 0 it is preference data, and `number` tells rows apart."""
+    """Return the row's streams as samples. For preference data, `number` >= 0 identifies the row in its batch."""
     sides: list[PreferenceSide | None] = [None] * len(row.streams)
     if number >= 0:
-        goods = [True, False] if len(row.streams) == 2 else [row.good]
-        sides = [PreferenceSide(number, good, row.margin) for good in goods]
+        labels = [True, False] if len(row.streams) == 2 else [row.chosen]
+        sides = [PreferenceSide(number, chosen, row.margin) for chosen in labels]
     return [
         Sample(
             stream=stream_of(stream.ids, stream.trained),

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, on rows of text or on the traces of an environment's expert."""
+"""Supervised fine-tuning on rows of text or on the traces of an environment's expert."""
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from posttrain.training.trainer import Trainer
 
 
 def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
-    """Fit the policy; one step is one update on `rows_per_update` rows or traces."""
+    """Train the policy; one step is one update on `rows_per_update` rows or traces."""
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     if recipe.data is None:
@@ -33,7 +33,7 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
     total = recipe.steps or recipe.epochs * batches.updates_per_epoch
     trainer: Trainer[TokenScores] = Trainer(recipe, run, policy, token_forward(policy, recipe.learner), total, total)
     if data is not None:
-        trainer.messages = [*data.problems.summary(), *renderer.remarks()]
+        trainer.messages = [*data.problems.summary(), *renderer.warnings()]
         if data.validation or data.test:
             trainer.evaluators.append(LossEvaluator(trainer.learner, recipe, data))
     if recipe.environment is not None:
@@ -49,7 +49,7 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
 
 
 class _Traces:
-    """Expert traces in batches; each epoch goes through all of them once, in an order of its own."""
+    """Expert traces in batches. Each epoch has all traces once, in its own order."""
 
     def __init__(self, recipe: SftRecipe, renderer: Renderer, run: RunDirectory) -> None:
         episodes = expert_episodes(recipe, renderer)
@@ -64,5 +64,5 @@ class _Traces:
         chosen = order[part * self.recipe.rows_per_update : (part + 1) * self.recipe.rows_per_update]
         return [sample for i in chosen for sample in self.samples[i]]
 
-    def found(self) -> list[str]:
+    def warnings(self) -> list[str]:
         return []

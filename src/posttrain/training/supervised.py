@@ -1,14 +1,14 @@
-"""The loop of the stages that learn from rows: batches in a fixed order, one update each."""
+"""The training loop of the stages that learn from rows: one update per batch, in a fixed order."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from rich.console import Console
 
-from posttrain.data.settings import other_settings
 from posttrain.data.tokens import TokenRow
 from posttrain.recipe.stages import RewardRecipe, SftRecipe
 from posttrain.training.batches import Sample
+from posttrain.training.experts import settings_warnings
 from posttrain.training.results import finish, measure_start
 from posttrain.training.rows import DataSet, check_margins
 from posttrain.training.trainer import Trainer
@@ -18,24 +18,24 @@ Output = TypeVar("Output")
 
 
 class SampleBatches(Protocol):
-    """Samples, an optimizer step's worth at a time."""
+    """Samples in batches of one optimizer step."""
 
     updates_per_epoch: int
 
     def batch(self, step: int) -> list[Sample]:
-        """The samples of update `step`, counted from 0."""
+        """Return the samples of update `step`, counted from 0."""
         ...
 
-    def found(self) -> list[str]:
-        """What was wrong with rows that were read during training, once all updates are made."""
+    def warnings(self) -> list[str]:
+        """Return the problems of rows read during training, after the last update."""
         ...
 
 
 class Batches:
-    """The rows of a data set as samples."""
+    """The rows of a data set as batches of samples."""
 
     def __init__(self, data: DataSet, to_samples: Callable[[int, TokenRow], list[Sample]]) -> None:
-        """`to_samples`: from a row and its place in the batch."""
+        """`to_samples` gets the index of a row in its batch, and the row."""
         self.data = data
         self.to_samples = to_samples
         self.updates_per_epoch = data.updates_per_epoch
@@ -45,7 +45,7 @@ class Batches:
             sample for number, row in enumerate(self.data.train.batch(step)) for sample in self.to_samples(number, row)
         ]
 
-    def found(self) -> list[str]:
+    def warnings(self) -> list[str]:
         return self.data.train.problems.summary()
 
 
@@ -64,7 +64,7 @@ def train_on(
     if isinstance(trainer.recipe, RewardRecipe) and isinstance(batches, Batches):
         trainer.messages += check_margins(trainer.recipe, batches.data)
     if isinstance(trainer.recipe, SftRecipe) and trainer.recipe.data is not None and trainer.recipe.environment:
-        trainer.messages += other_settings(trainer.recipe.environment, trainer.recipe.data.train)
+        trainer.messages += settings_warnings(trainer.recipe.environment, trainer.recipe.data.train)
     if resume:
         trainer.resume()
     with trainer.working(f"{trainer.recipe.stage} {trainer.recipe.name}"):
@@ -84,7 +84,7 @@ def train_on(
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
                 trainer.finish_step(metrics)
                 over = trainer.step == trainer.total_steps
-                trainer.warn([*trainer.learner.take_messages(), *(batches.found() if over else [])])
+                trainer.warn([*trainer.learner.take_messages(), *(batches.warnings() if over else [])])
             trainer.evaluate_and_save()
         trainer.conclude()
         finish(trainer, console)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from posttrain.environments.answers import Rejected
+from posttrain.environments.game import Rejected
 from posttrain.environments.protocol import Message
 from posttrain.errors import InputError, RunError
 from posttrain_memory.agent.clients import ContextFull, Speaker

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from datetime import datetime
 
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain_memory.agent.clients import Speaker
 from posttrain_memory.agent.session import GaveUp, MemoryAgent, Refused, Result, Said
@@ -75,7 +75,7 @@ class Answers:
                     if isinstance(event, Said):
                         return self._notes.safe(event.text)
                     if isinstance(event, GaveUp):
-                        raise Refusal(neutral(event.reason))
+                        raise Refusal(sanitize(event.reason))
                     if work.stopped.is_set():
                         break
                     turn += isinstance(event, Result | Refused)

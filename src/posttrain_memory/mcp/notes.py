@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
 
-from posttrain.environments.neutral import neutral
+from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.privacy.filter import Filter
@@ -27,7 +27,7 @@ _NOT_SO = (
 class SharedNotes:
     """The notes of the folder `root`, opened for reading alone, anew for each call, so that no lock is held between.
 
-    Every method gives text that is safe to show (`neutral`), and raises VaultError with one sentence that names nothing
+    Every method gives text that is safe to show (`sanitize`), and raises VaultError with one sentence that names nothing
     of the host and nothing that the rules hide, or InputError where the folder itself is at fault. Threads may call.
     """
 
@@ -125,5 +125,5 @@ class SharedNotes:
 
     def _shown(self, text: str, rules: Filter | None) -> str:
         # Signs without width go first: they could part a value so that it is not found.
-        plain = neutral(text).strip("\n")
+        plain = sanitize(text).strip("\n")
         return plain if rules is None else rules.clean(plain)

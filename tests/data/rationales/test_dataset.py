@@ -111,7 +111,7 @@ def test_a_fault_that_costs_nothing_is_not_made():
         worse = corrupt(with_idle, USED, "wrong_decision", random_stream("test", number))
         assert worse is not None
         assert worse.procedure.steps[3] == idle
-    with pytest.raises(ValueError, match="there is no corruption 'typo'"):
+    with pytest.raises(ValueError, match="unknown corruption 'typo'"):
         corrupt(BEST, USED, "typo", random_stream("test"))
 
 

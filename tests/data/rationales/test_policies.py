@@ -51,7 +51,7 @@ def test_json_gives_the_same_policy_back():
     ["", "{", "[]", "null", "{}", '{"domain": 1}', "7", '{"attributes": [1], "rules": [], "domain": "x"}', "[" * 9999],
 )
 def test_a_text_that_is_no_policy_is_named(text):
-    with pytest.raises(InputError, match="no policy in JSON"):
+    with pytest.raises(InputError, match="not a policy in JSON"):
         Policy.from_json(text)
 
 
@@ -59,10 +59,10 @@ def test_a_text_that_is_no_policy_is_named(text):
     ("change", "message"),
     [
         ({"default": "MAYBE"}, "no decision 'MAYBE'"),
-        ({"rules": []}, "decides all cases alike"),
+        ({"rules": []}, "one decision for all cases"),
         ({"rules": [{"conditions": [[9, True]], "every": True, "decision": "DENY"}]}, "questions 0 to 2"),
         ({"rules": [{"conditions": [], "every": True, "decision": "DENY"}]}, "needs conditions"),
-        ({"attributes": 10 * json.loads(USED.to_json())["attributes"]}, "texts that differ"),
+        ({"attributes": 10 * json.loads(USED.to_json())["attributes"]}, "distinct texts"),
         (
             {"attributes": [{"questions": [{"ask": f"Is it {n}?", "yes": "", "no": ""}]} for n in range(10)]},
             "more than 12 questions or 512 cases",

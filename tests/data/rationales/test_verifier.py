@@ -168,7 +168,7 @@ def test_the_rule_reads_the_policy_of_the_row():
     assert 0 < rule(text(A, B), {"label": USED.to_json()}) < 1
     with pytest.raises(ValueError, match="no text `label`"):
         rule(write(BEST), {})
-    with pytest.raises(InputError, match="no policy in JSON"):
+    with pytest.raises(InputError, match="not a policy in JSON"):
         rule(write(BEST), {"label": "APPROVE"})
 
 

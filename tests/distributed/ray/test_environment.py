@@ -9,8 +9,7 @@ import pytest
 
 from posttrain.distributed.ray.actors import EnvironmentWorker, RayEnvironment, ReplayDiffers
 from posttrain.distributed.ray.worker_group import Gone
-from posttrain.environments.opening import open_environment
-from posttrain.environments.protocol import Environment, Step
+from posttrain.environments.protocol import Environment, Step, open_environment
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 

@@ -1,4 +1,4 @@
-"""Rows of procedures for made-up policies: conversations, pairs and prompts, as parquet files."""
+"""Data sets of procedures for synthetic policies: conversations, pairs and prompts as parquet files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from posttrain.errors import RunError
 from posttrain.seeds import random_stream
 
 SPLITS = ("test", "val", "train")
-"""In the order in which their policies are drawn: more training rows leave the others as they are."""
+"""In the order in which their policies are drawn, so that the number of training rows does not affect the others."""
 FEWEST_STEPS, MOST_STEPS = 3, 7
 PAIRS_PER_POLICY = 2
 
@@ -33,7 +33,7 @@ Rationale: <why the first question comes first>"""
 
 @dataclass(frozen=True)
 class Sample:
-    """One policy with its prompt (text of the user message), the best procedure, and corruptions of different kinds."""
+    """A policy with its prompt (the text of the user message), an optimal procedure, and corruptions of different kinds."""
 
     policy: Policy
     prompt: str
@@ -42,7 +42,7 @@ class Sample:
 
 
 @dataclass
-class Measured:
+class Scores:
     """Verdicts of all written procedures: the sound ones, and the corrupted ones by kind."""
 
     sound: list[Verdict] = field(default_factory=list)
@@ -50,18 +50,18 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Written:
-    """Files with their numbers of rows, in the order of writing, and what was measured on all rows."""
+class WrittenDataset:
+    """The written files with their numbers of rows, in order, and the scores of all rows."""
 
     files: dict[Path, int]
-    measured: Measured
+    scores: Scores
 
 
 def samples(seed: int, counts: dict[str, int]) -> Iterator[tuple[str, Sample]]:
-    """`counts[split]` samples of each of `SPLITS`, with the split; no two policies, of whatever splits, are the same.
+    """Yield `counts[split]` samples of each of `SPLITS` with their split. No policy occurs twice in or across splits.
 
-    Policies are the same where they decide the same questions of the same domain alike, however they are worded. A
-    split depends on the seed and on the splits before it only.
+    Policies count as the same if they decide the same questions of the same domain alike, in any wording. A split
+    depends only on the seed and on the splits before it.
     """
     seen: set[str] = set()
     for split in SPLITS:
@@ -75,32 +75,34 @@ def samples(seed: int, counts: dict[str, int]) -> Iterator[tuple[str, Sample]]:
 
 
 def prompt_text(policy: Policy, random: np.random.Generator) -> str:
-    """The policy in English, the questions that may be asked, and the format of the answer."""
+    """Return the prompt: the policy in English, the questions to choose from, and the format of the answer."""
     questions = list(policy.questions)
-    listed = "\n".join(f"- {questions[place].ask}" for place in random.permutation(len(questions)))
+    listed = "\n".join(f"- {questions[index].ask}" for index in random.permutation(len(questions)))
     return f"{describe(policy, random)}\n\nQuestions:\n{listed}\n\n{_INSTRUCTION}"
 
 
-def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> Written:
-    """Write the nine files under `out`, which may exist; the same bytes for the same seed, counts and pyarrow.
+def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> WrittenDataset:
+    """Write the nine files under `out`, which may exist. The same seed, counts and pyarrow give the same bytes.
 
-    Counts are 1 or more. RunError where the disk refuses, and where a sound procedure is not worth exactly 1, which would
-    be a bug here.
+    Counts are 1 or more.
+
+    Raises:
+        RunError: a file cannot be written, or a sound procedure does not score exactly 1 (a bug).
     """
     try:
-        out.mkdir(parents=True, exist_ok=True)  # a wrong path is told before the work
+        out.mkdir(parents=True, exist_ok=True)  # fail before the work if the path is wrong
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
     rows: dict[str, list[dict[str, Any]]] = {f"{kind}_{split}": [] for kind in _FILES for split in SPLITS}
-    measured = Measured()
+    scores = Scores()
     for split, sample in samples(seed, counts):
-        _measure(sample, measured)
+        _add_scores(sample, scores)
         common = _common(sample)
         question = {"role": "user", "content": sample.prompt}
-        right = write(sample.procedure)
-        sound = [question, _answer(right)]
+        answer = write(sample.procedure)
+        sound = [question, _answer(answer)]
         rows[f"sft_{split}"].append({"messages": sound, **common})
-        rows[f"prompts_{split}"].append({"context_messages": [question], "completion": right, **common})
+        rows[f"prompts_{split}"].append({"context_messages": [question], "completion": answer, **common})
         rows[f"preference_{split}"] += [
             {
                 "chosen": sound,
@@ -118,15 +120,17 @@ def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> Written:
             path = out / folder / f"rationales_{kind}_{split}.parquet"
             write_rows(path, rows[f"{kind}_{split}"])
             files[path] = len(rows[f"{kind}_{split}"])
-    return Written(files, measured)
+    return WrittenDataset(files, scores)
 
 
 _FILES = {"sft": "sft", "preference": "preferences", "prompts": "prompts"}
-"""Kind of rows, as it stands in the name of a file -> folder."""
+"""Kind of rows (part of the file name) -> folder."""
 
 
 def _sample(random: np.random.Generator, seen: set[str]) -> Sample | None:
-    """None where the policy was seen, or its best procedure is too short or too long; else it is added to `seen`."""
+    """Return a sample and add its policy to `seen`; None where the policy was seen, has no optimal procedure of a suitable
+    length, or has too few corruptions.
+    """
     policy = draw_policy(random)
     name = identity(policy)
     if name in seen:
@@ -135,8 +139,8 @@ def _sample(random: np.random.Generator, seen: set[str]) -> Sample | None:
     if not FEWEST_STEPS <= len(procedure.steps) <= MOST_STEPS:
         return None
     corruptions: list[Corruption] = []
-    for place in random.permutation(len(KINDS)):
-        worse = corrupt(procedure, policy, KINDS[place], random) if len(corruptions) < PAIRS_PER_POLICY else None
+    for index in random.permutation(len(KINDS)):
+        worse = corrupt(procedure, policy, KINDS[index], random) if len(corruptions) < PAIRS_PER_POLICY else None
         corruptions += [worse] if worse is not None else []
     if len(corruptions) < PAIRS_PER_POLICY:
         return None
@@ -145,11 +149,11 @@ def _sample(random: np.random.Generator, seen: set[str]) -> Sample | None:
 
 
 def identity(policy: Policy) -> str:
-    """16 hexadecimal digits, alike for policies that decide the same questions alike, whatever the order and wording."""
+    """Return 16 hexadecimal digits that are equal for policies that decide the same questions alike, in any wording."""
     order = sorted(range(len(policy.attributes)), key=lambda i: plain(policy.attributes[i].questions[0].ask))
-    asked = [[plain(question.ask) for question in policy.attributes[i].questions] for i in order]
+    questions = [[plain(question.ask) for question in policy.attributes[i].questions] for i in order]
     table = sorted((tuple(case[i] for i in order), policy.decide(case)) for case in policy.cases)
-    return blake2b(repr((policy.domain, asked, table)).encode(), digest_size=8).hexdigest()
+    return blake2b(repr((policy.domain, questions, table)).encode(), digest_size=8).hexdigest()
 
 
 def _common(sample: Sample) -> dict[str, Any]:
@@ -161,10 +165,10 @@ def _answer(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _measure(sample: Sample, measured: Measured) -> None:
+def _add_scores(sample: Sample, scores: Scores) -> None:
     verdict = verify(write(sample.procedure), sample.policy)
     if (verdict.factual_accuracy, verdict.logical_soundness, verdict.efficiency, verdict.reward) != (1, 1, 1, 1):
         raise RunError(f"a sound procedure on {sample.policy.domain} scores {verdict}; please report {sample.policy}")
-    measured.sound.append(verdict)
+    scores.sound.append(verdict)
     for worse in sample.corruptions:
-        measured.corrupted[worse.kind].append(worse.verdict)
+        scores.corrupted[worse.kind].append(worse.verdict)

@@ -1,4 +1,4 @@
-"""Everyday domains, random policies made of them, and policies in English."""
+"""Everyday domains, random policies, and their descriptions in English."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,8 @@ import numpy as np
 from posttrain.data.rationales.policies import DECISIONS, Attribute, Policy, Question, Rule
 from posttrain.errors import InputError
 
-# Per domain: its name, the house that decides, and a case; then its facts, as `Domain.facts` says. {} is a threshold.
+# For each domain: its name, the institution that decides, and a case; then its facts (see `Domain.facts`). {} is a
+# threshold.
 _DOMAINS = """
 refunds | Store | refund request
 Was the item used? | the item was used | the item was not used
@@ -127,39 +128,39 @@ Is it over {} thousand? | it is over {} thousand | it is at most {} thousand | 2
 
 @dataclass(frozen=True)
 class Domain:
-    """What policies of a domain are made of."""
+    """The parts of the policies of a domain."""
 
     name: str
-    house: str
+    institution: str
     case: str
     facts: tuple[tuple[str, ...], ...]
-    """Question, clause of YES, clause of NO, and for a number its thresholds in rising order."""
+    """Question, clause for YES, clause for NO, and for a number its thresholds in increasing order."""
 
 
 def _domain(block: str) -> Domain:
-    (name, house, case), *facts = (tuple(part.strip() for part in line.split("|")) for line in block.splitlines())
-    return Domain(name, house, case, tuple(facts))
+    (name, institution, case), *facts = (tuple(part.strip() for part in line.split("|")) for line in block.splitlines())
+    return Domain(name, institution, case, tuple(facts))
 
 
 DOMAINS = {domain.name: domain for domain in map(_domain, _DOMAINS.strip().split("\n\n"))}
 
 
 def draw_policy(random: np.random.Generator) -> Policy:
-    """A policy of a random domain: 3 to 6 facts, 2 to 4 rules of 1 or 2 conditions, none of which can be left out."""
+    """Return a policy of a random domain: 3 to 6 facts and 2 to 4 rules of 1 or 2 conditions, all of them necessary."""
     while True:
         domain = list(DOMAINS.values())[random.integers(len(DOMAINS))]
         count = int(random.integers(3, 7))
-        places = random.permutation(len(domain.facts))[:count]
-        attributes = tuple(_attribute(domain.facts[place], random) for place in places)
+        indices = random.permutation(len(domain.facts))[:count]
+        attributes = tuple(_attribute(domain.facts[index], random) for index in indices)
         policy = _with_rules(domain.name, attributes, random)
         if policy is not None:
             return policy
 
 
 def describe(policy: Policy, random: np.random.Generator) -> str:
-    """The policy in English, in one of several forms; the domain must be one of `DOMAINS`."""
+    """Return the policy in English, in one of several forms. The domain must be one of `DOMAINS`."""
     domain = DOMAINS[policy.domain]
-    place = f"{_pick(PLACES, random)} {domain.house}"
+    place = f"{_pick(PLACES, random)} {domain.institution}"
     clauses = [(_clause(policy, rule), rule.decision) for rule in policy.rules]
     form = int(random.integers(5))
     if form == 0:
@@ -198,7 +199,7 @@ PLACES = (
     ),
     *("Northgate", "Oakham", "Old Mill", "Pinewood", "Quayside", "Redhill", "Riverside", "Stonebridge", "Westbrook"),
 )
-"""What houses are named after."""
+"""Names of the institutions."""
 _DONE = {"APPROVE": "approved", "DENY": "denied", "ESCALATE": "escalated"}
 
 
@@ -216,7 +217,7 @@ def _attribute(fact: tuple[str, ...], random: np.random.Generator) -> Attribute:
 
 
 def _with_rules(domain: str, attributes: tuple[Attribute, ...], random: np.random.Generator) -> Policy | None:
-    """A policy with random rules; None where a question is unused or a part could be left out."""
+    """Return a policy with random rules; None where a question is unused or a part is redundant."""
     count = sum(len(attribute.questions) for attribute in attributes)
     owner = [place for place, attribute in enumerate(attributes) for _ in attribute.questions]
     rules: list[Rule] = []
@@ -225,7 +226,7 @@ def _with_rules(domain: str, attributes: tuple[Attribute, ...], random: np.rando
         size = int(random.integers(1, 3))
         chosen = [int(place) for place in random.permutation(count)[:size]]
         if len({owner[place] for place in chosen}) < size:
-            return None  # two conditions on one number may contradict, and read badly where they do not
+            return None  # two conditions on one number may contradict each other, or read badly
         before = _pick([decision for decision in DECISIONS if decision != before], random)
         conditions = tuple((place, bool(random.integers(2))) for place in chosen)
         rules.append(Rule(conditions, size == 1 or bool(random.integers(2)), before))
@@ -240,7 +241,7 @@ def _with_rules(domain: str, attributes: tuple[Attribute, ...], random: np.rando
 
 
 def _each_decides(policy: Policy) -> bool:
-    """Whether the default and every rule decide some case, and no rule or condition can be left out."""
+    """Whether the default and every rule decide some case, and no rule or condition is redundant."""
     ends = [policy.rule_of(case) for case in policy.cases]
     if set(ends) != {*policy.rules, None}:
         return False
@@ -251,7 +252,7 @@ def _each_decides(policy: Policy) -> bool:
             try:
                 shorter = replace(policy, rules=(*policy.rules[:place], *instead, *policy.rules[place + 1 :]))
             except InputError:
-                continue  # without it all cases are decided alike
+                continue  # all cases would have the same decision
             if shorter.decided == policy.decided:
                 return False
     return True

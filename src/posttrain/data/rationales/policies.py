@@ -1,6 +1,6 @@
-"""Made-up policies: facts of a case in an everyday domain, and ordered rules that decide every case.
+"""Synthetic policies: facts of a case in an everyday domain, and ordered rules that decide every case.
 
-A policy is small enough to list all its cases, so whatever is said about a written procedure can be computed exactly.
+A policy is small enough to enumerate its cases, so properties of a written procedure are computed exactly.
 """
 
 import json
@@ -15,7 +15,7 @@ from posttrain.errors import InputError
 DECISIONS = ("APPROVE", "DENY", "ESCALATE")
 MOST_QUESTIONS = 12
 MOST_CASES = 512
-"""The best procedure is searched exactly; beyond these limits the search takes seconds."""
+"""Limits of a policy. The search for the optimal procedure is exact and takes seconds beyond them."""
 
 Case = tuple[int, ...]
 """One value per attribute."""
@@ -23,7 +23,7 @@ Case = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """A yes/no question about a case; `yes` and `no` are clauses that say the same as its answers."""
+    """A yes/no question about a case; `yes` and `no` are clauses equivalent to its answers."""
 
     ask: str
     yes: str
@@ -34,8 +34,8 @@ class Question:
 class Attribute:
     """A fact with `len(questions) + 1` values; question i is answered YES where the value is above i.
 
-    One question makes a yes/no fact. Several are rising thresholds of one number, so a NO to a lower one settles the
-    higher ones.
+    One question is a yes/no fact. Several are increasing thresholds of one number, so a NO to a lower one implies NO to
+    the higher ones.
     """
 
     questions: tuple[Question, ...]
@@ -46,16 +46,16 @@ class Rule:
     """`decision` where all conditions hold (`every`), or where any does."""
 
     conditions: tuple[tuple[int, bool], ...]
-    """Place of a question in `Policy.questions`, and the answer that is wanted."""
+    """Index of a question in `Policy.questions`, and its required answer."""
     every: bool
     decision: str
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules in order: the first that holds decides, `default` decides the rest. All cases weigh the same.
+    """Ordered rules: the first that holds decides, and `default` decides all other cases. Cases have equal weight.
 
-    InputError where it cannot be used: an unknown decision or question, questions that read alike, more than
+    InputError for an invalid policy: an unknown decision or question, questions with the same text, more than
     `MOST_QUESTIONS` questions or `MOST_CASES` cases, or one decision for all cases.
     """
 
@@ -65,22 +65,22 @@ class Policy:
     default: str
 
     def __post_init__(self) -> None:
-        asked = [plain(question.ask) for question in self.questions]
-        if len(set(asked)) < len(asked) or "" in asked:
-            raise InputError(f"policy on {self.domain}: its questions must be texts that differ; reword one")
+        texts = [plain(question.ask) for question in self.questions]
+        if len(set(texts)) < len(texts) or "" in texts:
+            raise InputError(f"policy on {self.domain}: its questions must be distinct texts; reword one")
         for decision in (self.default, *(rule.decision for rule in self.rules)):
             if decision not in DECISIONS:
                 raise InputError(f"policy on {self.domain}: no decision {decision!r}; use {', '.join(DECISIONS)}")
-        places = [place for rule in self.rules for place, _ in rule.conditions]
-        if any(not 0 <= place < len(asked) for place in places) or not all(rule.conditions for rule in self.rules):
-            raise InputError(f"policy on {self.domain}: each rule needs conditions on questions 0 to {len(asked) - 1}")
-        if len(asked) > MOST_QUESTIONS or prod(len(fact.questions) + 1 for fact in self.attributes) > MOST_CASES:
+        indices = [index for rule in self.rules for index, _ in rule.conditions]
+        if any(not 0 <= index < len(texts) for index in indices) or not all(rule.conditions for rule in self.rules):
+            raise InputError(f"policy on {self.domain}: each rule needs conditions on questions 0 to {len(texts) - 1}")
+        if len(texts) > MOST_QUESTIONS or prod(len(fact.questions) + 1 for fact in self.attributes) > MOST_CASES:
             raise InputError(
-                f"policy on {self.domain}: more than {MOST_QUESTIONS} questions or {MOST_CASES} cases; leave out an attribute"
+                f"policy on {self.domain}: more than {MOST_QUESTIONS} questions or {MOST_CASES} cases; remove an attribute"
             )
         if len(self.decided) < 2:
             raise InputError(
-                f"policy on {self.domain} decides all cases alike, which takes no procedure; change a rule"
+                f"policy on {self.domain} has one decision for all cases, which needs no procedure; change a rule"
             )
 
     @cached_property
@@ -95,26 +95,26 @@ class Policy:
 
     @cached_property
     def _thresholds(self) -> tuple[tuple[int, int], ...]:
-        """Per question: the place of its attribute, and the value to be exceeded."""
+        """For each question, the index of its attribute and the value to exceed."""
         return tuple(
-            (place, i) for place, attribute in enumerate(self.attributes) for i in range(len(attribute.questions))
+            (index, i) for index, attribute in enumerate(self.attributes) for i in range(len(attribute.questions))
         )
 
     def answer(self, question: int, case: Case) -> bool:
-        """Whether question number `question` is answered YES in `case`."""
+        """Return whether question `question` is answered YES in `case`."""
         attribute, threshold = self._thresholds[question]
         return case[attribute] > threshold
 
     def rule_of(self, case: Case) -> Rule | None:
-        """The first rule that holds; None where the default decides."""
+        """Return the first rule that holds; None where the default decides."""
         for rule in self.rules:
-            holds = [self.answer(question, case) == wanted for question, wanted in rule.conditions]
+            holds = [self.answer(question, case) == required for question, required in rule.conditions]
             if all(holds) if rule.every else any(holds):
                 return rule
         return None
 
     def decide(self, case: Case) -> str:
-        """The decision for `case`."""
+        """Return the decision for `case`."""
         rule = self.rule_of(case)
         return self.default if rule is None else rule.decision
 
@@ -125,40 +125,40 @@ class Policy:
 
     @cached_property
     def says_yes(self) -> tuple[int, ...]:
-        """Per question the set of cases that answer YES."""
+        """For each question, the set of cases that answer YES."""
         return tuple(
             _set_of(self.answer(question, case) for case in self.cases) for question in range(len(self.questions))
         )
 
     @cached_property
     def decided(self) -> dict[str, int]:
-        """Decision -> the set of its cases; decisions without a case are left out."""
+        """Decision -> the set of its cases, for decisions with at least one case."""
         outcomes = [self.decide(case) for case in self.cases]
         return {d: _set_of(outcome == d for outcome in outcomes) for d in DECISIONS if d in outcomes}
 
     def to_json(self) -> str:
-        """The policy as one line, the same for equal policies."""
+        """Return the policy as one line of JSON, the same for equal policies."""
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> "Policy":
-        """Read what `to_json` wrote; InputError where the text is no policy."""
+        """Read the result of `to_json`; InputError where the text is not a policy."""
         try:
             return _policy_of(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
-                f"this is no policy in JSON ({type(error).__name__}: {error}): {str(text)[:60]!r}; "
+                f"this is not a policy in JSON ({type(error).__name__}: {error}): {str(text)[:60]!r}; "
                 "use the `label` of a row that `posttrain data rationales` wrote"
             ) from error
 
 
 def plain(question: str) -> str:
-    """`question` as it is compared: letters and digits in lower case, one space between words."""
+    """Return `question` in the form for comparison: lower-case letters and digits, single spaces between words."""
     return " ".join("".join(c if c.isalnum() else " " for c in question.lower()).split())
 
 
 def _set_of(members: Any) -> int:
-    return sum(1 << place for place, member in enumerate(members) if member)
+    return sum(1 << index for index, member in enumerate(members) if member)
 
 
 def _policy_of(values: dict[str, Any]) -> Policy:
@@ -168,7 +168,7 @@ def _policy_of(values: dict[str, Any]) -> Policy:
     )
     rules = tuple(
         Rule(
-            tuple((int(place), bool(wanted)) for place, wanted in rule["conditions"]),
+            tuple((int(index), bool(required)) for index, required in rule["conditions"]),
             bool(rule["every"]),
             rule["decision"],
         )

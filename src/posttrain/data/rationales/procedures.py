@@ -1,4 +1,4 @@
-"""Written procedures: labelled steps and a rationale, their reading from any text, and the best one for a policy.
+"""Procedures of labeled steps with a rationale: writing, parsing any text, and the optimal one for a policy.
 
 A. Was the item used? If YES, DENY. If NO, go to Step B.
 B. Is there a receipt? If YES, APPROVE. If NO, ESCALATE.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from posttrain.data.rationales.policies import DECISIONS, Policy
 
 _NEXT = rf"(?:go to step ([A-Z])|({'|'.join(DECISIONS)}))"
-# These match lines whose white space has become single spaces.
+# These match lines with white space collapsed to single spaces.
 _STEP = re.compile(rf"([A-Z])\. ?([^?]*[^? ] ?\?) ?If YES, ?{_NEXT}\. ?If NO, ?{_NEXT}\.?", re.IGNORECASE | re.ASCII)
 _LABEL = re.compile(r"([A-Z])\.(?: |$)")
 _RATIONALE = re.compile(r"Rationale: ?(.+)", re.IGNORECASE | re.ASCII)
@@ -24,9 +24,9 @@ _THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Step:
-    """One question and what follows each answer: a decision, or the label of a step.
+    """A question and the target of each answer: a decision, or the label of a step.
 
-    ValueError where it could not be read back: a label that is not one of A to Z, or a question that is not one line of
+    ValueError where `parse` could not read the step: a label other than A to Z, or a question that is not one line of
     single-spaced words with its only question mark at the end.
     """
 
@@ -43,10 +43,10 @@ class Step:
             raise ValueError(f"a question is one line that ends with its only question mark, not {self.question!r}")
         for target in (self.yes, self.no):
             if target not in LABELS and target not in DECISIONS:
-                raise ValueError(f"what follows is a step label or a decision, not {target!r}")
+                raise ValueError(f"a target is a step label or a decision, not {target!r}")
 
     def next(self, answer: bool) -> str:
-        """What follows YES (`answer` true) or NO."""
+        """Return the target of YES (`answer` true) or NO."""
         return self.yes if answer else self.no
 
 
@@ -55,9 +55,9 @@ LABELS = tuple(ascii_uppercase)
 
 @dataclass(frozen=True)
 class Procedure:
-    """Steps in the order they are written; the step A is the first to be done. `rationale` is one line of text.
+    """Steps in written order, starting at step A. `rationale` is one line of text.
 
-    ValueError where two steps have one label, or the rationale is empty, not single-spaced or not one line.
+    ValueError where two steps have the same label, or the rationale is empty, not single-spaced or not one line.
     """
 
     steps: tuple[Step, ...]
@@ -71,14 +71,14 @@ class Procedure:
 
 
 class Problem(NamedTuple):
-    """A line that breaks the format; `step` is the label it begins with, empty where it has none."""
+    """A line that violates the format; `step` is its label, empty where it has none."""
 
     step: str
     message: str
 
 
 class Reading(NamedTuple):
-    """What could be read of a text: steps with different labels, the rationale or "", and every line that is neither."""
+    """The parsed parts of a text: steps with distinct labels, the rationale or "", and every other line as a problem."""
 
     steps: tuple[Step, ...]
     rationale: str
@@ -86,28 +86,31 @@ class Reading(NamedTuple):
 
 
 def write(procedure: Procedure) -> str:
-    """The text of `procedure`; `parse` reads it back without problems."""
+    """Return the text of `procedure`, which `parse` reads without problems."""
     lines = [
-        f"{step.label}. {step.question} If YES, {_follows(step.yes)}. If NO, {_follows(step.no)}."
+        f"{step.label}. {step.question} If YES, {_target_text(step.yes)}. If NO, {_target_text(step.no)}."
         for step in procedure.steps
     ]
     return "\n".join([*lines, f"Rationale: {procedure.rationale}"])
 
 
 def parse(text: str) -> Reading:
-    """Read any text; never raises. Case of keywords and amounts of white space do not matter, a leading
-    `<think>...</think>` is passed over, and of several steps with one label (or rationales) the first counts."""
+    """Parse any text without raising.
+
+    The case of keywords and the amount of white space are ignored, and a leading `<think>...</think>` is skipped. Of
+    several steps with the same label, or several rationales, the first counts.
+    """
     steps: dict[str, Step] = {}
     rationale = ""
     problems = []
     thought = _THOUGHT.match(text)
     lines = text[thought.end() if thought else 0 :].splitlines()
     for line in filter(None, (" ".join(line.split()) for line in lines)):
-        found = _STEP.fullmatch(line)
+        match = _STEP.fullmatch(line)
         label = _LABEL.match(line)
         reason = _RATIONALE.fullmatch(line)
-        if found and found[1] in LABELS:
-            step = _read_step(found)
+        if match and match[1] in LABELS:
+            step = _read_step(match)
             if step.label in steps:
                 problems.append(Problem(step.label, "a second step has this label"))
             else:
@@ -124,13 +127,16 @@ def parse(text: str) -> Reading:
 
 
 def best_procedure(policy: Policy) -> Procedure:
-    """A procedure that decides every case as `policy` does with the fewest questions on average; ties go to the question
-    listed first. Equal continuations are written once. ValueError where it takes more than 26 steps."""
+    """Return a procedure that decides every case as `policy` does with the fewest questions on average.
+
+    Ties go to the question listed first, and equal subtrees are written once. ValueError where the procedure has more
+    than 26 steps.
+    """
     plan = _Plan(policy)
     nodes: dict[tuple[int, str | int, str | int], int] = {}
 
     def node(cases: int) -> str | int:
-        """A decision, or the number of the step that goes on with `cases`; equal steps get one number."""
+        """Return a decision, or the number of the step that handles `cases`; equal steps share a number."""
         question = plan.solve(cases)[1]
         if question is None:
             return next(decision for decision, members in policy.decided.items() if not cases & ~members)
@@ -142,37 +148,39 @@ def best_procedure(policy: Policy) -> Procedure:
     keys = list(nodes)
     order: list[int] = []
 
-    def visit(place: str | int) -> None:
-        if isinstance(place, int) and place not in order:
-            visit(keys[place][2])
-            visit(keys[place][1])
-            order.append(place)
+    def visit(target: str | int) -> None:
+        if isinstance(target, int) and target not in order:
+            visit(keys[target][2])
+            visit(keys[target][1])
+            order.append(target)
 
     visit(start)
-    order.reverse()  # every step stands before those it goes on to
+    order.reverse()  # topological order: every step precedes its targets
     if len(order) > len(LABELS):
-        raise ValueError(f"the best procedure for this policy on {policy.domain} takes {len(order)} steps, over 26")
-    names: dict[str | int, str] = {place: LABELS[number] for number, place in enumerate(order)}
+        raise ValueError(
+            f"the optimal procedure of this policy on {policy.domain} has {len(order)} steps, more than 26"
+        )
+    names: dict[str | int, str] = {node_number: LABELS[index] for index, node_number in enumerate(order)}
     steps = tuple(
         Step(
-            names[place],
+            names[node_number],
             " ".join(policy.questions[question].ask.split()),
             names.get(yes, str(yes)),
             names.get(no, str(no)),
         )
-        for place in order
-        for question, yes, no in [keys[place]]
+        for node_number in order
+        for question, yes, no in [keys[node_number]]
     )
     return Procedure(steps, _rationale(policy, keys[order[0]][0], steps))
 
 
 def fewest_questions(policy: Policy) -> Fraction:
-    """The smallest mean number of questions, over all cases, with which every case can be decided right; exact."""
+    """Return the minimum mean number of questions with which every case can be decided correctly; exact."""
     return Fraction(_Plan(policy).solve(policy.everything)[0], len(policy.cases))
 
 
 class _Plan:
-    """Exact dynamic programming over sets of cases that the answers so far leave possible."""
+    """Exact dynamic programming over the sets of cases that are consistent with the answers so far."""
 
     def __init__(self, policy: Policy) -> None:
         self.solve = cache(self._solve)
@@ -180,7 +188,9 @@ class _Plan:
         self._decided = tuple(policy.decided.values())
 
     def _solve(self, cases: int) -> tuple[int, int | None]:
-        """Fewest questions asked, summed over `cases`, and the first of them; (0, None) where all end alike."""
+        """Return the minimum number of questions summed over `cases`, and the first question; (0, None) where all cases have
+        the same decision.
+        """
         if any(not cases & ~members for members in self._decided):
             return 0, None
         best: tuple[int, int | None] | None = None
@@ -193,23 +203,23 @@ class _Plan:
         return best
 
 
-def _follows(target: str) -> str:
+def _target_text(target: str) -> str:
     return f"go to Step {target}" if target in LABELS else target
 
 
-def _read_step(found: re.Match[str]) -> Step:
-    question = " ".join(found[2][:-1].split()) + "?"
-    return Step(found[1].upper(), question, (found[3] or found[4]).upper(), (found[5] or found[6]).upper())
+def _read_step(match: re.Match[str]) -> Step:
+    question = " ".join(match[2][:-1].split()) + "?"
+    return Step(match[1].upper(), question, (match[3] or match[4]).upper(), (match[5] or match[6]).upper())
 
 
 def _rationale(policy: Policy, first: int, steps: tuple[Step, ...]) -> str:
-    """A true sentence on why the question `first` is the first."""
+    """Return a true sentence on why the question `first` comes first."""
     question, start = policy.questions[first], steps[0]
     opening = f'"{question.ask}" comes first because'
     for clause, target in ((question.yes, start.yes), (question.no, start.no)):
         if target in DECISIONS:
             return f"{opening} if {clause} the decision is always {target}."
-    if_yes, if_no = _asked_from(start.yes, steps), _asked_from(start.no, steps)
+    if_yes, if_no = _questions_from(start.yes, steps), _questions_from(start.no, steps)
     for clause, here, there in ((question.yes, if_yes, if_no), (question.no, if_no, if_yes)):
         only = [text for text in here if text not in there]
         if only:
@@ -217,10 +227,10 @@ def _rationale(policy: Policy, first: int, steps: tuple[Step, ...]) -> str:
     return f"{opening} the same answers to the rest end differently with it."
 
 
-def _asked_from(label: str, steps: tuple[Step, ...]) -> list[str]:
-    """Questions of the step `label` and of all that can follow it, in order."""
+def _questions_from(label: str, steps: tuple[Step, ...]) -> list[str]:
+    """Return the questions of the step `label` and of all steps reachable from it, in order."""
     reached = {label}
-    for step in steps:  # in an order where every step stands before those it goes on to
+    for step in steps:  # topological order: every step precedes its targets
         if step.label in reached:
             reached |= {step.yes, step.no}
     return [step.question for step in steps if step.label in reached]

@@ -1,15 +1,16 @@
-"""What a written procedure is worth for its policy, by doing it on every case.
+"""Scores of a written procedure for its policy, from running it on every case.
 
-With N cases, Q the mean number of questions that the procedure asks and Q* the smallest mean with which all cases can be
-decided right:
+With N cases, Q the mean number of questions that the procedure asks, and Q* the minimum mean with which all cases can be
+decided correctly:
 
     factual accuracy  = cases decided as the policy decides them / N
-    logical soundness = sound branches / (2 * steps + problems of format)
-    efficiency        = min(1, Q* / Q), and 0 where some case runs in a loop for ever
+    logical soundness = sound branches / (2 * steps + format problems)
+    efficiency        = min(1, Q* / Q), and 0 where some case loops forever
     reward            = accuracy * (2 + soundness + efficiency) / 4
 
-A step has two branches, YES and NO. A branch is sound where its step is reached from A, some case that gets there takes
-it, it leads to a decision or to a step that exists, and not back to its own step. Only the best procedures earn 1.
+A step has two branches, YES and NO. A branch is sound if its step is reachable from A, some case that reaches the step takes
+the branch, it leads to a decision or an existing step, and it does not lead back to its own step. Only optimal procedures
+have reward 1.
 """
 
 from collections.abc import Callable
@@ -22,13 +23,13 @@ from posttrain.data.rationales.policies import DECISIONS, Policy, plain
 from posttrain.data.rationales.procedures import Reading, Step, fewest_questions, parse
 
 UNSOUND = ("format", "unreachable", "impossible", "dangling", "loop", "unknown question")
-"""Kinds of faults that make branches unsound."""
+"""Kinds of faults that make a branch unsound."""
 OTHER_FAULTS = ("wrong decision", "redundant")
-"""Kinds that cost accuracy or efficiency instead: the step ends cases wrongly; its answers lead to the same place."""
+"""Kinds that lower accuracy or efficiency instead: a step decides cases wrongly; both answers have the same target."""
 
 
 class Fault(NamedTuple):
-    """What is wrong in the step `step` (empty where no step is meant); `kind` is in `UNSOUND` or `OTHER_FAULTS`."""
+    """A fault of the step `step` (empty for the whole text); `kind` is in `UNSOUND` or `OTHER_FAULTS`."""
 
     step: str
     kind: str
@@ -37,7 +38,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """All four numbers lie in 0 to 1; 0 throughout where no step could be read."""
+    """The scores of a procedure, each in [0, 1]; all are 0 where no step could be parsed."""
 
     factual_accuracy: float
     logical_soundness: float
@@ -47,16 +48,16 @@ class Verdict:
 
 
 def verify(answer: str, policy: Policy) -> Verdict:
-    """Read `answer` as a procedure and do it on all cases of `policy`; any text gets a verdict."""
+    """Parse `answer` as a procedure and run it on all cases of `policy`. Any text has a verdict."""
     reading = parse(answer)
     faults = [Fault(step, "format", message) for step, message in reading.problems]
     if not reading.steps:
         return Verdict(0.0, 0.0, 0.0, 0.0, (*faults, Fault("", "format", "there is no step")))
     graph = _Graph(reading, policy)
     unsound = graph.unsound_branches(faults)
-    right, asked = graph.run(faults)
+    correct, asked = graph.run(faults)
     branches = 2 * len(reading.steps)
-    accuracy = Fraction(right, len(policy.cases))
+    accuracy = Fraction(correct, len(policy.cases))
     soundness = Fraction(branches - unsound, branches + len(reading.problems))
     efficiency = min(Fraction(1), _fewest(policy) * len(policy.cases) / asked) if asked else Fraction(0)
     reward = accuracy * (2 + soundness + efficiency) / 4
@@ -72,16 +73,16 @@ _fewest = lru_cache(maxsize=1024)(fewest_questions)
 
 
 class _Graph:
-    """Steps as a graph that sets of cases (bits of integers, as in `Policy`) walk through."""
+    """The steps as a graph, run on sets of cases (bits of integers, as in `Policy`)."""
 
     def __init__(self, reading: Reading, policy: Policy) -> None:
         self._policy = policy
         self._steps = {step.label: step for step in reading.steps}
-        known = {plain(question.ask): place for place, question in enumerate(policy.questions)}
+        known = {plain(question.ask): index for index, question in enumerate(policy.questions)}
         self._question = {step.label: known.get(plain(step.question)) for step in reading.steps}
 
     def unsound_branches(self, faults: list[Fault]) -> int:
-        """The number of unsound branches; their faults are added to `faults`."""
+        """Return the number of unsound branches and add their faults to `faults`."""
         arriving = self._arrivals()
         after = {label: self._reachable(label) for label in self._steps}
         count = 0
@@ -91,7 +92,10 @@ class _Graph:
                 faults.append(Fault(label, kind, message))
 
             if not arriving[label]:
-                fault("unreachable", "no case gets here" if self._leads_here(label) else "no step leads here from A")
+                fault(
+                    "unreachable",
+                    "no case gets here" if self._reachable_from_start(label) else "no step leads here from A",
+                )
                 count += 2
             elif self._question[label] is None:
                 fault("unknown question", f"the policy knows no question {step.question!r}")
@@ -101,14 +105,14 @@ class _Graph:
         return count
 
     def run(self, faults: list[Fault]) -> tuple[int, int]:
-        """Cases decided right, and questions asked summed over the cases: 0 where a case never ends or none is asked.
+        """Return the number of correct decisions, and of questions summed over the cases (0 if a case never ends).
 
-        Steps that decide cases wrongly are added to `faults`.
+        Faults of steps that decide cases wrongly are added to `faults`.
         """
-        right = asked = 0
+        correct = asked = 0
         walking = {"A": self._policy.everything} if "A" in self._steps else {}
         wrong: dict[tuple[str, str], int] = {}
-        # Answers never change, so a case that comes to a step twice comes back for ever.
+        # Answers never change, so a case that reaches a step twice loops forever.
         for _ in self._steps:
             moved: dict[str, int] = {}
             for label, cases in walking.items():
@@ -117,12 +121,12 @@ class _Graph:
                 if question is None:
                     continue
                 for answer in (True, False):
-                    target, part = self._steps[label].next(answer), cases & self._says(question, answer)
+                    target, part = self._steps[label].next(answer), cases & self._cases_with(question, answer)
                     if target in DECISIONS:
-                        good = (part & self._policy.decided.get(target, 0)).bit_count()
-                        right += good
-                        if part.bit_count() > good:
-                            wrong[label, target] = wrong.get((label, target), 0) + part.bit_count() - good
+                        matching = (part & self._policy.decided.get(target, 0)).bit_count()
+                        correct += matching
+                        if part.bit_count() > matching:
+                            wrong[label, target] = wrong.get((label, target), 0) + part.bit_count() - matching
                     elif target in self._steps and part:
                         moved[target] = moved.get(target, 0) | part
             walking = moved
@@ -130,49 +134,49 @@ class _Graph:
             Fault(label, "wrong decision", f"{target} is wrong for {number} of the cases that end here")
             for (label, target), number in wrong.items()
         ]
-        return right, 0 if walking else asked
+        return correct, 0 if walking else asked
 
-    def _says(self, question: int, answer: bool) -> int:
+    def _cases_with(self, question: int, answer: bool) -> int:
         yes = self._policy.says_yes[question]
         return yes if answer else self._policy.everything & ~yes
 
     def _arrivals(self) -> dict[str, int]:
-        """Step -> cases that ever get there; a question that the policy does not know lets every case go both ways."""
+        """Return step -> cases that reach it. At a question unknown to the policy, every case takes both branches."""
         arriving = dict.fromkeys(self._steps, 0)
-        waiting = [("A", self._policy.everything)]
-        while waiting:
-            label, cases = waiting.pop()
+        pending = [("A", self._policy.everything)]
+        while pending:
+            label, cases = pending.pop()
             if label not in self._steps or not cases & ~arriving[label]:
                 continue
             arriving[label] |= cases
             question = self._question[label]
             for answer in (True, False):
-                part = cases if question is None else cases & self._says(question, answer)
-                waiting.append((self._steps[label].next(answer), part))
+                part = cases if question is None else cases & self._cases_with(question, answer)
+                pending.append((self._steps[label].next(answer), part))
         return arriving
 
     def _reachable(self, start: str) -> set[str]:
-        """Steps that some chain of one or more answers leads to from `start`, whether or not a case can give them."""
+        """Return the steps reachable from `start` by one or more branches, whether or not a case takes them."""
         reached: set[str] = set()
-        waiting = [start]
-        while waiting:
-            step = self._steps[waiting.pop()]
+        pending = [start]
+        while pending:
+            step = self._steps[pending.pop()]
             new = {target for target in (step.yes, step.no) if target in self._steps} - reached
             reached |= new
-            waiting += new
+            pending += new
         return reached
 
-    def _leads_here(self, label: str) -> bool:
+    def _reachable_from_start(self, label: str) -> bool:
         return "A" in self._steps and label in self._reachable("A")
 
     def _unsound(
         self, step: Step, answer: bool, arriving: int, after: dict[str, set[str]], fault: Callable[[str, str], None]
     ) -> bool:
-        """Whether a branch of a step that `arriving` reach is unsound; says why to `fault`."""
+        """Return whether a branch is unsound and report its faults to `fault`; `arriving` are the cases that reach the step."""
         question, target, name = self._question[step.label], step.next(answer), "YES" if answer else "NO"
         assert question is not None
         reasons = []
-        if not arriving & self._says(question, answer):
+        if not arriving & self._cases_with(question, answer):
             reasons.append(("impossible", f"no case that gets here answers {name}"))
         if target not in DECISIONS and target not in self._steps:
             reasons.append(("dangling", f"{name} leads to Step {target}, which does not exist"))
@@ -187,18 +191,18 @@ _policy = lru_cache(maxsize=1024)(Policy.from_json)
 
 
 def reward(answer: str, row: dict[str, Any]) -> float:
-    """Combined reward of `answer`, 0 to 1 (see `verifier`); `row["label"]` holds the policy as JSON.
+    """Return the reward of `answer` in [0, 1] (see the module); `row["label"]` is the policy as JSON.
 
-    ValueError where the row has no text `label`, InputError where that is no policy.
+    ValueError where the row has no text `label`, InputError where it is not a policy.
     """
     return _verdict(answer, row).reward
 
 
 def scores(answer: str, row: dict[str, Any]) -> dict[str, float]:
-    """As `reward`, which is `score`, with the three numbers that it is made of."""
-    found = _verdict(answer, row)
+    """Return the reward as `score`, and the three numbers that it consists of."""
+    verdict = _verdict(answer, row)
     parts = ("factual_accuracy", "logical_soundness", "efficiency")
-    return {"score": found.reward} | {name: getattr(found, name) for name in parts}
+    return {"score": verdict.reward} | {name: getattr(verdict, name) for name in parts}
 
 
 def _verdict(answer: str, row: dict[str, Any]) -> Verdict:

@@ -64,14 +64,14 @@ def digest(said: Observation | Step) -> str:
     """Of what an environment said: all but its info, which may hold times."""
     parts: list[Any] = [said.messages, said.state]
     if isinstance(said, Step):
-        parts += [said.reward, said.terminated, said.truncated, said.fresh]
+        parts += [said.reward, said.terminated, said.truncated, said.new_conversation]
     return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
 
 class RayEnvironment(Environment):
     """One episode's environment, in the worker `member`."""
 
-    waits = True
+    blocking = True
 
     def __init__(self, recipe: EnvironmentRecipe, member: Member) -> None:
         super().__init__(recipe)

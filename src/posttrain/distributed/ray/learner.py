@@ -103,7 +103,7 @@ class LearnerWorker(Worker):
     def _place(self, recipe: Any, crew: WorkerGroup, placed: ExitStack) -> None:
         """Let the crew make what it makes, until `placed` closes."""
         from posttrain.engines.factory import open_engine
-        from posttrain.environments.opening import open_environment
+        from posttrain.environments.protocol import open_environment
         from posttrain.training.reward_scorer import open_scorer
 
         def members(seats: Sequence[WorkerHandle]) -> list[Member]:

@@ -1,4 +1,4 @@
-"""The vLLM engine of a run: engines of its own or of others, their weights, and what becomes of those that die."""
+"""The vLLM engine: one or several vLLM replicas, weight updates, and the restart of replicas that die or hang."""
 
 import asyncio
 import contextlib
@@ -40,100 +40,98 @@ from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs import events
 
-Awaited = TypeVar("Awaited")
-
-
-class HangDetector:
-    """Asks an engine for a sign of life as long as anything is asked of it.
-
-    How long an answer takes says nothing, so no request has a time-out of its own.
-    """
-
-    def __init__(self, respond: Callable[[], Awaitable[None]], seconds: float) -> None:
-        """`respond` returns once the engine has; one that does not for `seconds` hangs."""
-        self._respond = respond
-        self._seconds = seconds
-        self._waiting: set[asyncio.Future[Any]] = set()
-        self._given_up: set[asyncio.Future[Any]] = set()
-
-    async def over(self, work: Coroutine[Any, Any, Awaited]) -> Awaited:
-        """The result of `work`, which is asked of the engine; EngineDied where the engine hangs."""
-        task = asyncio.ensure_future(work)
-        self._waiting.add(task)
-        if len(self._waiting) == 1:
-            self._looking = asyncio.ensure_future(self._look())
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if task in self._given_up:
-                raise EngineDied(f"it gave no sign of life for {self._seconds:g} s") from None
-            raise
-        finally:
-            self._waiting.discard(task)
-            self._given_up.discard(task)
-            if not self._waiting:
-                self._looking.cancel()
-
-    async def _look(self) -> None:
-        """Look until it is cancelled, when nothing is asked any more."""
-        while True:
-            await asyncio.sleep(self._seconds / 4)
-            asked = set(self._waiting)
-            try:
-                async with asyncio.timeout(3 * self._seconds / 4):
-                    await self._respond()
-            except TimeoutError:
-                self._given_up = asked & self._waiting
-                for task in self._given_up:
-                    task.cancel()
-            except (EngineDied, EngineRefused):
-                # Those who ask find out themselves.
-                pass
-
-
 T = TypeVar("T")
 MIB = 2**20
 
 
+class HangDetector:
+    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
+
+    The duration of a call says nothing about the engine's health, so calls have no time-out of their own.
+    """
+
+    def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
+        """`ping` returns once the engine has responded. An engine that does not respond for `timeout` seconds hangs."""
+        self._ping = ping
+        self._timeout = timeout
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._hung: set[asyncio.Future[Any]] = set()
+
+    async def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of `call`, a call to the engine. EngineDied if the engine hangs."""
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        if len(self._calls) == 1:
+            self._pinging = asyncio.ensure_future(self._ping_while_called())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in self._hung:
+                raise EngineDied(f"it did not respond for {self._timeout:g} s") from None
+            raise
+        finally:
+            self._calls.discard(task)
+            self._hung.discard(task)
+            if not self._calls:
+                self._pinging.cancel()
+
+    async def _ping_while_called(self) -> None:
+        """Ping until cancelled, when no call is in flight any more."""
+        while True:
+            await asyncio.sleep(self._timeout / 4)
+            calls = set(self._calls)
+            try:
+                async with asyncio.timeout(3 * self._timeout / 4):
+                    await self._ping()
+            except TimeoutError:
+                self._hung = calls & self._calls
+                for task in self._hung:
+                    task.cancel()
+            except (EngineDied, EngineRefused):
+                # The calls themselves raise it.
+                pass
+
+
 @dataclass
-class _Life:
-    """A replica, and how it has fared."""
+class _ReplicaState:
+    """A replica with its health and load."""
 
     replica: Replica
     lock: asyncio.Lock
-    watch: HangDetector
-    lives: int = 1
+    detector: HangDetector
+    starts: int = 1
     load: int = 0
-    """Episodes that are at home there, and requests of no episode."""
+    """Episodes assigned to the replica, and requests outside episodes."""
     alive: bool = True
 
 
 class VllmEngine:
-    """Engine over vLLM. `policy` is whose weights are sent; they are read in the thread that calls `load_weights`."""
+    """An `Engine` over vLLM replicas. Weights of `policy` are read in the thread that calls `load_weights`."""
 
     def __init__(self, policy: Policy, recipe: VllmEngineRecipe, replicas: Sequence[Replica]) -> None:
-        """Starts the replicas; RunError where one does not."""
+        """Start the replicas. Raises RunError if one does not start."""
         self.policy = policy
         self.recipe = recipe
         self.counters = EngineCounters()
         self.capacity = recipe.slots
         self.version = -1
         self.restarts = 0
-        """Engines that died and were started again."""
+        """Number of restarts after a replica died."""
         self.retried = 0
-        """Requests that were asked again because the engine that had them died."""
-        self._home: ContextVar[list[_Life] | None] = ContextVar("home", default=None)
-        self._lives = [
-            _Life(replica, asyncio.Lock(), HangDetector(replica.respond, recipe.hang_timeout)) for replica in replicas
+        """Number of requests sent again because the replica that had them died."""
+        self._assigned: ContextVar[list[_ReplicaState] | None] = ContextVar("assigned", default=None)
+        self._replicas = [
+            _ReplicaState(replica, asyncio.Lock(), HangDetector(replica.ping, recipe.hang_timeout))
+            for replica in replicas
         ]
-        self._depot = WeightStore(recipe.max_restarts > 0 or bool(recipe.urls), self._size())
+        self._store = WeightStore(recipe.max_restarts > 0 or bool(recipe.urls), self._stored_bytes())
         self._adapter: Path | None = None
         self._sent = 0
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm")
         thread.start()
-        # Also when the engine is forgotten, and when the process ends.
-        self._closing = weakref.finalize(self, _close, list(replicas), self._depot, self._loop, thread)
+        # Also closes the replicas when the engine is garbage-collected and when the process exits.
+        self._closing = weakref.finalize(self, _close, list(replicas), self._store, self._loop, thread)
         try:
             self._start()
         except BaseException:
@@ -141,19 +139,19 @@ class VllmEngine:
             raise
 
     def _start(self) -> None:
-        """Start all, and say on standard error what the user waits for."""
-        if not self._lives:
+        """Start all replicas and report the wait on standard error."""
+        if not self._replicas:
             return
         begun = time.monotonic()
-        names = ", ".join(life.replica.name for life in self._lives)
+        names = ", ".join(state.replica.name for state in self._replicas)
         print(f"waiting for {names}; starting vLLM takes about a minute", file=sys.stderr, flush=True)
-        self._wait(self._all(lambda life: life.replica.start()))
+        self._run(self._on_replicas(lambda state: state.replica.start()))
         print(f"vLLM is ready after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
 
-    # -- the protocol -------------------------------------------------------------------------------------------------
+    # -- the engine protocol ------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        """One answer; asked again, with the same seed, where the engine that was to give it died."""
+        """Sample one completion. If the replica dies, the request is sent again with the same seed."""
         sampling = request.sampling
         job = {
             "prompt_ids": list(request.prompt_ids),
@@ -163,291 +161,293 @@ class VllmEngine:
             "stop_strings": list(request.stop_strings),
             **sampling.model_dump(),
         }
-        home = self._home.get()
-        if home is None:
-            with self._at_home([]) as lone:
-                found = await self._asked(lone, job)
+        assigned = self._assigned.get()
+        if assigned is None:
+            with self._assignment([]) as lone:
+                result = await self._send(lone, job)
         else:
-            found = await self._asked(home, job)
-        self.counters.sampled += len(found["ids"])
-        self.counters.reused += found["reused"]
-        self.counters.prefilled += len(request.prompt_ids) - found["reused"]
-        reason = StopReason(found["stop_reason"])
-        return Completion(tuple(found["ids"]), tuple(found["logprobs"]), tuple(found["versions"]), reason)
+            result = await self._send(assigned, job)
+        self.counters.sampled += len(result["ids"])
+        self.counters.reused += result["reused"]
+        self.counters.prefilled += len(request.prompt_ids) - result["reused"]
+        reason = StopReason(result["stop_reason"])
+        return Completion(tuple(result["ids"]), tuple(result["logprobs"]), tuple(result["versions"]), reason)
 
     @contextmanager
     def episode(self, group: int = 0) -> Iterator[None]:
-        """Its requests go to the same engine, which has its earlier turns in the cache."""
-        with self._at_home([]) as home:
-            mark = self._home.set(home)
+        """Send all requests of the episode to one replica, whose cache has the earlier turns."""
+        with self._assignment([]) as assigned:
+            token = self._assigned.set(assigned)
             try:
                 yield
             finally:
-                self._home.reset(mark)
+                self._assigned.reset(token)
 
     def load_weights(self, version: int) -> None:
-        """Send the policy's weights, or its adapters, and wait until every engine samples with them."""
-        # An engine that is being started again first gets the weights whose files are about to go.
-        self._wait(self._all(lambda life: life.lock.acquire()))
+        """Send the policy's weights, or its adapters, and wait until every replica samples with them."""
+        # A replica that is being restarted first receives the weights whose files are removed next.
+        self._run(self._on_replicas(lambda state: state.lock.acquire()))
         try:
-            self._depot.clear()
+            self._store.clear()
             self._adapter = None
             if self.recipe.adapters == "adapter_only":
                 self._write_adapter()
-                self._wait(self._all(lambda life: self._unless_dead(life, self._send_adapter(life, version))))
+                self._run(self._on_replicas(lambda state: self._if_alive(state, self._send_adapter(state, version))))
             else:
                 self._send_weights(version)
             self.version = version
         finally:
-            self._wait(self._all(self._release))
-        self._wait(self._all(self._revived))
+            self._run(self._on_replicas(self._release))
+        self._run(self._on_replicas(self._restart_if_dead))
 
     def sleep(self) -> None:
-        """Let every engine give back what it can."""
-        self._wait(self._all(lambda life: self._unless_dead(life, life.replica.sleep())))
+        """Free the memory of every replica as far as it can."""
+        self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.sleep())))
 
     def close(self) -> None:
-        """End the engines that were started here."""
+        """Stop the replicas that this process started."""
         self._closing()
 
-    # -- answers ------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _at_home(self, home: list[_Life]) -> Iterator[list[_Life]]:
-        """`home` gets the engine of its first request, which counts it until the end of the block."""
+    def _assignment(self, assigned: list[_ReplicaState]) -> Iterator[list[_ReplicaState]]:
+        """`assigned` receives the replica of its first request, whose load counts it until the end of the block."""
         try:
-            yield home
+            yield assigned
         finally:
-            for life in home:
-                life.load -= 1
+            for state in assigned:
+                state.load -= 1
 
-    async def _asked(self, home: list[_Life], job: dict[str, Any]) -> dict[str, Any]:
-        if not home:
-            home.append(min(self._lives, key=lambda life: life.load))
-            home[0].load += 1
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._answer(home[0], job), self._loop))
+    async def _send(self, assigned: list[_ReplicaState], job: dict[str, Any]) -> dict[str, Any]:
+        if not assigned:
+            assigned.append(min(self._replicas, key=lambda state: state.load))
+            assigned[0].load += 1
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._generate(assigned[0], job), self._loop))
 
-    async def _answer(self, life: _Life, job: dict[str, Any]) -> dict[str, Any]:
+    async def _generate(self, state: _ReplicaState, job: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self.recipe.retries + 1):
-            lives = life.lives
+            starts = state.starts
             try:
-                return await life.watch.over(life.replica.generate(job))
+                return await state.detector.run(state.replica.generate(job))
             except EngineRefused as error:
-                raise RunError(f"{life.replica.name} refused a request: {error}") from error
+                raise RunError(f"{state.replica.name} refused a request: {error}") from error
             except EngineDied as error:
                 if attempt == self.recipe.retries:
                     raise RunError(
-                        f"{life.replica.name} died {attempt + 1} times over one answer ({error}); see its log, or raise "
+                        f"{state.replica.name} died {attempt + 1} times during one request ({error}); see its log, or raise "
                         "engine.retries"
                     ) from error
                 self.retried += 1
-                await self._revive(life, lives, str(error))
+                await self._restart(state, starts, str(error))
         raise AssertionError("the last attempt returns or raises")
 
-    # -- engines that die ---------------------------------------------------------------------------------------------
+    # -- dead replicas ------------------------------------------------------------------------------------------------
 
-    async def _revive(self, life: _Life, lives: int, reason: str) -> None:
-        """Start the replica again with the current weights, unless another request has seen to it since its life `lives`."""
-        async with life.lock:
-            if life.lives != lives:
+    async def _restart(self, state: _ReplicaState, starts: int, reason: str) -> None:
+        """Restart the replica with the current weights, unless another request has restarted it since start `starts`."""
+        async with state.lock:
+            if state.starts != starts:
                 return
-            life.alive = False
-            while not life.alive:
-                if life.lives > self.recipe.max_restarts:
+            state.alive = False
+            while not state.alive:
+                if state.starts > self.recipe.max_restarts:
                     raise RunError(
-                        f"{life.replica.name} died {life.lives} times, the last time because {reason}, and engine.max_restarts is "
-                        f"{self.recipe.max_restarts}; the run goes on from its last checkpoint with --resume"
+                        f"{state.replica.name} died {state.starts} times, the last time because {reason}, and "
+                        f"engine.max_restarts is {self.recipe.max_restarts}; continue from the last checkpoint with --resume"
                     )
-                life.lives += 1
+                state.starts += 1
                 self.restarts += 1
-                await life.replica.start()
+                await state.replica.start()
                 try:
                     if self.version >= 0:
-                        await life.watch.over(self._send_again(life))
-                    life.alive = True
+                        await state.detector.run(self._resend(state))
+                    state.alive = True
                 except EngineDied as error:
                     reason = str(error)
             events.record(
-                f"{life.replica.name} died ({reason}); it was started again with weights of version {self.version}, and "
-                "what it was asked is asked again"
+                f"{state.replica.name} died ({reason}); it was restarted with weights of version {self.version}, and its "
+                "requests are sent again"
             )
 
-    async def _release(self, life: _Life) -> None:
-        life.lock.release()
+    async def _release(self, state: _ReplicaState) -> None:
+        state.lock.release()
 
-    async def _revived(self, life: _Life) -> None:
-        """Start it again if it died while weights were sent."""
-        if not life.alive:
-            await self._revive(life, life.lives, "while weights were sent")
+    async def _restart_if_dead(self, state: _ReplicaState) -> None:
+        """Restart a replica that died while weights were sent."""
+        if not state.alive:
+            await self._restart(state, state.starts, "while weights were sent")
 
-    async def _unless_dead(self, life: _Life, work: Coroutine[Any, Any, Any]) -> None:
-        """Do `work`; an engine that dies of it is marked and seen to later."""
-        if not life.alive:
+    async def _if_alive(self, state: _ReplicaState, work: Coroutine[Any, Any, Any]) -> None:
+        """Run `work`. A replica that dies during it is marked as dead and restarted later."""
+        if not state.alive:
             work.close()
             return
         try:
-            await life.watch.over(work)
+            await state.detector.run(work)
         except EngineDied:
-            life.alive = False
+            state.alive = False
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _send_weights(self, version: int) -> None:
-        """Read the weights in this thread, bucket by bucket, and hand each to every engine before the next is read."""
+        """Read the weights in this thread, bucket by bucket, and send each to every replica before reading the next."""
         self._sent += 1
-        self._wait(self._all(lambda life: self._unless_dead(life, life.replica.begin_weights(version))))
+        self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.begin_weights(version))))
         for number, bucket in enumerate(buckets(self.policy.weights(), self.recipe.bucket_megabytes * MIB)):
-            if not self._lives:
+            if not self._replicas:
                 continue
-            path = self._depot.put(bucket, f"{self._sent}-{number}.safetensors")
-            self._wait(self._all(partial(self._receive, path=path)))
-            self._depot.done_with(path)
-        self._wait(self._all(lambda life: self._unless_dead(life, self._finish(life))))
+            path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
+            self._run(self._on_replicas(partial(self._receive, path=path)))
+            self._store.discard(path)
+        self._run(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
 
-    async def _receive(self, life: _Life, path: Path) -> None:
-        await self._unless_dead(life, life.replica.receive_weights(path))
+    async def _receive(self, state: _ReplicaState, path: Path) -> None:
+        await self._if_alive(state, state.replica.receive_weights(path))
 
-    async def _finish(self, life: _Life) -> None:
-        missing = await life.replica.finish_weights()
+    async def _finish(self, state: _ReplicaState) -> None:
+        missing = await state.replica.finish_weights()
         if missing:
             raise RunError(
-                f"{life.replica.name} lacks {len(missing)} weights of {self.recipe_name}, the first of them {missing[0]}; its "
-                "model is another one than the policy"
+                f"{state.replica.name} lacks {len(missing)} weights of {self.model_path}, the first of them {missing[0]}; it "
+                "was started with another model than the policy"
             )
 
-    async def _send_again(self, life: _Life) -> None:
+    async def _resend(self, state: _ReplicaState) -> None:
         if self._adapter is not None:
-            await self._send_adapter(life, self.version)
+            await self._send_adapter(state, self.version)
             return
-        await life.replica.begin_weights(self.version)
-        for path in self._depot.files:
-            await life.replica.receive_weights(path)
-        await self._finish(life)
+        await state.replica.begin_weights(self.version)
+        for path in self._store.files:
+            await state.replica.receive_weights(path)
+        await self._finish(state)
 
     def _write_adapter(self) -> None:
         self._sent += 1
         folder = f"adapter-{self._sent}"
         weights = dict(self.policy.adapter_weights())
-        if not self._lives:
+        if not self._replicas:
             return
-        self._adapter = self._depot.put(weights, f"{folder}/adapter_model.safetensors").parent
+        self._adapter = self._store.put(weights, f"{folder}/adapter_model.safetensors").parent
         config = self._adapter / "adapter_config.json"
         config.write_text(json.dumps(_adapter_config(self.policy), default=sorted))
 
-    async def _send_adapter(self, life: _Life, version: int) -> None:
+    async def _send_adapter(self, state: _ReplicaState, version: int) -> None:
         assert self._adapter is not None
-        await life.replica.load_adapter(self._adapter, version)
+        await state.replica.load_adapter(self._adapter, version)
 
     # -- between threads ----------------------------------------------------------------------------------------------
 
     @property
-    def recipe_name(self) -> str:
-        """Of the model, for messages."""
+    def model_path(self) -> str:
+        """`model.path` of the policy, for messages."""
         return self.policy.recipe.path
 
-    def _size(self) -> int:
-        most = self.recipe.bucket_megabytes * MIB
+    def _stored_bytes(self) -> int:
+        """Bytes of weights that lie in files at a time."""
+        bucket = self.recipe.bucket_megabytes * MIB
         if self.recipe.max_restarts == 0 and not self.recipe.urls:
-            return 2 * most
+            return 2 * bucket
         return sum(parameter.numel() * parameter.element_size() for parameter in self.policy.model.parameters())
 
-    async def _all(self, what: Callable[[_Life], Coroutine[Any, Any, T]]) -> list[T]:
-        tasks = [asyncio.ensure_future(what(life)) for life in self._lives]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        for error in found:
+    async def _on_replicas(self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]) -> list[T]:
+        """Call all replicas concurrently and return the results; after all have ended, raise the first error."""
+        tasks = [asyncio.ensure_future(call(state)) for state in self._replicas]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in results:
             if isinstance(error, BaseException):
                 raise error
-        return [result for result in found if not isinstance(result, BaseException)]
+        return [result for result in results if not isinstance(result, BaseException)]
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` in the engine's loop and wait for it."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in the event loop of the engine's thread and wait for the result."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except PosttrainError:
             raise
         except EngineRefused as error:
-            raise RunError(f"vLLM refused: {error}") from error
+            raise RunError(f"vLLM refused a request: {error}") from error
 
 
 def _adapter_config(policy: Policy) -> dict[str, Any]:
-    """What peft writes beside the adapters."""
+    """The contents of peft's `adapter_config.json`."""
     model: Any = policy.model
     config = model.peft_config["default"].to_dict()
     return {key: value for key, value in config.items() if not (key == "task_type" and value is None)}
 
 
 def _close(
-    replicas: Sequence[Replica], depot: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
+    replicas: Sequence[Replica], store: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
-    # First the loop: what still waits in it would take the end for a death.
+    # Stop the loop first: calls still in flight would take the shutdown for a death.
     loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join(timeout=5)
     for replica in replicas:
         with contextlib.suppress(Exception):
-            replica.let_go()
+            replica.request_stop()
     for replica in replicas:
         with contextlib.suppress(Exception):
             replica.close()
-    depot.close()
+    store.close()
 
 
 def open_vllm(
     policy: Policy,
     recipe: VllmEngineRecipe,
-    longest: int | None = None,
+    max_context: int | None = None,
     sampling: SamplingRecipe | None = None,
     logs: Path | None = None,
 ) -> VllmEngine:
-    """A vLLM engine for contexts of up to `longest` tokens, whose log-probabilities are right for `sampling`.
+    """A vLLM engine for contexts of up to `max_context` tokens, whose log-probabilities are exact for `sampling`.
 
-    `logs`: where servers that are started here write theirs; null is a temporary directory. In a run of several processes
-    the first one has the engines; the others only join in reading the weights, which may be divided among them.
+    `logs`: directory for the log files of servers started here (default: a temporary directory). In a run of several
+    processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
     """
-    settings = settings_of(policy, recipe, longest, sampling)
-    return VllmEngine(policy, recipe, _replicas(recipe, settings, logs) if current().is_rank0 else [])
+    settings = settings_of(policy, recipe, max_context, sampling)
+    return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current().is_rank0 else [])
 
 
 def settings_of(
-    policy: Policy, recipe: VllmEngineRecipe, longest: int | None = None, sampling: SamplingRecipe | None = None
+    policy: Policy, recipe: VllmEngineRecipe, max_context: int | None = None, sampling: SamplingRecipe | None = None
 ) -> Settings:
-    """What each engine is started with; InputError for what the policy and an engine cannot agree on."""
+    """The settings of each replica. InputError for a policy that vLLM cannot sample for."""
     path = Path(resolve_path(policy.recipe.path))
     if (path / "adapter_config.json").is_file():
         if recipe.adapters == "adapter_only":
             raise InputError(
-                f"engine.adapters: adapter_only keeps the weights of files, and {path} is itself an adapter; use merged"
+                f"engine.adapters: adapter_only needs a whole model at model.path, and {path} is an adapter; use merged"
             )
         raise InputError(
-            f"model.path: {path} is an adapter, and vLLM starts from a whole model; train with model.lora.export=merged"
+            f"model.path: {path} is an adapter, and vLLM needs a whole model; train with model.lora.export=merged"
         )
-    most = getattr(policy.model.config, "max_position_embeddings", None)
-    context = recipe.max_model_len or longest or most or 0
-    if most is not None and context > most:
+    limit = getattr(policy.model.config, "max_position_embeddings", None)
+    context = recipe.max_model_len or max_context or limit or 0
+    if limit is not None and context > limit:
         raise InputError(
-            f"{policy.recipe.path} knows {most} positions and contexts may have {context} tokens; lower "
+            f"{policy.recipe.path} supports {limit} positions, but contexts may have {context} tokens; lower "
             f"{'engine.max_model_len' if recipe.max_model_len else 'rollout.tokens_per_episode'}"
         )
-    own = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[compute_dtype(next(policy.model.parameters()))]
-    cold = sampling is None or sampling.temperature in (0, 1)
+    dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[compute_dtype(next(policy.model.parameters()))]
+    raw = sampling is None or sampling.temperature in (0, 1)
     return Settings(
         model=str(path) if path.exists() else policy.recipe.path,
-        dtype=own if recipe.dtype == "auto" else recipe.dtype,
-        context=context,
-        sequences=recipe.max_num_seqs,
+        dtype=dtype if recipe.dtype == "auto" else recipe.dtype,
+        max_model_len=context,
+        max_num_seqs=recipe.max_num_seqs,
         tokens_per_forward=recipe.tokens_per_forward,
         tensor_parallel=recipe.tensor_parallel,
         gpu_memory_utilization=recipe.gpu_memory_utilization,
         cache_gigabytes=recipe.cache_gigabytes or 0.0,
         prefix_caching=recipe.prefix_caching,
         eager={None: "auto", True: "yes", False: "no"}[recipe.enforce_eager],
-        logprobs="raw" if cold else "processed",
+        logprobs="raw" if raw else "processed",
         adapter_rank=policy.recipe.lora.rank if recipe.adapters == "adapter_only" and policy.recipe.lora else 0,
         threads=recipe.threads or 0,
     )
 
 
-def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[Replica]:
+def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[Replica]:
     if recipe.mode == "in_process":
         return [InProcessReplica(settings)]
     if recipe.urls:
@@ -459,17 +459,17 @@ def _replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -
                 token,
                 recipe.start_timeout,
                 same_machine=False,
-                wanted=settings,
+                required=settings,
             )
             for url in recipe.urls
         ]
     folder = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-"))
-    found: list[Replica] = []
+    replicas: list[Replica] = []
     for number in range(recipe.servers):
         first = recipe.first_device + number * recipe.tensor_parallel
         devices = list(range(first, first + recipe.tensor_parallel))
-        found.append(LaunchedServerReplica(number, settings, recipe.python, devices, recipe.start_timeout, folder))
-    return found
+        replicas.append(LaunchedServerReplica(number, settings, recipe.python, devices, recipe.start_timeout, folder))
+    return replicas
 
 
 def _token(recipe: VllmEngineRecipe) -> str | None:
@@ -478,7 +478,6 @@ def _token(recipe: VllmEngineRecipe) -> str | None:
     token = os.environ.get(recipe.token_variable)
     if not token:
         raise InputError(
-            f"engine.token_variable: the environment variable {recipe.token_variable} is not set; put the token of the "
-            "servers there"
+            f"engine.token_variable: the environment variable {recipe.token_variable} is not set; set it to the servers' token"
         )
     return token

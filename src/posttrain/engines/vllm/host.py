@@ -1,4 +1,4 @@
-"""vLLM's own engine behind the few things that are asked of it here. It runs where vLLM is installed."""
+"""vLLM's engine with weight updates, sleep and stop strings. Runs under the interpreter that has vLLM."""
 
 import itertools
 import os
@@ -10,15 +10,15 @@ from posttrain.engines.vllm.settings import Settings, engine_arguments, preloade
 
 
 class Host:
-    """An engine with weights that are sent to it. Use it in the event loop it was opened in."""
+    """A vLLM engine whose weights the trainer sends. Use it in the event loop in which it was opened."""
 
     def __init__(self, settings: Settings, engine: Any, has_gpu: bool) -> None:
         self.settings = settings
         self.engine = engine
         self.has_gpu = has_gpu
         self.version = -1
-        """Of the weights that sample; -1 before any came."""
-        self._coming = -1
+        """Version of the current weights; -1 before the first update."""
+        self._pending_version = -1
         self._names: set[str] = set()
         self._asleep = False
         self._paused = False
@@ -27,12 +27,12 @@ class Host:
         self._tokenizer: Any = None
 
     @classmethod
-    async def open(cls, settings: Settings, alone: bool) -> "Host":
-        """Start vLLM; whatever it raises goes through. `alone`: nothing else happens in this process."""
+    async def open(cls, settings: Settings, dedicated: bool) -> "Host":
+        """Start vLLM. `dedicated`: this process does nothing else. Errors of vLLM are not caught."""
         variables = process_environment(settings) | preloaded_libraries()
-        # A process with threads of its own must not be forked; one without is forked with all that it has imported.
-        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if alone else "spawn"
-        if not alone:
+        # A process with threads must not be forked. A dedicated one is forked, which keeps all that it has imported.
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if dedicated else "spawn"
+        if not dedicated:
             variables["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
@@ -51,26 +51,27 @@ class Host:
         await engine.collective_rpc("end_with_parent", args=(os.getpid(),))
         return host
 
-    def about(self) -> dict[str, Any]:
-        """What runs, and with which weights."""
+    def info(self) -> dict[str, Any]:
+        """vLLM's version, the version of the weights, whether the engine sleeps, and its settings."""
         import vllm
 
         return {"vllm": vllm.__version__, "version": self.version, "asleep": self._asleep, **asdict(self.settings)}
 
-    async def respond(self) -> None:
-        """Return once the scheduler and every worker did, which they do between two forward passes."""
-        await self.engine.collective_rpc("respond")
+    async def ping(self) -> None:
+        """Return once the scheduler and all workers have responded, which they do between two forward passes."""
+        await self.engine.collective_rpc("ping")
 
     @property
     def dead(self) -> bool:
-        """Whether the engine can answer no more."""
+        """Whether the engine has failed for good."""
         return bool(self.engine.errored)
 
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        """One answer to `job`: `prompt_ids`, `seed`, `max_tokens`, `end_tokens`, `stop_strings`, and the keys of sampling.
+        """Sample one completion.
 
-        Returns `ids` with the stopping token, and for each its `logprobs` and the `versions` of the weights that
-        sampled it; `stop_reason`; and `reused`, prompt tokens that were in the cache.
+        `job`: `prompt_ids`, `seed`, `max_tokens`, `end_tokens`, `stop_strings` and the keys of the sampling settings.
+        Returns `ids` including the stopping token, `logprobs` and weight `versions` per token, `stop_reason`, and
+        `reused`, the number of prompt tokens found in the cache. Raises ValueError if the context is too short.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -89,7 +90,7 @@ class Host:
             output_kind=RequestOutputKind.DELTA,
         )
         stops = StopStrings(self.tokenizer if job["stop_strings"] else None, job["stop_strings"])
-        name, adapter, begun = f"answer-{next(self._numbers)}", self._adapter, self.version
+        name, adapter, version = f"request-{next(self._numbers)}", self._adapter, self.version
         ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -102,8 +103,8 @@ class Host:
             for token, known in zip(part.token_ids, part.logprobs or [], strict=True):
                 ids.append(token)
                 logprobs.append(known[token].logprob)
-                # Adapters stay with the answers that began with them.
-                versions.append(begun if adapter is not None else self.version)
+                # A request keeps the adapters that it started with.
+                versions.append(version if adapter is not None else self.version)
                 if token in ends:
                     reason = "end_token"
                 elif stops.matched(ids):
@@ -118,34 +119,34 @@ class Host:
                 break
         if reason is None:
             raise ValueError(
-                f"an answer ended after {len(ids)} tokens at the engine's longest context; raise engine.max_model_len"
+                f"a completion reached the engine's maximum context after {len(ids)} tokens; raise engine.max_model_len"
             )
         return {"ids": ids, "logprobs": logprobs, "versions": versions, "stop_reason": reason, "reused": reused}
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def begin_weights(self, version: int) -> None:
-        """Whole weights of `version` follow. Answers in flight wait, and go on with the new weights afterwards."""
+        """Prepare for whole weights of `version`. Requests in flight are paused and continue with the new weights."""
         await self._pause()
         if self._asleep and self.has_gpu:
             await self.engine.wake_up(["weights"])
-        self._coming, self._names = version, set()
+        self._pending_version, self._names = version, set()
         await self.engine.collective_rpc("begin_weights")
 
     async def receive_weights(self, path: str) -> None:
-        """Take the tensors of a safetensors file on this machine."""
+        """Load the tensors of a safetensors file on this machine."""
         await self.engine.collective_rpc("receive_weights", args=(path,))
 
     async def finish_weights(self) -> list[str]:
-        """All have come: sample with them from now on. Returns the parameters that are missing, if any are."""
+        """Sample with the new weights from now on. Returns the names of missing parameters; with any, nothing changes."""
         missing = await self.engine.collective_rpc("finish_weights")
         names = sorted({name for worker in missing for name in worker})
         if not names:
-            await self._resume(self._coming)
+            await self._resume(self._pending_version)
         return names
 
     async def load_adapter(self, directory: str, version: int) -> None:
-        """Sample with the adapters that peft wrote to `directory`, a folder that stays until the next one is loaded."""
+        """Sample with the adapters that peft wrote to `directory`, which must exist until the next ones are loaded."""
         from vllm.lora.request import LoRARequest
 
         await self._pause()
@@ -161,8 +162,8 @@ class Host:
         await self._resume(version)
 
     async def sleep(self) -> None:
-        """Give back memory: on a GPU the cache and the weights (which are kept in main memory under adapters); on a
-        processor what is cached is forgotten and its memory stays."""
+        """Free memory. A GPU frees the cache and the weights (with adapters, weights move to CPU memory). A CPU clears the
+        cache but keeps its memory."""
         if self._asleep:
             return
         if self.has_gpu:
@@ -172,7 +173,7 @@ class Host:
         self._asleep = True
 
     async def _pause(self) -> None:
-        """Freeze what is in flight, and what will be asked meanwhile."""
+        """Pause requests in flight and those that arrive."""
         if not self._asleep or not self.has_gpu:
             await self.engine.pause_generation(mode="keep", clear_cache=False)
             self._paused = True
@@ -181,18 +182,18 @@ class Host:
         if self._asleep and self.has_gpu:
             await self.engine.wake_up(["kv_cache"])
         self._asleep = False
-        # Keys and values of the old weights are computed anew, those of answers in flight too.
+        # Keys and values of the old weights are recomputed, also those of requests in flight.
         await self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version
         if self._paused:
             await self.engine.resume_generation()
             self._paused = False
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
+    # -- tokenizer and shutdown ----------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model's files; wanted for stop strings alone."""
+        """The tokenizer of the model's files, loaded for the first request with stop strings."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -200,7 +201,7 @@ class Host:
         return self._tokenizer
 
     def close(self) -> None:
-        """End vLLM's processes."""
+        """Stop vLLM's processes."""
         self.engine.shutdown()
-        # It would do so again when Python is half gone, and fail loudly.
+        # vLLM would shut down again at interpreter exit and print errors.
         self.engine.shutdown = lambda timeout=None: None

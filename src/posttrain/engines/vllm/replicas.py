@@ -1,4 +1,4 @@
-"""One engine among those that answer: what is asked of it, wherever it runs."""
+"""vLLM replicas: an engine in this process, behind a server that someone else started, or behind one started here."""
 
 import asyncio
 import contextlib
@@ -23,33 +23,36 @@ from posttrain.errors import InputError, RunError
 
 
 class EngineDied(Exception):
-    """The engine is gone, and what was asked of it with it."""
+    """The engine is gone, and its requests with it."""
 
 
 class EngineRefused(Exception):
-    """The engine lives and will not do what was asked."""
+    """The engine is alive and rejected a request."""
 
 
 class Replica(Protocol):
-    """An engine that answers with the weights it was sent. Its methods run in the event loop of `VllmEngine`."""
+    """One vLLM engine with the weights that were sent to it. Its methods run in the event loop of `VllmEngine`.
+
+    Methods other than `start` raise EngineDied if the engine is gone and EngineRefused if it rejects the call.
+    """
 
     name: str
-    """What messages call it."""
+    """Name in messages."""
 
     async def start(self) -> None:
-        """Start it, or start it again after it died; RunError where it cannot be."""
+        """Start the engine, or restart it after it died. RunError if it does not start."""
         ...
 
-    async def about(self) -> dict[str, Any]:
-        """As `Host.about`."""
+    async def info(self) -> dict[str, Any]:
+        """As `Host.info`."""
         ...
 
-    async def respond(self) -> None:
-        """As `Host.respond`."""
+    async def ping(self) -> None:
+        """As `Host.ping`."""
         ...
 
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        """As `Host.generate`; EngineDied where the engine did."""
+        """As `Host.generate`."""
         ...
 
     async def begin_weights(self, version: int) -> None:
@@ -65,32 +68,32 @@ class Replica(Protocol):
         ...
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """As `Host.load_adapter`; `folder` holds the two files that peft writes."""
+        """As `Host.load_adapter`; `folder` contains the two files that peft writes."""
         ...
 
     async def sleep(self) -> None:
         """As `Host.sleep`."""
         ...
 
-    def let_go(self) -> None:
-        """Tell it that `close` follows, so that several end side by side."""
+    def request_stop(self) -> None:
+        """Ask the engine to shut down; `close` follows. Lets several engines shut down in parallel."""
         ...
 
     def close(self) -> None:
-        """End it, where it was started here."""
+        """Stop the engine if it was started here."""
         ...
 
 
 class InProcessReplica:
-    """A `Host` in the event loop of the engine."""
+    """A `Host` in the event loop of `VllmEngine`."""
 
     name = "the vLLM engine"
 
     def __init__(self, settings: Settings) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise InputError(
-                "engine.mode: in_process needs vLLM under this interpreter, which has none; install it there as "
-                "docs/vllm.md says, or set engine.mode=servers and engine.python to an interpreter that has it"
+                "engine.mode: in_process needs vLLM, which this interpreter does not have; install it as docs/vllm.md "
+                "describes, or set engine.mode=servers and engine.python to an interpreter that has vLLM"
             )
         self.settings = settings
         self._host: Any = None
@@ -100,49 +103,49 @@ class InProcessReplica:
 
         self.close()
         try:
-            self._host = await Host.open(self.settings, alone=False)
+            self._host = await Host.open(self.settings, dedicated=False)
         except Exception as error:
             raise RunError(
-                f"vLLM did not start for {self.settings.model}: {_last_line(error)}; what it wrote above says more"
+                f"vLLM did not start for {self.settings.model}: {_last_line(error)}; see its output above"
             ) from error
 
-    async def about(self) -> dict[str, Any]:
-        return self._host.about()
+    async def info(self) -> dict[str, Any]:
+        return self._host.info()
 
-    async def respond(self) -> None:
-        await self._ask("respond")
+    async def ping(self) -> None:
+        await self._call("ping")
 
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        return await self._ask("generate", job)
+        return await self._call("generate", job)
 
     async def begin_weights(self, version: int) -> None:
-        await self._ask("begin_weights", version)
+        await self._call("begin_weights", version)
 
     async def receive_weights(self, path: Path) -> None:
-        await self._ask("receive_weights", str(path))
+        await self._call("receive_weights", str(path))
 
     async def finish_weights(self) -> list[str]:
-        return await self._ask("finish_weights")
+        return await self._call("finish_weights")
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        await self._ask("load_adapter", str(folder), version)
+        await self._call("load_adapter", str(folder), version)
 
     async def sleep(self) -> None:
-        await self._ask("sleep")
+        await self._call("sleep")
 
-    def let_go(self) -> None:
-        """It ends in `close`."""
+    def request_stop(self) -> None:
+        """No effect: the engine stops in `close`."""
 
     def close(self) -> None:
         if self._host is not None:
             self._host.close()
             self._host = None
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        # The one that is asked now: another request may start a new one meanwhile.
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        # Keep the current host: another request may replace it meanwhile.
         host = self._host
         if host is None:
-            raise EngineDied("it is being started again")
+            raise EngineDied("it is being restarted")
         try:
             return await getattr(host, method)(*arguments)
         except Exception as error:
@@ -157,13 +160,15 @@ def _last_line(error: BaseException) -> str:
 
 
 _CONNECT_SECONDS = 10
-_PIECE = 2**20
+_CHUNK_BYTES = 2**20
 
 
-async def ask(url: str, method: str, path: str, headers: dict[str, str], content: bytes | Path = b"") -> dict[str, Any]:
-    """The JSON that the server at `url` answers; `content` is the body, or the file that holds it.
+async def http_request(
+    url: str, method: str, path: str, headers: dict[str, str], content: bytes | Path = b""
+) -> dict[str, Any]:
+    """Send a request to the server at `url` and return the JSON of its response; `content` is the body or a file with it.
 
-    Raises EngineRefused for a status that is not 200, and EngineDied where the connection fails or ends early.
+    Raises EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early.
     """
     address = urlsplit(url)
     secure = address.scheme == "https"
@@ -172,28 +177,30 @@ async def ask(url: str, method: str, path: str, headers: dict[str, str], content
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(address.hostname, port, ssl=secure)
     except (OSError, TimeoutError) as error:
-        raise EngineDied(_words(error)) from error
+        raise EngineDied(_message(error)) from error
     try:
-        _notice_loss(writer.get_extra_info("socket"))
+        _enable_keepalive(writer.get_extra_info("socket"))
         length = content.stat().st_size if isinstance(content, Path) else len(content)
         lines = {"host": address.netloc, "connection": "close", "content-length": str(length)} | headers
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         writer.write(f"{method} {address.path.rstrip('/')}{path} HTTP/1.1\r\n{head}\r\n".encode())
-        async for piece in _pieces(content):
-            writer.write(piece)
+        async for chunk in _chunks(content):
+            writer.write(chunk)
             await writer.drain()
         status, body = await _response(reader)
     except (OSError, asyncio.IncompleteReadError) as error:
-        raise EngineDied(_words(error)) from error
+        raise EngineDied(_message(error)) from error
     finally:
         writer.close()
     try:
-        found = json.loads(body)
+        response = json.loads(body)
     except ValueError as error:
-        raise EngineRefused(f"{url} is no vLLM server of posttrain's") from error
+        raise EngineRefused(f"{url} is not a vLLM server of posttrain") from error
     if status != 200:
-        raise EngineRefused(found.get("error", f"status {status}") if isinstance(found, dict) else f"status {status}")
-    return found
+        raise EngineRefused(
+            response.get("error", f"status {status}") if isinstance(response, dict) else f"status {status}"
+        )
+    return response
 
 
 async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
@@ -203,17 +210,17 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return status, await reader.readexactly(int(sizes[0])) if sizes else await reader.read()
 
 
-async def _pieces(content: bytes | Path) -> AsyncIterator[bytes]:
+async def _chunks(content: bytes | Path) -> AsyncIterator[bytes]:
     if isinstance(content, bytes):
         yield content
         return
     with content.open("rb") as file:
-        while piece := file.read(_PIECE):
-            yield piece
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
 
 
-def _notice_loss(connection: socket.socket | None) -> None:
-    """Let the system find out that the other machine is gone: an answer may take any time, so no time-out tells."""
+def _enable_keepalive(connection: socket.socket | None) -> None:
+    """Detect by TCP keep-alive that the other machine is gone: responses may take any time, so there is no time-out."""
     if connection is None:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -222,23 +229,23 @@ def _notice_loss(connection: socket.socket | None) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, asyncio.IncompleteReadError):
-        return "it hung up"
+        return "it closed the connection"
     return str(error) or type(error).__name__
 
 
-_LOOK_EVERY = 0.1
-_END_SECONDS = 10
-"""What a server has to end by itself before it is killed."""
+_POLL_SECONDS = 0.1
+_SHUTDOWN_SECONDS = 10
+"""Time for a server to shut down before it is killed."""
 _TOKEN = "POSTTRAIN_VLLM_TOKEN"
 _BINARY = {"content-type": "application/octet-stream"}
-_SHOWN = 6
-"""Lines of a log that an error shows."""
+_LOG_LINES = 6
+"""Number of log lines that an error message shows."""
 
 
 class ServerReplica:
-    """Asks a server. `url` is empty until one is there."""
+    """A vLLM server at `url`, which is empty until the server is up."""
 
     def __init__(
         self,
@@ -247,105 +254,106 @@ class ServerReplica:
         token: str | None,
         start_timeout: float,
         same_machine: bool,
-        wanted: Settings | None = None,
+        required: Settings | None = None,
     ) -> None:
-        """`wanted`: what a server that was started by someone else has to agree with."""
+        """`required`: settings that a server started by someone else must satisfy."""
         self.name = name
         self.url = url
         self.start_timeout = start_timeout
         self.same_machine = same_machine
-        """Files are named instead of sent."""
-        self.wanted = wanted
+        """Whether weights are sent as file paths instead of contents."""
+        self.required = required
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
     async def start(self) -> None:
-        """Wait until the server answers."""
+        """Wait until the server responds."""
         ends = time.monotonic() + self.start_timeout
         while True:
             try:
                 async with asyncio.timeout(max(1.0, ends - time.monotonic())):
-                    self._agree(await self.about())
+                    self._check_settings(await self.info())
                 return
             except (EngineDied, TimeoutError) as error:
                 if time.monotonic() > ends:
                     raise RunError(
-                        f"{self.name} does not answer ({str(error) or 'it takes connections and says nothing'}); start it with "
+                        f"{self.name} does not respond ({str(error) or 'it accepts connections only'}); start it with "
                         "`python -m posttrain.engines.vllm.server`, or correct engine.urls"
                     ) from error
             except EngineRefused as error:
-                raise RunError(f"{self.name} refuses: {error}; look at engine.token_variable") from error
+                raise RunError(f"{self.name} refused the connection: {error}; check engine.token_variable") from error
             await asyncio.sleep(1)
 
-    def _agree(self, about: dict[str, Any]) -> None:
-        """RunError where the server was started with what this run cannot use."""
-        if self.wanted is None:
+    def _check_settings(self, info: dict[str, Any]) -> None:
+        """RunError if the settings of the server do not fit this run."""
+        if self.required is None:
             return
         for key, option in (("logprobs", "logprobs"), ("adapter_rank", "adapter-rank")):
-            own, needed = about[key], getattr(self.wanted, key)
-            if own != needed:
-                raise RunError(f"{self.name} was started with --{option} {own} and the recipe needs {needed}")
-        if 0 < about["context"] < self.wanted.context:
+            actual, needed = info[key], getattr(self.required, key)
+            if actual != needed:
+                raise RunError(f"{self.name} was started with --{option} {actual}, but the recipe needs {needed}")
+        if 0 < info["max_model_len"] < self.required.max_model_len:
             raise RunError(
-                f"{self.name} was started with --context {about['context']} and the recipe needs {self.wanted.context}"
+                f"{self.name} was started with --max-model-len {info['max_model_len']}, but the recipe needs "
+                f"{self.required.max_model_len}"
             )
 
-    async def about(self) -> dict[str, Any]:
-        return await self._ask("/about")
+    async def info(self) -> dict[str, Any]:
+        return await self._call("/info")
 
-    async def respond(self) -> None:
-        await self._ask("/respond")
+    async def ping(self) -> None:
+        await self._call("/ping")
 
     async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        return await self._ask("/generate", job)
+        return await self._call("/generate", job)
 
     async def begin_weights(self, version: int) -> None:
-        await self._ask("/weights/begin", {"version": version})
+        await self._call("/weights/begin", {"version": version})
 
     async def receive_weights(self, path: Path) -> None:
         if self.same_machine:
-            await self._ask("/weights/bucket", {"path": str(path)})
+            await self._call("/weights/bucket", {"path": str(path)})
         else:
-            await self._ask("/weights/bucket", path, _BINARY)
+            await self._call("/weights/bucket", path, _BINARY)
 
     async def finish_weights(self) -> list[str]:
-        return (await self._ask("/weights/finish", {}))["missing"]
+        return (await self._call("/weights/finish", {}))["missing"]
 
     async def load_adapter(self, folder: Path, version: int) -> None:
         if self.same_machine:
-            await self._ask("/adapter", {"folder": str(folder), "version": version})
+            await self._call("/adapter", {"folder": str(folder), "version": version})
             return
         config = " ".join((folder / "adapter_config.json").read_text().split())
         weights = folder / "adapter_model.safetensors"
-        await self._ask("/adapter", weights, _BINARY | {"x-adapter": config, "x-version": str(version)})
+        await self._call("/adapter", weights, _BINARY | {"x-adapter": config, "x-version": str(version)})
 
     async def sleep(self) -> None:
-        await self._ask("/sleep", {})
+        await self._call("/sleep", {})
 
-    def let_go(self) -> None:
-        """Leave it running: someone else started it."""
+    def request_stop(self) -> None:
+        """No effect: someone else started the server."""
 
     def close(self) -> None:
-        """Leave it running: someone else started it."""
+        """No effect: someone else started the server."""
 
-    async def _ask(
+    async def _call(
         self, path: str, content: bytes | Path | dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """GET without content, else POST; a dictionary goes as JSON."""
+        """GET without content, else POST. A dictionary is sent as JSON."""
         method = "GET" if content is None else "POST"
         body = content if isinstance(content, bytes | Path) else json.dumps(content or {}).encode()
-        return await ask(self.url, method, path, self._headers | (headers or {}), body)
+        return await http_request(self.url, method, path, self._headers | (headers or {}), body)
 
 
 class LaunchedServerReplica(ServerReplica):
-    """A server of this run's own: a process group that ends when the run does."""
+    """A server that this run starts: a process group that ends with the run."""
 
     def __init__(
         self, number: int, settings: Settings, python: str | None, devices: list[int], start_timeout: float, logs: Path
     ) -> None:
-        """`devices`: numbers of the GPUs it may see, among those that this process sees. `logs`: a directory."""
+        """`devices`: indices of its GPUs among those visible to this process. `logs`: directory of the log file."""
         self.python = python or sys.executable
         if not Path(self.python).is_file():
-            raise InputError(f"engine.python: there is no interpreter {self.python}")
+            raise InputError(f"engine.python: interpreter not found: {self.python}")
         self.settings = settings
         self.devices = devices
         self.log = logs / f"vllm-{number}.log"
@@ -357,12 +365,12 @@ class LaunchedServerReplica(ServerReplica):
     async def start(self) -> None:
         self._kill()
         self.url = ""
-        announced = Path(self._folder.name) / "port"
-        announced.unlink(missing_ok=True)
+        port_file = Path(self._folder.name) / "port"
+        port_file.unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command(announced),
+                self._command(port_file),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -370,27 +378,31 @@ class LaunchedServerReplica(ServerReplica):
                 start_new_session=True,
             )
         ends = time.monotonic() + self.start_timeout
-        while not announced.exists():
+        while not port_file.exists():
             code = self._process.poll()
             if code is not None or time.monotonic() > ends:
                 self._kill()
-                how = f"it ended with status {code}" if code is not None else f"{self.start_timeout:g} s are over"
-                raise RunError(f"{self.name} did not start: {how}; {self._last_words()}")
-            await asyncio.sleep(_LOOK_EVERY)
-        self.url = f"http://127.0.0.1:{announced.read_text()}"
+                how = (
+                    f"it exited with status {code}"
+                    if code is not None
+                    else f"no response after {self.start_timeout:g} s"
+                )
+                raise RunError(f"{self.name} did not start: {how}; {self._log_tail()}")
+            await asyncio.sleep(_POLL_SECONDS)
+        self.url = f"http://127.0.0.1:{port_file.read_text()}"
 
-    def let_go(self) -> None:
+    def request_stop(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
     def close(self) -> None:
-        """End its processes, if there are any; they tidy up where they can."""
+        """Stop the server's processes and remove its files."""
         if self._process is None:
             return
-        self.let_go()
+        self.request_stop()
         if self.url:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
+                self._process.wait(_SHUTDOWN_SECONDS)
         self._kill()
         self._folder.cleanup()
 
@@ -407,10 +419,10 @@ class LaunchedServerReplica(ServerReplica):
 
     @property
     def pid(self) -> int | None:
-        """Of the server's first process."""
+        """Id of the server's first process; None if it is not running."""
         return self._process.pid if self._process is not None else None
 
-    def _command(self, announced: Path) -> list[str]:
+    def _command(self, port_file: Path) -> list[str]:
         options: list[str] = []
         for field in fields(Settings):
             value, name = getattr(self.settings, field.name), field.name.replace("_", "-")
@@ -420,11 +432,11 @@ class LaunchedServerReplica(ServerReplica):
                 [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no-'}{name}"]
             )
         module = "posttrain.engines.vllm.server"
-        own = ["--port", "0", "--owned", "--announce", str(announced)]
-        return [self.python, "-m", module, self.settings.model, *own, *options]
+        internal = ["--port", "0", "--owned", "--announce", str(port_file)]
+        return [self.python, "-m", module, self.settings.model, *internal, *options]
 
     def _environment(self) -> dict[str, str]:
-        """Of the server: it sees this very posttrain and nothing else of this interpreter's packages."""
+        """Environment variables of the server. It can import this posttrain, but no other package of this interpreter."""
         import posttrain
 
         package = Path(self._folder.name) / "path"
@@ -444,11 +456,11 @@ class LaunchedServerReplica(ServerReplica):
             "LD_PRELOAD",
         ):
             variables.pop(name, None)
-        # The learner's own number of threads is not that of an engine.
+        # The learner's number of threads does not apply to the engine.
         variables.pop("OMP_NUM_THREADS", None)
         temporary = Path(self._folder.name) / "tmp"
         temporary.mkdir(exist_ok=True)
-        # What vLLM leaves lying goes with the folder.
+        # Temporary files of vLLM are removed with the folder.
         variables |= {"PYTHONPATH": str(package), _TOKEN: self._token, "TMPDIR": str(temporary)}
         variables |= process_environment(self.settings) | preloaded_libraries(self.python)
         seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -457,8 +469,8 @@ class LaunchedServerReplica(ServerReplica):
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         return variables
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        told = [line for line in lines if "Error" in line or "error:" in line.lower()] or lines
-        shown = "\n".join(f"  {line[:300]}" for line in dict.fromkeys(told[-_SHOWN:]))
-        return f"the last of its log {self.log}:\n{shown}"
+        errors = [line for line in lines if "Error" in line or "error:" in line.lower()] or lines
+        shown = "\n".join(f"  {line[:300]}" for line in dict.fromkeys(errors[-_LOG_LINES:]))
+        return f"end of its log {self.log}:\n{shown}"

@@ -1,7 +1,7 @@
-"""vLLM behind HTTP, for one trainer: token ids in and out, and weights. `python -m posttrain.engines.vllm.server MODEL`.
+"""An HTTP server around vLLM for one trainer: token ids in and out, and weights.
 
-It needs vLLM and no other package of posttrain's. Everyone who may ask it may replace its weights, so it listens on
-this machine alone unless a token is set, which every request then has to carry.
+Run it with `python -m posttrain.engines.vllm.server MODEL`. It needs vLLM and none of posttrain's dependencies. A client
+can replace the weights, so the server listens on this machine only, unless a token is set that every request must carry.
 """
 
 import argparse
@@ -25,24 +25,24 @@ from posttrain.engines.vllm.host import Host
 from posttrain.engines.vllm.settings import Settings
 
 TOKEN = "POSTTRAIN_VLLM_TOKEN"
-"""Environment variable with the token of the server."""
+"""Environment variable with the server's token."""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-_LOOK_EVERY = 0.5
-_END_SECONDS = 8
-"""What vLLM has to end by itself before it is killed."""
+_POLL_SECONDS = 0.5
+_SHUTDOWN_SECONDS = 8
+"""Time for vLLM to shut down before it is killed."""
 
 
 class Server:
     """The routes over a `Host`, as an ASGI application."""
 
     def __init__(self, host: Host, token: str | None, trusts_paths: bool) -> None:
-        """`trusts_paths`: the trainer is on this machine, and names files instead of sending them."""
+        """`trusts_paths`: accept file paths instead of contents, from a trainer on this machine."""
         self.host = host
         self.token = token
         self.trusts_paths = trusts_paths
         self.folder = Path(tempfile.mkdtemp(prefix="posttrain-received-"))
-        self.named: set[Path] = set()
-        """Folders of the trainer's in which weights lay."""
+        self.trainer_folders: set[Path] = set()
+        """Folders of the trainer that contained weights."""
         self._adapters = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -52,26 +52,26 @@ class Server:
         if self.token is not None and not hmac.compare_digest(
             headers.get("authorization", "").encode(), f"Bearer {self.token}".encode()
         ):
-            await _answer(send, 401, {"error": "the token is missing or wrong"})
+            await _send_json(send, 401, {"error": "the token is missing or wrong"})
             return
         try:
-            found = await self._serve(scope["method"], scope["path"], headers, receive)
-            await _answer(send, 200, found)
-        except _Gone:
+            result = await self._serve(scope["method"], scope["path"], headers, receive)
+            await _send_json(send, 200, result)
+        except _Disconnected:
             return
         except Exception as error:
             if self.host.dead:
-                # The engine's processes are gone: let the trainer start all of it again.
+                # The engine's processes are gone; the trainer restarts the server.
                 print(f"the engine died: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
-            await _answer(send, 400, {"error": f"{type(error).__name__}: {error}"})
+            await _send_json(send, 400, {"error": f"{type(error).__name__}: {error}"})
 
     async def _serve(self, method: str, path: str, headers: dict[str, str], receive: Any) -> dict[str, Any]:
-        if (method, path) == ("GET", "/about"):
-            return self.host.about()
+        if (method, path) == ("GET", "/info"):
+            return self.host.info()
         if (method, path) == ("POST", "/weights/bucket") and headers.get("content-type") == "application/octet-stream":
             file = self.folder / "bucket.safetensors"
-            await _keep(receive, file)
+            await _write_body(receive, file)
             await self.host.receive_weights(str(file))
             file.unlink()
             return {}
@@ -80,76 +80,76 @@ class Server:
             folder = self.folder / f"adapter-{self._adapters}"
             folder.mkdir()
             (folder / "adapter_config.json").write_text(headers["x-adapter"])
-            await _keep(receive, folder / "adapter_model.safetensors")
+            await _write_body(receive, folder / "adapter_model.safetensors")
             await self.host.load_adapter(str(folder), int(headers["x-version"]))
             return {}
-        if (method, path) == ("GET", "/respond"):
-            await self.host.respond()
+        if (method, path) == ("GET", "/ping"):
+            await self.host.ping()
             return {}
-        job = json.loads(await _body(receive) or b"{}")
+        job = json.loads(await _read_body(receive) or b"{}")
         if (method, path) == ("POST", "/generate"):
-            return await _unless_gone(self.host.generate(job), receive)
+            return await _until_disconnect(self.host.generate(job), receive)
         if (method, path) == ("POST", "/weights/begin"):
             await self.host.begin_weights(job["version"])
         elif (method, path) == ("POST", "/weights/finish"):
             return {"missing": await self.host.finish_weights()}
         elif (method, path) == ("POST", "/weights/bucket") and self.trusts_paths:
-            self.named.add(Path(job["path"]).parent)
+            self.trainer_folders.add(Path(job["path"]).parent)
             await self.host.receive_weights(job["path"])
         elif (method, path) == ("POST", "/adapter") and self.trusts_paths:
-            self.named.add(Path(job["folder"]).parent)
+            self.trainer_folders.add(Path(job["folder"]).parent)
             await self.host.load_adapter(job["folder"], job["version"])
         elif (method, path) == ("POST", "/sleep"):
             await self.host.sleep()
         else:
-            raise ValueError(f"there is no {method} {path} here")
+            raise ValueError(f"unknown route {method} {path}")
         return {}
 
 
-class _Gone(Exception):
-    """The one who asked hung up."""
+class _Disconnected(Exception):
+    """The client closed the connection."""
 
 
-async def _body(receive: Any) -> bytes:
+async def _read_body(receive: Any) -> bytes:
     parts = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _Gone
+            raise _Disconnected
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             return b"".join(parts)
 
 
-async def _keep(receive: Any, file: Path) -> None:
-    """Write the body of a request to a file, piece by piece."""
+async def _write_body(receive: Any, file: Path) -> None:
+    """Write the body of a request to a file, chunk by chunk."""
     with file.open("wb") as out:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _Gone
+                raise _Disconnected
             out.write(message.get("body", b""))
             if not message.get("more_body"):
                 return
 
 
-async def _unless_gone(work: Any, receive: Any) -> dict[str, Any]:
-    """The result of `work`, which is given up when the one who asked hangs up."""
+async def _until_disconnect(work: Any, receive: Any) -> dict[str, Any]:
+    """The result of `work`, which is cancelled if the client disconnects."""
 
-    async def hung_up() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
-    await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    task, closed = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    await asyncio.wait({task, closed}, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
         task.cancel()
-        raise _Gone
-    gone.cancel()
+        raise _Disconnected
+    closed.cancel()
     return await task
 
 
-async def _answer(send: Any, status: int, content: dict[str, Any]) -> None:
+async def _send_json(send: Any, status: int, content: dict[str, Any]) -> None:
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -161,7 +161,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     token = os.environ.get(TOKEN) or None
     if token is None and arguments.host not in _LOCAL:
-        sys.exit(f"a server on {arguments.host} can be reached from elsewhere; set a token in {TOKEN}")
+        sys.exit(f"a server on {arguments.host} is reachable from other machines; set a token in {TOKEN}")
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     asyncio.run(_serve(arguments, settings, token))
 
@@ -169,7 +169,7 @@ def main() -> None:
 async def _serve(arguments: argparse.Namespace, settings: Settings, token: str | None) -> None:
     import uvicorn
 
-    host = await Host.open(settings, alone=True)
+    host = await Host.open(settings, dedicated=True)
     listening = socket.create_server((arguments.host, arguments.port))
     port = listening.getsockname()[1]
     application = Server(host, token, arguments.owned)
@@ -182,13 +182,13 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
-    # Its own handlers would end this process, and leave vLLM's, before it could be closed.
+    # uvicorn's handlers would end this process before vLLM's processes are stopped.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-    orphan = _end_with_stdin(server, application, Path(arguments.announce).parent) if arguments.owned else None
+    orphaned = _exit_with_stdin(server, application, Path(arguments.announce).parent) if arguments.owned else None
     if arguments.announce:
-        # Whole or not at all: the trainer looks at it again and again.
+        # Rename: the trainer polls for the file and must not read a part of it.
         part = Path(f"{arguments.announce}.part")
         part.write_text(str(port))
         part.rename(arguments.announce)
@@ -198,44 +198,45 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
     finally:
         host.close()
         shutil.rmtree(application.folder, ignore_errors=True)
-        if orphan is not None and orphan.is_set():
-            _tidy(application, Path(arguments.announce).parent)
+        if orphaned is not None and orphaned.is_set():
+            _remove_files(application, Path(arguments.announce).parent)
 
 
-def _end_with_stdin(server: Any, application: Server, folder: Path) -> threading.Event:
-    """End, with all processes of this group, once the other end of standard input is closed: the trainer is gone.
+def _exit_with_stdin(server: Any, application: Server, folder: Path) -> threading.Event:
+    """Exit, with all processes of this group, when the trainer exits and so closes standard input.
 
-    The event is set then. What the trainer left on this machine goes too, `folder` first: it may have been killed.
+    The returned event is set then. Files that a killed trainer left on this machine are removed: `folder` and the folders
+    of weights.
     """
-    orphan = threading.Event()
+    orphaned = threading.Event()
 
-    def look() -> None:
+    def watch() -> None:
         while os.read(0, 4096):
-            time.sleep(_LOOK_EVERY)
-        orphan.set()
+            time.sleep(_POLL_SECONDS)
+        orphaned.set()
         server.should_exit = True
-        time.sleep(_END_SECONDS)
-        _tidy(application, folder)
+        time.sleep(_SHUTDOWN_SECONDS)
+        _remove_files(application, folder)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=look, daemon=True, name="end with the trainer").start()
-    return orphan
+    threading.Thread(target=watch, daemon=True, name="exit with the trainer").start()
+    return orphaned
 
 
-def _tidy(application: Server, folder: Path) -> None:
-    for left in (*application.named, folder):
-        shutil.rmtree(left, ignore_errors=True)
+def _remove_files(application: Server, folder: Path) -> None:
+    for path in (*application.trainer_folders, folder):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m posttrain.engines.vllm.server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8700, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=8700, help="0: any free port")
     parser.add_argument("--announce", default="", help=argparse.SUPPRESS)
     parser.add_argument("--owned", action="store_true", help=argparse.SUPPRESS)
     for field in fields(Settings):
         if field.name == "model":
-            parser.add_argument("model", help="directory or hub id; its weights are sent by the trainer")
+            parser.add_argument("model", help="directory or hub id; the trainer sends the weights")
         elif field.type in (bool, "bool"):
             option = f"--{field.name.replace('_', '-')}"
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default)

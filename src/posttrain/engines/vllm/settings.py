@@ -1,4 +1,4 @@
-"""What a vLLM engine is started with. Written and read by two interpreters, so it needs nothing but Python."""
+"""Settings of a vLLM engine. Two interpreters import this module, so it needs nothing but Python."""
 
 import os
 import sys
@@ -11,66 +11,66 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one engine; `model` is a directory or hub id that transformers loads."""
+    """Settings of one engine. `model` is a directory or hub id that transformers can load."""
 
     model: str
     dtype: str = "auto"
-    """`float32`, `bfloat16`, or `auto`: what the model's files say."""
-    context: int = 0
-    """Longest context in tokens; 0 is what the model's files say."""
-    sequences: int = 256
-    """Answers in flight at a time."""
+    """`float32`, `bfloat16`, or `auto`: the dtype in the model's files."""
+    max_model_len: int = 0
+    """Maximum context length in tokens; 0: the limit in the model's files."""
+    max_num_seqs: int = 256
+    """Maximum number of requests in flight."""
     tokens_per_forward: int = 8192
-    """Most tokens in one forward pass."""
+    """Maximum number of tokens in one forward pass."""
     tensor_parallel: int = 1
-    """Devices over which the weights are divided."""
+    """Number of devices that the weights are sharded over."""
     gpu_memory_utilization: float = 0.5
-    """On a GPU: share of its memory for weights and cache."""
+    """On a GPU: share of its memory for weights and cache together."""
     cache_gigabytes: float = 0.0
-    """Size of the key/value cache in GiB; 0 is what `gpu_memory_utilization` leaves, and 2 on a processor."""
+    """Size of the key/value cache in GiB; 0: what `gpu_memory_utilization` leaves, or 2 on a CPU."""
     prefix_caching: bool = True
-    """Keep what was computed for prompts and earlier turns until the weights change."""
+    """Cache keys and values of prompts and earlier turns until the weights change."""
     eager: str = "auto"
-    """`yes`, `no`, or `auto`: no on a GPU, yes on a processor."""
+    """Run without compilation and CUDA graphs: `yes`, `no`, or `auto` (no on a GPU, yes on a CPU)."""
     logprobs: str = "raw"
-    """`raw`: before the temperature. `processed`: after temperature and truncation."""
+    """Log-probabilities before temperature and truncation (`raw`) or after both (`processed`)."""
     adapter_rank: int = 0
-    """Rank of the adapters that will be sent; 0: whole weights will be."""
+    """Rank of the LoRA adapters that will be sent; 0: whole weights are sent."""
     threads: int = 0
-    """On a processor: threads to compute with, wherever there is room; 0 is one bound to each core."""
+    """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
 
 def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
-    """The keywords of vLLM's engine for `settings`."""
+    """Keyword arguments of vLLM's engine for `settings`."""
     arguments: dict[str, Any] = {
         "model": settings.model,
         "dtype": settings.dtype,
-        "max_num_seqs": settings.sequences,
+        "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.tokens_per_forward,
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_prefix_caching": settings.prefix_caching,
         "enforce_eager": settings.eager == "yes" or (settings.eager == "auto" and not has_gpu),
         "logprobs_mode": f"{settings.logprobs}_logprobs",
         "worker_extension_cls": "posttrain.engines.vllm.worker.WeightReceiver",
-        # Token ids go in and come out, and nothing is turned into text.
+        # Requests and completions are token ids; no text is decoded.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "enable_log_requests": False,
         "disable_log_stats": True,
     }
-    if settings.context:
-        arguments["max_model_len"] = settings.context
+    if settings.max_model_len:
+        arguments["max_model_len"] = settings.max_model_len
     if has_gpu:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
     else:
-        # Prompts of a hundred tokens are shared only where pages are small.
+        # Small pages, so that prompts of about a hundred tokens are shared.
         arguments["block_size"] = 32
-        # vLLM 0.32 turns back the random numbers of a prompt that is read in pieces, which those of a processor cannot: it
-        # dies. So a prompt is read whole, and a pass has room for the longest.
+        # For a prompt prefilled in chunks, vLLM 0.32 rewinds the request's random generator, which CPU generators do not
+        # support: the engine dies. So prompts are prefilled whole, and a pass has room for the longest context.
         arguments["enable_chunked_prefill"] = False
-        if settings.context:
-            arguments["max_num_batched_tokens"] = max(settings.tokens_per_forward, settings.context)
+        if settings.max_model_len:
+            arguments["max_num_batched_tokens"] = max(settings.tokens_per_forward, settings.max_model_len)
         else:
             del arguments["max_num_batched_tokens"]
     if settings.cache_gigabytes or not has_gpu:
@@ -81,31 +81,31 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in ranks if rank >= settings.adapter_rank),
             "max_loras": 2,
-            # An answer in flight keeps its adapters to its end; those whose files are gone must still be in memory.
+            # A request in flight keeps its adapters to its end, so those whose files are removed must stay in memory.
             "max_cpu_loras": 16,
         }
     else:
-        # The weights come before the first answer is asked for.
+        # The trainer sends weights before the first request.
         arguments["load_format"] = "dummy"
     return arguments
 
 
 def process_environment(settings: Settings) -> dict[str, str]:
-    """Variables that vLLM reads when it is imported, for a process that computes with `settings`."""
-    found = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Environment variables that vLLM reads on import."""
+    variables = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if settings.threads:
-        # Bound ones of several engines would wait for each other on the same cores.
-        return found | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
+        # Bound threads of several engines would wait for each other on the same cores.
+        return variables | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+    variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
         ",".join(map(str, cores[rank :: settings.tensor_parallel])) for rank in range(settings.tensor_parallel)
     )
-    return {name: os.environ.get(name, value) for name, value in found.items()}
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def preloaded_libraries(python: str = sys.executable) -> dict[str, str]:
-    """LD_PRELOAD for the interpreter `python`: the two libraries that vLLM asks for on a processor, where they lie in
-    the `lib` of its environment."""
+    """LD_PRELOAD for the interpreter `python`: the two libraries that vLLM recommends on a CPU, if they are in the `lib`
+    folder of its environment."""
     library = Path(python).parent.parent / "lib"
     files = [library / name for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     named = [*(str(file) for file in files if file.exists()), *os.environ.get("LD_PRELOAD", "").split(":")]

@@ -1,4 +1,4 @@
-"""Weights on their way: cut into buckets of bounded size, each a safetensors file that engines of this machine read."""
+"""Weight buckets of bounded size, each a safetensors file that the engines on this machine read."""
 
 import contextlib
 import fcntl
@@ -16,19 +16,19 @@ _PREFIX = "posttrain-weights-"
 _LOCK = "lock"
 
 
-def buckets(weights: Iterable[tuple[str, torch.Tensor]], most: int) -> Iterator[Bucket]:
-    """The named tensors in their order, in buckets of at most `most` bytes, or of one tensor that is larger."""
-    held: Bucket = {}
+def buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Split named tensors, in order, into buckets of at most `max_bytes` bytes. A larger tensor gets a bucket of its own."""
+    bucket: Bucket = {}
     size = 0
     for name, tensor in weights:
-        own = tensor.numel() * tensor.element_size()
-        if held and size + own > most:
-            yield held
-            held, size = {}, 0
-        held[name] = tensor
-        size += own
-    if held:
-        yield held
+        count = tensor.numel() * tensor.element_size()
+        if bucket and size + count > max_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += count
+    if bucket:
+        yield bucket
 
 
 def write(bucket: Bucket, path: Path) -> None:
@@ -39,47 +39,47 @@ def write(bucket: Bucket, path: Path) -> None:
 
 
 class WeightStore:
-    """The files of the weights that engines have now. `keep`: they stay until the next ones come, for an engine that is
-    started again; else each goes as soon as it was read."""
+    """Files of the current weights. With `keep`, they stay until the next update, for engines that are restarted;
+    otherwise each is removed after it has been read."""
 
-    def __init__(self, keep: bool, wanted: int) -> None:
-        """`wanted`: bytes that will lie here; they are in memory where that has room, else in the temporary directory."""
+    def __init__(self, keep: bool, expected_bytes: int) -> None:
+        """Create the folder: in shared memory if twice `expected_bytes` are free there, else in the temporary directory."""
         self.keep = keep
         memory = Path("/dev/shm")
-        roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * wanted
+        roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * expected_bytes
         parent = memory if roomy else Path(tempfile.gettempdir())
-        _sweep(parent)
+        _remove_stale(parent)
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = _held(self.folder)
+        self._lock = _acquire_lock(self.folder)
         self.files: list[Path] = []
 
     def put(self, bucket: Bucket, name: str) -> Path:
-        """The file that holds the bucket from now on."""
+        """Write the bucket to a file of the given relative name and return its path."""
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         write(bucket, path)
         self.files.append(path)
         return path
 
-    def done_with(self, path: Path) -> None:
-        """Everyone has read the file."""
+    def discard(self, path: Path) -> None:
+        """Remove a file that all engines have read, unless files are kept."""
         if not self.keep:
             path.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the files."""
+        """Remove all files."""
         for path in self.files:
             path.unlink(missing_ok=True)
         self.files.clear()
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
 
-def _held(folder: Path) -> BinaryIO:
-    """A lock in the folder that lasts as long as this process does."""
+def _acquire_lock(folder: Path) -> BinaryIO:
+    """A file lock in the folder, held as long as this process lives."""
     part = folder / "lock.part"
     file = part.open("wb")
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -87,8 +87,8 @@ def _held(folder: Path) -> BinaryIO:
     return file
 
 
-def _sweep(parent: Path) -> None:
-    """Remove what processes that were killed left there."""
+def _remove_stale(parent: Path) -> None:
+    """Remove folders of processes that were killed: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

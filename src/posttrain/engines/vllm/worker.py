@@ -1,4 +1,4 @@
-"""What vLLM's own workers do besides: take weights from files, and end with the process that started them.
+"""Extension of vLLM's workers: load weights from files, and exit together with the process that started them.
 
 vLLM mixes `WeightReceiver` into its worker class; its methods are called by name on every worker.
 """
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_LOOK_EVERY = 1.0
-"""Seconds between two looks at whether the parent lives."""
+_POLL_SECONDS = 1.0
+"""Seconds between two checks of whether the parent process is alive."""
 
 
 def _parent_of(process: int) -> int | None:
-    """Null where the system does not tell."""
+    """Id of the parent of `process`; None if the system does not provide it."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -24,7 +24,7 @@ def _parent_of(process: int) -> int | None:
 
 
 class WeightReceiver:
-    """Weights in the layout of exported files, bucket by bucket, into the engine's own layout."""
+    """Loads weights, named and shaped as in exported files, bucket by bucket into the engine's own layout."""
 
     model_runner: Any
     vllm_config: Any
@@ -32,25 +32,28 @@ class WeightReceiver:
     _expected: dict[str, int]
 
     def end_with_parent(self, first: int) -> None:
-        """End this process once its parent is gone, however that went; and the scheduler between the process `first`, which
-        started vLLM, and this one, once `first` is gone."""
+        """Exit when the parent process is gone, even if it was killed.
+
+        `first`: id of the process that started vLLM. If the parent is the scheduler between `first` and this process, it is
+        killed as well when `first` is gone.
+        """
         parent = os.getppid()
         between = parent != first and _parent_of(parent) == first
 
-        def look() -> None:
+        def watch() -> None:
             while os.getppid() == parent and not (between and _parent_of(parent) != first):
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_POLL_SECONDS)
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGKILL)
             os._exit(1)
 
-        threading.Thread(target=look, daemon=True, name="end with parent").start()
+        threading.Thread(target=watch, daemon=True, name="end with parent").start()
 
-    def respond(self) -> None:
-        """A sign of life."""
+    def ping(self) -> None:
+        """Return at once: shows that the worker responds."""
 
     def begin_weights(self) -> None:
-        """Forget the weights and wait for all of them."""
+        """Prepare for a complete new set of weights."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -65,14 +68,14 @@ class WeightReceiver:
 
         def tensors() -> Iterator[tuple[str, Any]]:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is not a mapping)
                     yield name, file.get_tensor(name)
 
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             self._model.load_weights(tensors())
 
     def finish_weights(self) -> list[str]:
-        """Lay the weights out for computing; returns the parameters of which not every number has come."""
+        """Convert the weights to the layout of the kernels. Returns the names of parameters that are not complete."""
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -82,7 +85,7 @@ class WeightReceiver:
             missing = self._missing(tied)
             finalize_layerwise_reload(self._model, self.model_config)
             for layer in tied:
-                # It shares the embedding's numbers, and what was laid out of the old ones for a processor stays else.
+                # Tied to the embedding: without this call, the copy packed from the old weights for a CPU would stay.
                 layer.quant_method.process_weights_after_loading(layer)
         return missing
 
@@ -101,14 +104,14 @@ class WeightReceiver:
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        found = []
+        missing = []
         for name, module in self._model.named_modules():
             info = get_layerwise_info(module)
-            wanted = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-            if not info.can_load() or not wanted or any(module is layer for layer in tied):
+            expected = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            if not info.can_load() or not expected or any(module is layer for layer in tied):
                 continue
-            # Vocabularies are padded, and nobody sends the padding.
-            enough = 1 if isinstance(module, VocabParallelEmbedding) else wanted
+            # Vocabularies are padded, and the padding is not sent.
+            enough = 1 if isinstance(module, VocabParallelEmbedding) else expected
             if info.load_numel < enough:
-                found += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
-        return found
+                missing += [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+        return missing

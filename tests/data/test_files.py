@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from posttrain.data.readers import plain, read_rows
+from posttrain.data.files import plain, read_rows
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import SourceRecipe
 
@@ -132,8 +132,8 @@ def test_broken_lines_are_problems_of_their_row_alone(tmp_path):
     assert rows[6] == {"a": 2}
     assert rows[1] == "broken UTF-8: byte 0xff at position 8 of the line"
     assert rows[2] == "broken JSON: Expecting value at character 7 of the line"
-    assert rows[3] == "row is not an object: it is of type list"
-    assert rows[4] == "row is not an object: it is of type NoneType"
+    assert rows[3] == "row is not an object: its type is list"
+    assert rows[4] == "row is not an object: its type is NoneType"
     assert rows[5] == "broken JSON: nested too deeply"
 
 
@@ -154,16 +154,16 @@ def test_a_json_list_is_read_as_far_as_it_is_whole(tmp_path):
     assert rows[4] == {"a": 2}
     assert rows[1].startswith("broken UTF-8: ")
     assert rows[2].startswith("broken UTF-8: ")
-    assert rows[3] == "row is not an object: it is of type int"
+    assert rows[3] == "row is not an object: its type is int"
     assert rows[5].startswith("broken JSON: Expecting value")
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ('[{"a": 1} {"a": 2}]', "broken file: the list breaks off after row 1"),
-        ('[{"a": 1}', "broken file: the list breaks off after row 1"),
-        ('[{"a": 1}] more', "broken file: what follows the list is not read"),
+        ('[{"a": 1} {"a": 2}]', "broken file: the list is cut off after row 1"),
+        ('[{"a": 1}', "broken file: the list is cut off after row 1"),
+        ('[{"a": 1}] more', "broken file: text after the list is not read"),
     ],
 )
 def test_a_list_that_breaks_off_keeps_its_rows(tmp_path, content, problem):
@@ -175,7 +175,7 @@ def test_a_list_that_breaks_off_keeps_its_rows(tmp_path, content, problem):
 def test_one_object_is_no_list(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps({"data": ROWS}, indent=2))
-    assert read(path) == [("train.json", "broken file: it is one object, not a list of objects")]
+    assert read(path) == [("train.json", "broken file: the file is one object, not a list of objects")]
 
 
 def test_broken_rows_of_csv(tmp_path):
@@ -208,7 +208,7 @@ def test_a_truncated_parquet_file_is_one_problem(tmp_path, kept):
     path.write_bytes(path.read_bytes()[:kept])
     [(origin, problem)] = read(path)
     assert origin == "train.parquet"
-    assert problem.startswith("broken file: it is no whole parquet file")
+    assert problem.startswith("broken file: not a complete parquet file")
 
 
 def test_a_broken_row_group_costs_its_own_rows(tmp_path):
@@ -269,16 +269,16 @@ def test_random_bytes_in_any_format_raise_nothing(tmp_path):
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "no/such/directory", "./here", "/nowhere/x.parquet", "not an id"])
 def test_a_path_that_is_not_there_is_named(path):
-    with pytest.raises(InputError, match="there is no such file or directory") as caught:
+    with pytest.raises(InputError, match="no such file or directory") as caught:
         read_rows(SourceRecipe(path=path))
     assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_files_of_other_kinds_and_empty_directories_are_named(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(InputError, match=r"rows\.txt: rows are read from \.parquet"):
+    with pytest.raises(InputError, match=r"rows\.txt: unknown format; .*\.parquet"):
         read(tmp_path / "rows.txt")
-    with pytest.raises(InputError, match="the directory holds no"):
+    with pytest.raises(InputError, match="the directory has no"):
         read(tmp_path)
 
 
@@ -304,7 +304,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(hub):
     with pytest.raises(InputError) as caught:
         read_rows(SourceRecipe(path="owner/name", subset="main"))
     text = str(caught.value)
-    assert text.startswith("owner/name: there is no such file or directory, and the hub gives no data set of that name")
+    assert text.startswith("owner/name: no such file or directory, and no hub data set with split")
     assert "split train of main (Name or service not known)" in text
     assert "\n" not in text
 

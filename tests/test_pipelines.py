@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import posttrain.training.pipeline as module
+from posttrain import pipelines as module
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain.pipelines import planned, run_pipeline
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.runs.directory import RunDirectory
-from posttrain.training.pipeline import planned, run_pipeline
 
 TEXT = """
 name: p
@@ -96,7 +96,7 @@ def test_a_tampered_model_runs_again(stages):
     calls, said = play(stages)
     assert (calls, said[0]) == (
         [("warm", "overwrite")],
-        "stage warm: runs (its exported model is not the one it wrote)",
+        "stage warm: runs (its exported model was modified)",
     )
 
 
@@ -107,7 +107,7 @@ def test_an_interrupted_stage_is_resumed(stages):
     stages.interrupt = None
     calls, said = play(stages)
     assert calls == [("learn", "resume"), ("after", "fresh")]
-    assert said[1] == "stage learn: goes on (it was interrupted)"
+    assert said[1] == "stage learn: resumes (it was interrupted)"
 
 
 def test_an_interrupted_stage_whose_recipe_changed_begins_again(stages):
@@ -140,7 +140,7 @@ def test_a_stage_that_is_left_out_and_out_of_date_is_told(stages):
     play(stages)
     said = play(stages, "stages.warm.seed=1", start_from="learn")[1]
     assert said == [
-        "stage warm: out of date (its recipe has changed), and used as it is; `--from warm` makes it anew",
+        "stage warm: out of date (its recipe has changed), but used as it is; run it again with `--from warm`",
         "stage learn: finished, nothing has changed",
         "stage after: finished, nothing has changed",
     ]
@@ -167,10 +167,10 @@ def test_a_plan_says_what_would_run(stages):
     assert plan("stages.learn.steps=3", start_from="learn") == [
         "stage warm: skipped (--from learn)",
         "stage learn: would run (its recipe has changed)",
-        "stage after: would run if learn exports another model than before",
+        "stage after: would run if learn exports a different model",
     ]
     assert plan("stages.warm.seed=1", only="learn") == [
-        "stage warm: out of date (its recipe has changed), and used as it is; `--from warm` makes it anew",
+        "stage warm: out of date (its recipe has changed), but used as it is; run it again with `--from warm`",
         "stage warm: skipped (--only learn)",
         "stage learn: finished, nothing has changed",
         "stage after: skipped (--only learn)",
@@ -193,7 +193,7 @@ def test_a_plan_says_what_goes_on(stages):
     stages.interrupt = "learn"
     with pytest.raises(KeyboardInterrupt):
         play(stages)
-    assert plan()[1:] == ["stage learn: would go on (it was interrupted)", "stage after: would run (not run yet)"]
+    assert plan()[1:] == ["stage learn: would resume (it was interrupted)", "stage after: would run (not run yet)"]
 
 
 def test_dry_run_names_the_stages_and_shows_the_chosen_ones(stages, capsys):

@@ -1,0 +1,327 @@
+"""Running a pipeline: stages in order, skipping those that are finished and unchanged, with one line per stage.
+
+A finished stage writes `lineage.json`: digests of its recipe, of everything it read, and of the model it exported. A stage
+runs again if its recipe or one of its inputs has changed.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from posttrain.errors import InputError
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
+from posttrain.recipe.rollout import SeedRange
+from posttrain.runs.files import write_atomically
+from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
+from posttrain.stages import run_stage
+from posttrain.training.evaluators import START
+
+Lineage = dict[str, Any]
+"""`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; `outputs` once finished."""
+UNTRAINED = "untrained model"
+_MISSING = ""
+"""The digest of an upstream model that does not exist."""
+
+
+def run_pipeline(
+    pipeline: PipelineRecipe,
+    *,
+    only: str | None = None,
+    start_from: str | None = None,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> list[Path]:
+    """Run the unfinished stages in order and return the run directories of all selected stages.
+
+    Args:
+        only: run this stage only. Earlier stages must have finished. Their models are used as they are, with a warning
+            where the current recipe would give another model.
+        start_from: like `only`, for this stage and those after it.
+        overwrite: run the selected stages even if nothing has changed.
+
+    Raises:
+        InputError: an unknown stage, or a stage whose upstream stage has not finished. Also what `run_stage` raises.
+    """
+    console = console or Console()
+    selected = chosen_stages(pipeline, only, start_from)
+    for line in out_of_date(pipeline, selected):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for stage in selected:
+        require_upstream(pipeline, stage)
+        lineage = lineage_of(pipeline, stage)
+        directory = pipeline.directory / stage.name
+        reason, resume = ("--overwrite", False) if overwrite else reason_to_run(pipeline, stage, lineage)
+        if reason is None:
+            console.print(f"stage {stage.name}: finished, nothing has changed", highlight=False)
+            continue
+        console.print(f"stage {stage.name}: {'resumes' if resume else 'runs'} ({reason})", highlight=False)
+        record_start(pipeline, stage, lineage)
+        run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
+        record_finish(pipeline, stage, lineage)
+    report_pipeline(pipeline, console)
+    return [pipeline.directory / stage.name for stage in selected]
+
+
+# -- planning ---------------------------------------------------------------------------------------------------------
+
+
+def chosen_stages(pipeline: PipelineRecipe, only: str | None, start_from: str | None) -> list[PipelineStage]:
+    """Return the stages selected by `--only` or `--from`, in order; InputError for an unknown stage."""
+    names = [stage.name for stage in pipeline.stages]
+    for option, name in (("--only", only), ("--from", start_from)):
+        if name is not None and name not in names:
+            raise InputError(f"{option} {name}: the pipeline has no such stage; its stages are {', '.join(names)}")
+    if only is not None and start_from is not None:
+        raise InputError("--only and --from exclude each other; use one of them")
+    if only is not None:
+        return [stage for stage in pipeline.stages if stage.name == only]
+    return pipeline.stages[names.index(start_from) :] if start_from is not None else pipeline.stages
+
+
+def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, overwrite: bool) -> list[str]:
+    """Return a line per stage: whether `run_pipeline` would run, resume or skip it, and why.
+
+    InputError for an unknown stage.
+    """
+    selected = chosen_stages(pipeline, only, start_from)
+    option = f"--only {only}" if only is not None else f"--from {start_from}"
+    lines = out_of_date(pipeline, selected)
+    running: set[str] = set()
+    for stage in pipeline.stages:
+        if stage not in selected:
+            lines.append(f"stage {stage.name}: skipped ({option})")
+            continue
+        if missing := unfinished_upstream(pipeline, stage, running):
+            lines.append(f"stage {stage.name}: could not run; it uses the model of {missing}, which has not finished")
+            running.add(stage.name)
+            continue
+        reason, resume = reason_to_run(pipeline, stage, lineage_of(pipeline, stage))
+        running_inputs = [name for name in stage.inputs if name in running]
+        if overwrite:
+            reason, resume = "--overwrite", False
+        if reason is not None:
+            lines.append(f"stage {stage.name}: would {'resume' if resume else 'run'} ({reason})")
+            running.add(stage.name)
+        elif running_inputs:
+            lines.append(f"stage {stage.name}: would run if {' or '.join(running_inputs)} exports a different model")
+            running.add(stage.name)
+        else:
+            lines.append(f"stage {stage.name}: finished, nothing has changed")
+    return lines
+
+
+def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running: Collection[str] = ()) -> str | None:
+    """Return a stage whose model `stage` uses and that is neither finished nor in `running`; None if there is none."""
+    missing = [name for name in stage.inputs if not _read(pipeline.directory / name / "lineage.json")]
+    return next((name for name in missing if name not in running), None)
+
+
+def require_upstream(pipeline: PipelineRecipe, stage: PipelineStage) -> None:
+    """InputError unless every stage whose model `stage` uses has finished."""
+    if missing := unfinished_upstream(pipeline, stage):
+        raise InputError(
+            f"stage {stage.name} uses the model of {missing}, which has not finished; "
+            f"run `posttrain pipeline` without --only or --from, or with `--from {missing}`"
+        )
+
+
+def out_of_date(pipeline: PipelineRecipe, selected: Sequence[PipelineStage]) -> list[str]:
+    """Return a warning per finished stage that `selected` use without running it, and that has changed."""
+    names = {stage.name for stage in selected}
+    used: set[str] = set()
+    for stage in reversed(pipeline.stages):
+        if stage.name in names | used:
+            used.update(stage.inputs)
+    lines = []
+    for stage in pipeline.stages:
+        if stage.name not in used - names or not _read(pipeline.directory / stage.name / "lineage.json"):
+            continue
+        reason, _ = reason_to_run(pipeline, stage, lineage_of(pipeline, stage))
+        if reason is not None:
+            lines.append(
+                f"stage {stage.name}: out of date ({reason}), but used as it is; run it again with `--from {stage.name}`"
+            )
+    return lines
+
+
+def reason_to_run(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineage) -> tuple[str | None, bool]:
+    """Return why the stage must run (None: it is up to date), and whether it can be resumed.
+
+    `lineage` is the current one, from `lineage_of`.
+    """
+    directory = pipeline.directory / stage.name
+    if not directory.exists():
+        return "not run yet", False
+    finished = _read(directory / "lineage.json")
+    if not finished:
+        started = _read(pipeline.directory / "started.json").get(stage.name, {})
+        change = _change(started, lineage) if started else "it was not started by this pipeline"
+        return (f"{change} after it was interrupted", False) if change else ("it was interrupted", True)
+    if change := _change(finished, lineage):
+        return change, False
+    expected_sizes = {name: size for name, (size, _) in finished["outputs"].items()}
+    sizes = {name: size for name, (size, _) in _files(directory / "model", digests=False).items()}
+    if expected_sizes != sizes:
+        return "its exported model was modified", False
+    return None, False
+
+
+# -- lineage ----------------------------------------------------------------------------------------------------------
+
+
+def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
+    """Return the digests of the stage's recipe and of its current inputs. The location of the runs does not matter."""
+    recipe = stage.recipe.model_dump(mode="json", exclude={"runs", "sinks"})
+    inputs: dict[str, str] = {}
+    for name in stage.inputs:
+        upstream = _read(pipeline.directory / name / "lineage.json")
+        inputs[f"stage {name}"] = _digest(upstream["outputs"]) if upstream else _MISSING
+        recipe = _replace_path(recipe, str(pipeline.directory / name / "model"), f"the model of {name}")
+    if stage.upstream is None and Path(stage.recipe.model.path).exists():
+        inputs[f"the model {stage.recipe.model.path}"] = _digest(_files(Path(stage.recipe.model.path), digests=False))
+    for path in _texts({key: value for key, value in recipe.items() if key != "out"}):
+        if path.split(":")[0] != path and not Path(path).exists():
+            path = path.split(":")[0]
+        if Path(path).is_file():
+            inputs[f"the file {path}"] = _digest(_files(Path(path), digests=True))
+        elif Path(path).is_dir() and path not in (".", "..") and "/" in path:
+            inputs[f"the directory {path}"] = _digest(_files(Path(path), digests=False))
+    return {"recipe": _digest(recipe), "inputs": inputs}
+
+
+def record_start(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineage) -> None:
+    """Store the lineage that a stage is started with."""
+    file = pipeline.directory / "started.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(_read(file) | {stage.name: lineage}, indent=2) + "\n")
+
+
+def record_finish(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineage) -> None:
+    """Store the lineage of a finished stage with the digests of its exported model."""
+    directory = pipeline.directory / stage.name
+    finished = lineage | {"outputs": _files(directory / "model", digests=True)}
+    write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
+
+
+def _change(before: Lineage, now: Lineage) -> str | None:
+    if before["recipe"] != now["recipe"]:
+        return "its recipe has changed"
+    changed = [name for name, digest in now["inputs"].items() if before["inputs"].get(name) != digest]
+    return f"{changed[0]} has changed" if changed else None
+
+
+def _replace_path(value: Any, path: str, name: str) -> Any:
+    """Return `value` with every text `path` replaced by `name`, so that digests do not depend on the location."""
+    if isinstance(value, dict):
+        return {key: _replace_path(inner, path, name) for key, inner in value.items()}
+    return name if value == path else value
+
+
+def _texts(value: Any) -> list[str]:
+    """Return every text in the recipe. Some of them are paths."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value] if isinstance(value, str) and value else [text for item in inner for text in _texts(item)]
+
+
+def _files(root: Path, digests: bool) -> dict[str, list[Any]]:
+    """Return name -> [size in bytes, digest of the content] of every file in or at `root`.
+
+    Without `digests` they are empty.
+    """
+    paths = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+    files: dict[str, list[Any]] = {}
+    for path in paths:
+        digest = ""
+        if digests:
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+        files[str(path.relative_to(root))] = [path.stat().st_size, digest]
+    return files
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`; empty where the file is missing or truncated."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
+    """Print the results of the stages and write them to `<pipeline>/report.md`, with links to the stages' reports.
+
+    Stages that play the same environment share one table; the tables of other stages follow. Returns the path, or None
+    where there are no results.
+    """
+    rows = combined_rows(pipeline)
+    tables = []
+    if rows:
+        last = next(stage for stage in reversed(_finished(pipeline)) if _environment(stage) is not None)
+        environment = _environment(last)
+        assert environment is not None
+        tables += policy_tables(rows, f"{pipeline.name}: {environment[0].type}, held-out seeds")
+    for stage in _finished(pipeline):
+        stage_tables = read_tables(pipeline.directory / stage.name)
+        tables += [replace(table, title=f"{stage.name}: {table.title}") for table in stage_tables if not table.played]
+    if not tables:
+        return None
+    links = [f"- [{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]
+    parts = [f"# {pipeline.name}"]
+    parts += [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
+    report = pipeline.directory / "report.md"
+    write_atomically(report, "\n\n".join([*parts, "## Stages", "\n".join(links)]) + "\n")
+    for table in tables:
+        console.print(table.rich())
+    console.print(f"report: {report}", highlight=False)
+    return report
+
+
+def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
+    """Return rows for the random policy, the model before any stage and after each finished stage, and the optimal policy.
+
+    Only stages that play the same environment on the same final seeds as the last one are included.
+    """
+    finished = [stage for stage in _finished(pipeline) if _environment(stage) is not None]
+    if not finished:
+        return []
+    last = _environment(finished[-1])
+    rows: list[PolicyRow] = []
+    baselines: dict[str, PolicyRow] = {}
+    for stage in finished:
+        if _environment(stage) != last:
+            continue
+        for row in read_policies(pipeline.directory / stage.name):
+            if row.policy in ("random policy", "optimal policy"):
+                baselines[row.policy] = row
+            elif row.policy != START:
+                rows.append(replace(row, policy=f"after {stage.name}"))
+            elif not rows:
+                rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
+    first = [baselines["random policy"]] if "random policy" in baselines else []
+    return [*first, *rows, *([baselines["optimal policy"]] if "optimal policy" in baselines else [])]
+
+
+def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
+    return [stage for stage in pipeline.stages if (pipeline.directory / stage.name / "results.json").is_file()]
+
+
+def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, SeedRange] | None:
+    """Return the environment and the final seeds of the stage; None for a stage without an environment."""
+    environment = getattr(stage.recipe, "environment", None)
+    if environment is None:
+        return None
+    return environment, stage.recipe.evaluation.final_seeds  # type: ignore[union-attr]

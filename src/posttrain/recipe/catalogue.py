@@ -1,0 +1,94 @@
+"""Recipes by name: those that ship with posttrain, such as `demo/pipeline`, and those that plug-ins add.
+
+A recipe's name is its path in the shipped folder, without `.yaml`. A local file of the same name takes precedence. In a
+checkout the shipped folder is `recipes/`; a wheel contains a copy of it.
+
+A plug-in adds a folder of recipes through an entry point, whose value is the package that is the folder:
+
+    [project.entry-points."posttrain.recipes"]
+    maze = "maze_package.recipes"
+
+Its recipes are then called `maze/NAME`.
+"""
+
+import difflib
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from posttrain.errors import InputError
+from posttrain.plugins import entry_points
+
+_PACKAGE = Path(__file__).parents[1]
+_SUFFIXES = (".yaml", ".yml")
+
+
+def shipped(folder: str) -> Path | None:
+    """The folder `recipes` or `examples` of the installation: that of the wheel, else that of the checkout; or None."""
+    checkout = _PACKAGE.parents[1]
+    inside = _PACKAGE / f"_{folder}"
+    if inside.is_dir():
+        return inside
+    return checkout / folder if (checkout / folder).is_dir() and (checkout / "pyproject.toml").is_file() else None
+
+
+@cache
+def recipe_names() -> dict[str, Path]:
+    """Name -> file of every recipe that is shipped or that a plug-in adds, sorted by name. Imports no plug-in."""
+    found = {}
+    folder = shipped("recipes")
+    if folder is not None:
+        found |= dict(_named(folder, ""))
+    for prefix, point in entry_points("posttrain.recipes").items():
+        # Finding a package inside another imports the other one only.
+        spec = importlib.util.find_spec(point.value)
+        for place in (spec.submodule_search_locations if spec is not None else None) or []:
+            found |= dict(_named(Path(place), f"{prefix}/"))
+    return dict(sorted(found.items()))
+
+
+def recipe_file(name: str) -> Path:
+    """The file of a recipe: the local file `name`, else the recipe of that name, with or without `.yaml`.
+
+    Raises:
+        InputError: there is neither. The message has the nearest names.
+    """
+    local = Path(name)
+    if local.is_dir() and _without_suffix(name) not in recipe_names():
+        raise InputError(f"{name} is a directory; name a recipe file in it")
+    if local.is_file():
+        return local
+    names = recipe_names()
+    if _without_suffix(name) in names:
+        return names[_without_suffix(name)]
+    near = difflib.get_close_matches(_without_suffix(name), names, 3, 0.6)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise InputError(
+        f"there is no recipe file {name}; {hint}name a YAML file or a recipe of `posttrain recipe list`, or write overrides "
+        "as `key=value`"
+    )
+
+
+def summary(file: Path) -> str:
+    """The first sentence of the comment at the top of a recipe file; empty if it has none."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").strip())
+    text = " ".join(lines)
+    end = text.find(". ")
+    return text if end < 0 else text[: end + 1]
+
+
+def _named(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in _SUFFIXES:
+            yield prefix + file.relative_to(folder).with_suffix("").as_posix(), file
+
+
+def _without_suffix(name: str) -> str:
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name

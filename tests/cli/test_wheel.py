@@ -1,0 +1,74 @@
+"""The wheel: it holds the recipes and the examples, and works in an empty folder without a checkout."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_extras import PACKAGES
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ("rl_loop.py", "custom_reward.py")
+
+
+def done(*command, folder, **variables):
+    """The standard output of a command that has to succeed, in `folder` and without this checkout on the path."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    found = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=kept | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The Python of an environment with the wheel, which sees the other packages of this environment."""
+    pytest.importorskip("hatchling", reason="needs the package hatchling: pip install 'posttrain[dev]'")
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    done(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT, folder=folder)
+    (wheel,) = folder.glob("posttrain-*.whl")
+    done(sys.executable, "-m", "venv", "--without-pip", folder / "venv", folder=folder)
+    python = folder / "venv" / "bin" / "python"
+    done(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, folder=folder)
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # The packages of this environment come after the wheel's, so `posttrain` is the wheel's.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_recipes_and_knows_its_extras(installed, tmp_path):
+    command = installed.with_name("posttrain")
+    where = done(installed, "-c", "import posttrain; print(posttrain.__file__)", folder=tmp_path)
+    assert where.startswith(str(installed.parents[1]))
+    listed = done(command, "recipe", "list", folder=tmp_path)
+    for file in (ROOT / "recipes").rglob("*.yaml"):
+        assert file.relative_to(ROOT / "recipes").with_suffix("").as_posix() in listed
+    assert "frozen_lake" in done(command, "pipeline", "demo/pipeline", "--dry-run", folder=tmp_path)
+    assert "rlhf-ppo" in done(command, "rl", "rlhf/ppo", "--dry-run", folder=tmp_path)
+    assert "rlhf-ppo" in done(command, "rl", "--recipe", "rlhf/ppo", "--dry-run", folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    ask = "from posttrain.plugins import pip_command as c; import sys; print(*map(c, sys.argv[1:]), sep='\\n')"
+    told = done(installed, "-c", ask, *PACKAGES.values(), folder=tmp_path)
+    assert told.splitlines() == [f"pip install 'posttrain[{extra}]'" for extra in PACKAGES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_of_the_wheel_run(example, installed, tmp_path):
+    if not (ROOT / "examples" / example).is_file():
+        pytest.skip(f"there is no examples/{example}")
+    ask = "from posttrain.recipe.catalogue import shipped; print(shipped('examples'))"
+    folder = Path(done(installed, "-c", ask, folder=tmp_path).strip())
+    assert folder.is_relative_to(installed.parents[1])
+    done(installed, folder / example, folder=tmp_path)
