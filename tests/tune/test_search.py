@@ -85,7 +85,7 @@ def test_failed_trials_keep_their_reason_and_are_not_the_end(begun, tmp_path, ca
     assert "SIGKILL, possibly by the kernel because memory ran out" in first.user_attrs["reason"]
     assert second.params["optimizer.learning_rate"] == 1e-4
     assert second.state == TrialState.COMPLETE
-    assert re.search(r"\| 0 \| failed \| – .*memory runs out", report(tmp_path))
+    assert re.search(r"\| 0 \| failed \| – .*memory ran out", report(tmp_path))
     assert "failed, killed by SIGKILL" in capsys.readouterr().out
 
 
