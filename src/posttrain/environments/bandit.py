@@ -7,14 +7,14 @@ from pydantic import Field, model_validator
 
 from posttrain.environments.game import FormatRecipe, Game, GameRecipe, play, require, require_sound
 from posttrain.environments.protocol import Baseline
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 _NAME = r"^\w[\w -]*$"
 
 
-class LowRiskArm(Part):
+class LowRiskArm(BaseConfig):
     """The low-risk arm: its reward is normally distributed."""
 
     name: str = Field("phoenix", pattern=_NAME)
@@ -30,7 +30,7 @@ class LowRiskArm(Part):
         return self.mean
 
 
-class HighRiskArm(Part):
+class HighRiskArm(BaseConfig):
     """The high-risk arm: its reward is normally distributed around one of two means."""
 
     name: str = Field("dragon", pattern=_NAME)

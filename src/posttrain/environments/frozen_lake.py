@@ -29,12 +29,12 @@ from posttrain.environments.game import (
 )
 from posttrain.environments.protocol import Baseline
 from posttrain.plugins import require_module
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 
-class FrozenLakeSymbols(Part):
+class FrozenLakeSymbols(BaseConfig):
     """The symbols of the drawing."""
 
     player: str = "P"

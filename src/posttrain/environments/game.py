@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from posttrain.environments.protocol import Environment, Message, Observation, Step
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 
 # -- answer format ----------------------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ class Rejected:
     reason: str
 
 
-class FormatRecipe(Part):
+class FormatRecipe(BaseConfig):
     """How the policy writes an answer, and the penalty for an answer in another form."""
 
     thinking: bool = False

@@ -22,7 +22,7 @@ from posttrain.environments.game import (
 )
 from posttrain.environments.protocol import Baseline
 from posttrain.environments.sokoban_rooms import Room, State, random_player, room_of, shortest_solution
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
@@ -31,7 +31,7 @@ _MOST_STATES = 4000
 _PLAYS = 256
 
 
-class SokobanSymbols(Part):
+class SokobanSymbols(BaseConfig):
     """The symbols of the drawing."""
 
     wall: str = "#"

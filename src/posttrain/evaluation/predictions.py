@@ -11,14 +11,14 @@ from posttrain.data.files import read_rows
 from posttrain.data.messages import Message, UnusableRow, as_messages, check_conversation, check_text, kind_of
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import SourceRecipe
 
 _CUT_OFF = ("turn_budget", "episode_budget", "length")
 """Stop reasons of truncated answers: ours, and that of OpenAI-compatible servers."""
 
 
-class PredictionColumns(Part):
+class PredictionColumns(BaseConfig):
     """Column names of a predictions file."""
 
     id: str = "id"

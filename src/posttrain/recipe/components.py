@@ -14,7 +14,7 @@ from pydantic import Field
 
 from posttrain.errors import InputError
 from posttrain.plugins import PluginError, entry_points, load
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 _GROUP = "posttrain.environments"
 
@@ -27,7 +27,7 @@ ENVIRONMENTS = {
 """Built-in environments: name -> `module:Class`. Plug-ins add others, see `environment_names`."""
 
 
-class EnvironmentRecipe(Part):
+class EnvironmentRecipe(BaseConfig):
     """Keys that every environment has; an environment's own `Recipe` class adds to them."""
 
     type: str

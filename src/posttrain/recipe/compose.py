@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class, environment_names
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
@@ -36,7 +36,7 @@ def merge_typed(layers: list[Layer], stage: str) -> Layer:
     return merged
 
 
-def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[Part]) -> dict[str, Any]:
+def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[BaseConfig]) -> dict[str, Any]:
     """`values` as far as they still mean something once `later` is merged into them."""
     kept = dict(values)
     for key, change in later.items():
@@ -81,19 +81,19 @@ def dump_recipe(recipe: Recipe) -> str:
     return dump_values(recipe.model_dump(mode="json"))
 
 
-def _with_defaults(part: type[Part], default: Part | None, values: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: dict[str, Any]) -> dict[str, Any]:
     """`values` with what the section's own default says beyond the defaults of its keys.
 
     So `evaluation.seeds.count=64` keeps the start, `evaluation.sampling.top_p=0.9` stays greedy, and `loss.clip_high`
     alone is about the default loss. A section whose `type` was changed keeps nothing of the old type.
     """
     kept = {key: getattr(default, key) for key in default.model_fields_set} if default is not None else {}
-    filled = {key: value for key, value in kept.items() if not isinstance(value, Part)} | values
+    filled = {key: value for key, value in kept.items() if not isinstance(value, BaseConfig)} | values
     for key, value in values.items():
         info = part.model_fields.get(key)
         inner = info.get_default(call_default_factory=True) if info is not None else None
         inner = kept.get(key, inner)
-        if not isinstance(value, dict) or not isinstance(inner, Part):
+        if not isinstance(value, dict) or not isinstance(inner, BaseConfig):
             continue
         own_type = getattr(inner, "type", None)
         if "type" not in value or value["type"] == own_type:
@@ -101,7 +101,7 @@ def _with_defaults(part: type[Part], default: Part | None, values: dict[str, Any
     return filled
 
 
-def _environment_complaints(given: Layer, schema: type[Part]) -> list[str]:
+def _environment_complaints(given: Layer, schema: type[BaseConfig]) -> list[str]:
     values = given.values.get("environment")
     if not isinstance(values, dict):
         return []

@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.model import LoraRecipe, ModelRecipe, OptimizerRecipe
 
 
-class TurnReturnsCredit(Part):
+class TurnReturnsCredit(BaseConfig):
     """Returns from each turn on."""
 
     type: Literal["turn_returns"]
@@ -19,7 +19,7 @@ class TurnReturnsCredit(Part):
     """`others`: minus the mean of what the other episodes of the group earned from that turn on, 0 where they had ended; unbiased. `none`: the raw return."""
 
 
-class MtGrpoCredit(Part):
+class MtGrpoCredit(BaseConfig):
     """Group statistics of each turn's reward and of the outcome, which is what the last turn pays."""
 
     type: Literal["mt_grpo"]
@@ -28,7 +28,7 @@ class MtGrpoCredit(Part):
     """Weight of a turn's own reward beside the outcome, in the turns before the last."""
 
 
-class GigpoCredit(Part):
+class GigpoCredit(BaseConfig):
     """Episodes compared with their group, and turns with those of the group that were played in the same state."""
 
     type: Literal["gigpo"]
@@ -41,7 +41,7 @@ class GigpoCredit(Part):
     """Both comparisons are divided by their standard deviation; false is what its authors' code does unless told otherwise."""
 
 
-class GroupCredit(Part):
+class GroupCredit(BaseConfig):
     """Baselines from the episodes of one task."""
 
     type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax"]
@@ -58,14 +58,14 @@ class GroupCredit(Part):
         return values
 
 
-class BatchCredit(Part):
+class BatchCredit(BaseConfig):
     """Baselines without groups."""
 
     type: Literal["brpo", "arpo"]
     """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
 
 
-class TokenCredit(Part):
+class TokenCredit(BaseConfig):
     """Returns from each token on."""
 
     type: Literal["reinforce", "reinforce_pp"]
@@ -74,7 +74,7 @@ class TokenCredit(Part):
     """Discount per sampled token."""
 
 
-class ValueCredit(Part):
+class ValueCredit(BaseConfig):
     """Advantages over the values of the critic."""
 
     type: Literal["gae"]
@@ -87,7 +87,7 @@ class ValueCredit(Part):
     """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
 
 
-class BilevelValueCredit(Part):
+class BilevelValueCredit(BaseConfig):
     """Advantages over the values of the critic, of turns and, within a turn, of tokens."""
 
     type: Literal["bilevel_gae"]
@@ -120,7 +120,7 @@ CreditRecipe = Annotated[
 ]
 
 
-class FilterRecipe(Part):
+class FilterRecipe(BaseConfig):
     """Which groups are worth an update."""
 
     type: Literal["none", "uncertainty", "dynamic"] = "none"
@@ -131,7 +131,7 @@ class FilterRecipe(Part):
     """`dynamic`: how many rounds of sampling one step may take; after that it goes on with what it has and says so."""
 
 
-class OverlongRecipe(Part):
+class OverlongRecipe(BaseConfig):
     """DAPO's soft penalty on long answers: linear from 0 to -penalty over the last `buffer` tokens before `limit`."""
 
     limit: int = Field(ge=1)
@@ -142,7 +142,7 @@ class OverlongRecipe(Part):
     """The whole penalty."""
 
 
-class CriticRecipe(Part):
+class CriticRecipe(BaseConfig):
     """What says before each sampled token what the episode will still earn. `gae` and `bilevel_gae` use it."""
 
     backbone: Literal["separate", "shared"] = "separate"

@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class ColumnsRecipe(Part):
+class ColumnsRecipe(BaseConfig):
     """Names of columns. A column that a row does not need may be absent from the data."""
 
     messages: str = "messages"
@@ -32,7 +32,7 @@ class ColumnsRecipe(Part):
     """Rows with the same text here are also measured by themselves."""
 
 
-class SourceRecipe(Part):
+class SourceRecipe(BaseConfig):
     """One place that rows come from."""
 
     path: str
@@ -55,7 +55,7 @@ Sources = Annotated[list[SourceRecipe], BeforeValidator(_sources)]
 """A path, or a list of paths and of sections with `path`, `split`, `subset` and `weight`."""
 
 
-class DataRecipe(Part):
+class DataRecipe(BaseConfig):
     """The rows of a supervised stage."""
 
     train: Sources = Field(min_length=1)
@@ -89,7 +89,7 @@ class DataRecipe(Part):
         return self
 
 
-class PtxRecipe(Part):
+class PtxRecipe(BaseConfig):
     """Rows of text that join every update of the policy, so that it does not forget them (Ouyang et al. 2022, arXiv 2203.02155)."""
 
     data: DataRecipe

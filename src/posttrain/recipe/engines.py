@@ -1,10 +1,10 @@
-"""A model behind an OpenAI-compatible server, as a player that is evaluated."""
+"""Engines other than the in-process one: a vLLM engine, and a remote model behind an OpenAI-compatible server."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
@@ -19,36 +19,36 @@ _ELSEWHERE = {
     "stop": "rollout.stop_strings",
     "seed": "the run seed (engine.send_seed)",
 }
-"""Fields of a request -> what says them in a recipe."""
+"""Field of a request -> the recipe key that sets it."""
 _OTHER_SHAPE = ("stream", "n", "tools", "functions")
-"""Fields after which an answer is something else than one text."""
+"""Fields of a request that make the reply something other than one text."""
 
 
-class OpenAIEngineRecipe(Part):
-    """A remote model: the server of `url` answers, and no model is loaded here."""
+class OpenAIEngineRecipe(BaseConfig):
+    """A remote model behind the server at `url`; no model is loaded in this process."""
 
     type: Literal["openai"] = "openai"
     """`openai`: chat completions of any OpenAI-compatible server."""
     url: str = Field(pattern=r"^https?://\S+$")
     """Base URL of the server, for example `http://localhost:8000/v1`."""
     model: str = Field(min_length=1)
-    """Name of the model, as the server knows it."""
+    """Model name to send to the server."""
     api_key_variable: str | None = None
-    """Name of the environment variable that holds the server's key; null sends none that means anything."""
+    """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     max_concurrent: int = Field(8, ge=1)
-    """Episodes in flight, each with at most one request."""
+    """Largest number of concurrent episodes; each has at most one request open."""
     timeout: float = Field(120, gt=0)
-    """Time-out of one request, in seconds."""
+    """Timeout of one request, in seconds."""
     retries: int = Field(3, ge=0)
-    """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx; each waits longer."""
+    """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
     stop_at: Literal["here", "server"] = "here"
-    """Who ends an answer at rollout.stop_strings. `here`: it is asked for whole and cut after the first of them, which any server allows. `server`: they are sent, so nothing is written after them; for servers that say which one they stopped at (vLLM, SGLang)."""
+    """Where answers are cut at `rollout.stop_strings`. `here`: in this process, after the whole answer arrived; works with every server. `server`: the strings are sent, which saves tokens; only for servers that report which string matched (vLLM, SGLang)."""
     token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The field that carries rollout.tokens_per_turn; some models know the second alone."""
+    """Request field that carries `rollout.tokens_per_turn`. Some models accept only `max_completion_tokens`."""
     send_seed: bool = True
-    """Each request has a seed of its own where sampling is not greedy; false for servers that refuse one."""
+    """Send a seed with each non-greedy request. Set to false for servers that reject it."""
     extra_body: dict[str, Any] = {}
-    """Further fields of every request, as JSON, for example `top_k: 20` where the server knows it. No place for secrets: it is kept in the run directory."""
+    """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored in the run directory."""
 
     @field_validator("extra_body")
     @classmethod
@@ -95,64 +95,64 @@ def _format(environment: EnvironmentRecipe) -> Any:
     return getattr(environment, "format", None)
 
 
-class VllmEngineRecipe(Part):
-    """vLLM samples, with weights that are sent to it before each rollout."""
+class VllmEngineRecipe(BaseConfig):
+    """vLLM. It receives the policy's weights before each rollout."""
 
     type: Literal["vllm"] = "vllm"
-    """`vllm`: an engine of its own, which gets the policy's weights before each rollout."""
+    """`vllm`: a separate vLLM engine."""
     mode: Literal["servers", "in_process"] = "servers"
-    """`servers`: processes that speak HTTP, under any interpreter. `in_process`: under this interpreter, which then needs vLLM."""
+    """`servers`: server processes with an HTTP interface; they may use another Python interpreter. `in_process`: vLLM runs in this interpreter and must be installed in it."""
     servers: int = Field(1, ge=1)
-    """Servers to start on this machine."""
+    """Number of servers to start on this machine."""
     urls: list[str] = []
-    """Addresses of servers that run already (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`; none are started then."""
+    """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If given, no server is started."""
     token_variable: str | None = None
-    """Name of the environment variable with the token of the servers at `urls`; servers started here get one made up for the run."""
+    """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a random token."""
     python: str | None = None
-    """The interpreter that has vLLM, which pins other versions than training wants; null is this one."""
+    """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this interpreter."""
     tensor_parallel: int = Field(1, ge=1)
-    """Devices over which each server divides its weights."""
+    """Tensor-parallel size: devices per server."""
     first_device: int = Field(0, ge=0)
-    """GPU of the first server, counted among those that this process sees; each server takes the next `tensor_parallel`."""
+    """Index of the first server's GPU among the visible GPUs; each server takes the next `tensor_parallel` GPUs."""
     threads: int | None = Field(None, ge=1)
-    """On a processor: threads of each engine, wherever there is room; null is one bound to each core, which is fastest where nothing else computes at the same time."""
+    """CPU only: threads per engine, not bound to cores. Null: one thread bound to each core, which is fastest if nothing else runs at the same time."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
-    """On a GPU: share of its memory for weights and cache together."""
+    """GPU only: share of GPU memory for weights and key/value cache."""
     cache_gigabytes: float | None = Field(None, gt=0)
-    """Size of the key/value cache in GiB; null is what `gpu_memory_utilization` leaves on a GPU, and 2 on a processor."""
+    """Size of the key/value cache in GiB. Null: what `gpu_memory_utilization` leaves on a GPU, 2 on a CPU."""
     max_num_seqs: int = Field(256, ge=1)
-    """Answers in flight at a time on each server."""
+    """Largest number of concurrent sequences per server."""
     tokens_per_forward: int = Field(8192, ge=16)
-    """Most tokens (new prompts and decoding together) in one forward pass."""
+    """Largest number of tokens (prefill and decoding) in one forward pass."""
     max_model_len: int | None = Field(None, ge=16)
-    """Longest context in tokens; null is rollout.tokens_per_episode."""
+    """Longest context in tokens. Null: `rollout.tokens_per_episode`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the engine's weights and cache; `auto` is that of the policy."""
+    """Precision of the engine's weights and cache. `auto`: that of the policy."""
     prefix_caching: bool = True
-    """Keep what was computed for prompts and earlier turns until the weights change."""
+    """Reuse the cache of prompts and earlier turns until the weights change."""
     enforce_eager: bool | None = None
-    """Start every kernel from Python; false compiles and captures graphs first. Null is false on a GPU and true on a processor."""
+    """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     bucket_megabytes: int = Field(512, ge=1)
-    """Most MiB of weights on their way at a time, but never less than one tensor."""
+    """Largest bucket of a weight transfer, in MiB; at least one tensor."""
     adapters: Literal["merged", "adapter_only"] = "merged"
-    """For model.lora: `merged` sends whole weights with the adapters folded in; `adapter_only` sends the adapters to an engine that keeps the frozen weights."""
+    """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters; the engine keeps the frozen base weights."""
     start_timeout: float = Field(600, gt=0)
-    """Time that an engine has to become ready, in seconds."""
+    """Timeout of an engine's start, in seconds."""
     hang_timeout: float = Field(600, gt=0)
-    """Time in seconds without a sign of life, while something is asked of it, after which an engine is treated as dead; longer than any forward pass takes."""
+    """Seconds without progress on an open request after which an engine counts as dead. Must be longer than any forward pass."""
     retries: int = Field(2, ge=0)
-    """Further attempts at an answer, with the same seed, after the engine that was to give it died."""
+    """Retries of a request, with the same seed, after its engine died."""
     max_restarts: int = Field(3, ge=0)
-    """Times that each engine of a run is started again after it died; one death more ends the run."""
+    """Restarts allowed per engine; one more failure stops the run."""
 
     @property
     def slots(self) -> int:
-        """Answers in flight at a time on all servers."""
+        """Largest number of concurrent sequences on all servers."""
         return self.max_num_seqs * self.replicas
 
     @property
     def replicas(self) -> int:
-        """How many engines answer."""
+        """Number of engines."""
         if self.mode == "in_process":
             return 1
         return len(self.urls) or self.servers
@@ -174,7 +174,7 @@ class VllmEngineRecipe(Part):
 
 
 PolicyEngineRecipe = Annotated[EngineRecipe | VllmEngineRecipe, Field(discriminator="type")]
-"""An engine that samples with the weights of a policy loaded here."""
+"""An engine that samples with the weights of the policy in this process."""
 
 
 def refuse_unknown_logprobs(engine: EngineRecipe | VllmEngineRecipe, sampling: SamplingRecipe) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, refuse_lone_adapters, refuse_unknown_sampling
 from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe, StopString
@@ -26,7 +26,7 @@ OWN_COLUMNS = (
 """What a prediction has besides the columns of `keep_columns`."""
 
 
-class PromptsRecipe(Part):
+class PromptsRecipe(BaseConfig):
     """The rows to answer."""
 
     test: Sources = Field(min_length=1)
@@ -47,7 +47,7 @@ class PromptsRecipe(Part):
         return self
 
 
-class LimitsRecipe(Part):
+class LimitsRecipe(BaseConfig):
     """How long an answer may be."""
 
     tokens_per_turn: int = Field(512, ge=1)

@@ -1,80 +1,80 @@
-"""What a run computes on: how many processes learn, and, on a Ray cluster, who else computes where."""
+"""What a run computes on: the number of learner processes and, on a Ray cluster, where everything else runs."""
 
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class EnginePlacement(Part):
-    """The engines of a cluster, each a process of its own."""
+class EnginePlacement(BaseConfig):
+    """Engines on a cluster, each in its own process."""
 
     count: int | None = Field(None, ge=0)
-    """Engines, each with weights of its own; the episodes of a group stay on one. 0: every learner process samples with its own weights. Null: as many as the learners' devices hold where they are colocated, else one."""
+    """Number of engines, each with its own copy of the weights; all episodes of a group run on one engine. 0: every learner process samples with the weights in training. Null: as many as fit on the learners' devices if colocated, else 1."""
     devices: int = Field(1, ge=1)
-    """GPUs of one engine, where the cluster has GPUs."""
+    """GPUs per engine, on clusters with GPUs."""
     colocated: bool = True
-    """Whether the engines take turns with the learners on the learners' GPUs; otherwise they have GPUs of their own."""
+    """true: engines and learners take turns on the same GPUs. false: engines have their own GPUs."""
     cpus: float = Field(1.0, gt=0)
-    """Processor cores of one engine."""
+    """CPU cores per engine."""
 
 
-class RewardPlacement(Part):
-    """The copies of the reward model at `reward.path`, each a process of its own."""
+class RewardPlacement(BaseConfig):
+    """Copies of the reward model at `reward.path`, each in its own process."""
 
     count: int = Field(0, ge=0)
-    """Copies; episodes are divided among them. 0: the learner's process holds the reward model."""
+    """Number of copies; each scores a share of the episodes. 0: the reward model runs in the learner process."""
     devices: int = Field(1, ge=0, le=1)
-    """GPUs of one copy, where the cluster has GPUs."""
+    """GPUs per copy, on clusters with GPUs."""
     cpus: float = Field(1.0, gt=0)
-    """Processor cores of one copy."""
+    """CPU cores per copy."""
 
 
-class EnvironmentPlacement(Part):
-    """The processes that environments run in."""
+class EnvironmentPlacement(BaseConfig):
+    """Processes that run environments."""
 
     count: int | None = Field(None, ge=0)
-    """Processes; an episode stays in one. 0: environments run in the learner's process. Null: one for every four cores of the cluster that nobody else asks for, at least one and at most 16."""
+    """Number of processes; an episode stays in one of them. 0: environments run in the learner process. Null: one per four free cores of the cluster, at least 1 and at most 16."""
     cpus: float = Field(0.5, gt=0)
-    """Processor cores of one process."""
+    """CPU cores per process."""
 
 
-class DedicatedPlacement(Part):
-    """Models that learn or judge on GPUs of their own, as other systems place them. Such placements are planned and not
-    run: `posttrain cluster plan` shows what they would take, and a run refuses them."""
+class DedicatedPlacement(BaseConfig):
+    """GPUs for one model alone, as other systems place them. `posttrain cluster plan` estimates such placements; a run
+    rejects them."""
 
     critic: int = Field(0, ge=0)
-    """GPUs of the critic alone; 0: it shares those of the learners."""
+    """GPUs for the critic alone. 0: it runs on the learners' GPUs."""
     reference: int = Field(0, ge=0)
-    """GPUs of the reference model alone; 0: it shares those of the learners."""
+    """GPUs for the reference model alone. 0: it runs on the learners' GPUs."""
 
 
-class HardwareRecipe(Part):
-    """Processes, devices, and who computes where."""
+class HardwareRecipe(BaseConfig):
+    """Processes, devices, and what runs where."""
 
     processes: int = Field(1, ge=1)
-    """Learner processes, each with one GPU or with its share of the processor's threads; they divide each update's forward passes, a step's groups and the model's state. Under `torchrun` as many as that started."""
+    """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""
     gradient_sync: Literal["per_update", "per_forward"] = "per_update"
-    """When the processes add up their gradients: `per_update` keeps a whole float32 gradient in every process until then, `per_forward`, after every forward pass, keeps a share of it."""
+    """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard."""
     reshard_after_forward: bool = True
-    """Whether a layer's whole weights are freed after its forward pass and gathered again for its backward pass: less memory, half as much again to send."""
+    """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in the processors' memory, where AdamW computes; a GPU then holds what it computes with."""
+    """Keep weights, gradients and optimizer state in CPU memory and run AdamW there. The GPU holds only the weights in use and activations."""
     ray: str | None = None
-    """The Ray cluster that the run is placed on: `auto` connects to one that runs on this machine and starts one where none does, anything else is the address of one (`host:port` or `ray://host:port`). Null: no Ray."""
+    """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
     cpus: float = Field(1.0, gt=0)
-    """Processor cores of one learner process on a Ray cluster. Where a cluster has fewer than everybody asks for, all get the same share of what they ask for."""
+    """CPU cores per learner process on a Ray cluster. If the cluster has fewer cores than requested in total, all requests are scaled down equally."""
     engines: EnginePlacement = EnginePlacement()
     rewards: RewardPlacement = RewardPlacement()
     environments: EnvironmentPlacement = EnvironmentPlacement()
     dedicated: DedicatedPlacement = DedicatedPlacement()
     max_restarts: int = Field(8, ge=0)
-    """Times that a worker of a Ray cluster may die, or hang, and be started again in one run; once more stops the run."""
+    """Restarts of dead or hung Ray workers allowed in one run; one more failure stops the run."""
     hang_timeout: float = Field(600.0, gt=0)
-    """Seconds without any progress of a worker that others wait for, after which it counts as hung and is named."""
+    """Seconds without progress after which a worker that others wait for counts as hung."""
     on_hang: Literal["replace", "stop"] = "replace"
-    """`replace`: a hung worker is killed and started again, as one that died. `stop`: the run stops and says who hangs."""
+    """What to do with a hung worker. `replace`: kill and restart it. `stop`: stop the run and name the worker."""
 
     @model_validator(mode="after")
     def _placed_on_ray(self):

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class JudgeServerRecipe(Part):
+class JudgeServerRecipe(BaseConfig):
     """A language model that judges, behind an OpenAI-compatible server."""
 
     url: str = Field(pattern=r"^https?://\S+$")
@@ -37,7 +37,7 @@ FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 """A field in a template; other braces are text."""
 
 
-class Anchor(Part):
+class Anchor(BaseConfig):
     """What a number of points means."""
 
     points: int
@@ -46,7 +46,7 @@ class Anchor(Part):
     """What a prediction with so many points is like."""
 
 
-class PointsScale(Part):
+class PointsScale(BaseConfig):
     """The judge gives a whole number of points."""
 
     type: Literal["points"]
@@ -61,7 +61,7 @@ class PointsScale(Part):
         return sorted(value, key=lambda anchor: anchor.points)
 
 
-class ClaimsScale(Part):
+class ClaimsScale(BaseConfig):
     """The judge lists the claims of a prediction and says of each whether it holds; the score is the share that does."""
 
     type: Literal["claims"]
@@ -71,7 +71,7 @@ class ClaimsScale(Part):
     """When a claim holds."""
 
 
-class Rubric(Part):
+class Rubric(BaseConfig):
     """How a judge is to judge one prediction, or two against each other."""
 
     name: str = Field(pattern=r"^[A-Za-z][\w-]*$")
@@ -100,7 +100,7 @@ class Rubric(Part):
         return "reference" in FIELD.findall(self.template)
 
 
-class ReasoningGymRecipe(Part):
+class ReasoningGymRecipe(BaseConfig):
     """Tasks that reasoning-gym makes, and their verifier. Any seed is a task."""
 
     dataset: str

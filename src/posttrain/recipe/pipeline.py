@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
@@ -19,7 +19,7 @@ _KEYS = ("stage", "name", "runs", "common", "stages")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
-class PipelineStage(Part):
+class PipelineStage(BaseConfig):
     """One stage of a pipeline, resolved."""
 
     name: str = Field(pattern=_NAME)
@@ -32,7 +32,7 @@ class PipelineStage(Part):
     """What the stage does, with its own name, directory and model filled in."""
 
 
-class PipelineRecipe(Part):
+class PipelineRecipe(BaseConfig):
     """Stages chained with lineage; `load_pipeline` resolves every stage to a typed recipe."""
 
     stage: Literal["pipeline"] = "pipeline"

@@ -14,7 +14,7 @@ from pydantic import SerializeAsAny
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
 
 
@@ -29,7 +29,9 @@ class Key:
     variant: str = ""
 
 
-def keys_of(part: type[Part], prefix: str = "", defaults: Part | None = None, variant: str = "") -> Iterator[Key]:
+def keys_of(
+    part: type[BaseConfig], prefix: str = "", defaults: BaseConfig | None = None, variant: str = ""
+) -> Iterator[Key]:
     """Every key of `part` and of the sections in it, depth first; `defaults` holds the values if it was built."""
     for name, info in part.model_fields.items():
         path = f"{prefix}{name}"
@@ -71,17 +73,17 @@ def _environment_keys(prefix: str) -> Iterator[Key]:
         yield replace(key, variant=", ".join(names))
 
 
-def sections_of(annotation: Any) -> list[type[Part]]:
-    """The `Part` classes that `annotation` admits, in order; empty for plain values."""
+def sections_of(annotation: Any) -> list[type[BaseConfig]]:
+    """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values."""
     origin = typing.get_origin(annotation)
     if origin in (Annotated, SerializeAsAny):
         return sections_of(typing.get_args(annotation)[0])
     if origin in (Union, types.UnionType):
         return [section for member in typing.get_args(annotation) for section in sections_of(member)]
-    return [annotation] if isinstance(annotation, type) and issubclass(annotation, Part) else []
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []
 
 
-def tags_of(section: type[Part]) -> list[str]:
+def tags_of(section: type[BaseConfig]) -> list[str]:
     """The values of `type` that select `section`; empty where it has none."""
     info = section.model_fields.get("type")
     return [str(tag) for tag in typing.get_args(info.annotation)] if info is not None else []
@@ -156,6 +158,6 @@ def _number(value: Any) -> str:
 def _text(default: Any) -> str:
     if default is PydanticUndefined:
         return "required"
-    if isinstance(default, Part):
+    if isinstance(default, BaseConfig):
         return f"type: {default.type}" if hasattr(default, "type") else "a section"
     return json.dumps(default, ensure_ascii=False)

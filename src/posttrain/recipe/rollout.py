@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.credit import FilterRecipe, OverlongRecipe
 from posttrain.recipe.model import LearnerRecipe
 
@@ -22,81 +22,81 @@ StopString = Annotated[str, AfterValidator(_not_empty)]
 """A text that ends an answer."""
 
 
-class SamplingRecipe(Part):
-    """How tokens are drawn."""
+class SamplingRecipe(BaseConfig):
+    """How tokens are sampled."""
 
     temperature: float = Field(1.0, ge=0)
-    """0 is greedy. Log-probabilities are those of the tempered distribution, before any truncation."""
+    """Sampling temperature; 0 is greedy. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Draw from the fewest tokens whose probabilities add up to this; 1 is off."""
+    """Sample from the smallest set of tokens with at least this total probability. 1: off."""
     top_k: int = Field(0, ge=0)
-    """Draw from this many most probable tokens; 0 is off."""
+    """Sample from the `top_k` most probable tokens. 0: off."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Draw from tokens at least this share as probable as the most probable one; 0 is off."""
+    """Sample from tokens whose probability is at least `min_p` times that of the most probable token. 0: off."""
 
 
-class EngineRecipe(Part):
-    """The in-process engine: the policy's own weights, continuous batching, a cache shared across turns and groups."""
+class EngineRecipe(BaseConfig):
+    """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache across turns and groups."""
 
     type: Literal["local"] = "local"
-    """`local`: in this process, with the weights that are being trained."""
+    """`local`: in this process, on the weights in training."""
     slots: int = Field(64, ge=1)
-    """Sequences held in the key/value cache."""
+    """Number of sequences in the key/value cache, which is the largest number decoded at the same time."""
     tokens_per_forward: int = Field(2048, ge=16)
-    """Tokens of one forward pass, new prompts and decoding together, beyond which no more of a prompt is read in it."""
+    """Token budget of one forward pass, prefill and decoding together. Longer prompts are prefilled in chunks."""
 
 
-class FailureRecipe(Part):
-    """What becomes of an episode whose environment failed or timed out."""
+class FailureRecipe(BaseConfig):
+    """What happens to an episode whose environment or reward failed or timed out."""
 
     action: Literal["retry", "drop", "score"] = "drop"
-    """`retry` with a new sampling stream, then drop; `drop` from the update; `score` with `reward`. All are counted."""
+    """`retry`: play it again with other random numbers, then drop it. `drop`: leave it out of the update. `score`: give it `reward`. Failures are counted in every case."""
     retries: int = Field(1, ge=0)
-    """`retry`: attempts after the first."""
+    """For `retry`: attempts after the first one."""
     reward: float = 0.0
-    """`score`: the reward of a failed episode."""
+    """For `score`: the reward of a failed episode."""
     max_share: float = Field(0.5, gt=0, le=1)
-    """A step in which more than this share of episodes failed stops the run."""
+    """The run stops if more than this share of a step's episodes failed."""
 
 
-class RolloutRecipe(Part):
-    """Episodes per step and their limits."""
+class RolloutRecipe(BaseConfig):
+    """How many episodes are sampled per step, and their limits."""
 
     groups_per_step: int = Field(8, ge=1)
-    """Tasks drawn per step."""
+    """Tasks per step (prompts per batch)."""
     episodes_per_group: int = Field(8, ge=1)
-    """Episodes per task."""
+    """Episodes per task (generations per prompt)."""
     sampling: SamplingRecipe = SamplingRecipe()
     tokens_per_turn: int = Field(64, ge=1)
-    """Most tokens sampled in one turn."""
+    """Largest number of tokens sampled in one turn."""
     tokens_per_episode: int = Field(2048, ge=16)
-    """Most tokens of an episode's context, prompt included."""
+    """Longest context of an episode in tokens, prompt included."""
     stop_strings: list[StopString] = []
-    """Texts that end a turn besides the model's end token; the text itself is kept."""
+    """Strings that end a turn, in addition to the model's end token. The string is part of the answer."""
     environment_timeout: float | None = Field(None, gt=0)
-    """Time-out of one environment call, which then runs in a thread; null calls it directly."""
+    """Timeout of one environment call, in seconds. The call then runs in a thread, so environments that wait do so in parallel. Null: call it directly."""
     failures: FailureRecipe = FailureRecipe()
     filter: FilterRecipe = FilterRecipe()
     overlong_penalty: OverlongRecipe | None = None
     async_rollouts: int = Field(0, ge=0)
-    """Steps by which sampling may run ahead of learning: a step's episodes begin once the weights after the step `ahead + 1` before it exist. 0 samples, then learns."""
+    """Steps that sampling may run ahead of learning. With k, sampling for step n starts when the weights after step n - k - 1 exist. 0: sample, then learn (on-policy)."""
     on_new_weights: Literal["finish", "continue", "restart"] = "finish"
-    """What becomes of episodes in flight when newer weights are there: `finish` with the old ones, `continue` with the new ones from the next token on, or `restart` with them."""
+    """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on. `restart`: start over with the new weights."""
     max_staleness: int | None = Field(None, ge=0)
-    """Most optimizer updates between sampling a token and learning from it. Episodes with an older token are dropped and counted in `rollout/stale`. Null trains on all episodes."""
+    """Largest number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
     replay: str | None = None
-    """Directory of a run whose order of events is followed: new weights come to the episodes where they came there. Null takes them as they come."""
+    """Directory of a run whose event order is reproduced: new weights reach each episode at the same token as in that run. Null: weights apply when they arrive."""
     missing_eos_penalty: float = Field(0.0, ge=0)
-    """Subtracted in training from the reward of an episode whose last answer was cut off before its end, after the reward is normalized."""
+    """Subtracted from the training reward of an episode whose last answer has no end token, after reward normalization."""
 
 
-class SeedRange(Part):
+class SeedRange(BaseConfig):
     """Environment seeds start, start + 1, ..., start + count - 1."""
 
     start: int = Field(ge=0)
-    """The first seed."""
+    """First seed."""
     count: int = Field(ge=1)
-    """How many seeds."""
+    """Number of seeds."""
 
     @property
     def stop(self) -> int:
@@ -109,21 +109,21 @@ class SeedRange(Part):
         return f"{self.start}..{self.stop - 1}"
 
 
-class EvaluationRecipe(Part):
+class EvaluationRecipe(BaseConfig):
     """Held-out evaluation before, during and after training."""
 
     every: int = Field(10, ge=0)
-    """Steps between evaluations; 0 evaluates before and after only."""
+    """Steps between evaluations. 0: only before and after training."""
     seeds: SeedRange = SeedRange(start=1_000_000, count=64)
-    """Held-out environment seeds of the learning curve; the best checkpoint is chosen on them."""
+    """Held-out environment seeds of the learning curve. The best checkpoint is selected on them."""
     final_seeds: SeedRange = SeedRange(start=2_000_000, count=256)
-    """Held-out environment seeds of the final table. No choice is made on them, so the table is not flattered by it."""
+    """Held-out environment seeds of the final table. Nothing is selected on them, so the final numbers have no selection bias."""
     episodes_per_seed: int = Field(1, ge=1)
-    """Episodes sampled for each held-out seed."""
+    """Episodes per held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
-    """Its own sampling; temperature 0 is greedy."""
+    """Sampling in evaluations; greedy by default."""
     metric: Literal["success", "return"] | None = None
-    """What chooses the best checkpoint: mean over the held-out seeds, larger is better. Null is `success` where the environment reports it, else `return`."""
+    """Metric that selects the best checkpoint: the mean over the held-out seeds, larger is better. Null: `success` if the environment reports it, else `return`."""
 
     @model_validator(mode="after")
     def _final_seeds_are_apart(self):
@@ -148,8 +148,7 @@ def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
 def refuse_ahead(
     rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool, ray: bool, engine: str
 ) -> None:
-    """Refuse rules on stale episodes that contradict each other or that no episode could pass, and what cannot be kept
-    with `engine`."""
+    """Raise ValueError for settings of asynchronous rollouts that no episode could satisfy or that `engine` does not support."""
     if rollout.replay is not None and (ray or engine != "local"):
         raise ValueError(
             "`rollout.replay` follows the forward passes of an engine in this process, and those of engines outside are not "

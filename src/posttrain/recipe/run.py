@@ -1,70 +1,70 @@
-"""Where a run lives, what it records, and when it stops itself."""
+"""Keys that every stage has: directories, checkpoints, collapse guards, and the environment of stages that use one."""
 
 from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 
 
-class CheckpointRecipe(Part):
-    """When the state is saved."""
+class CheckpointRecipe(BaseConfig):
+    """When checkpoints are saved."""
 
     every: int = Field(10, ge=1)
-    """Steps between checkpoints; one is always written at the end and on Ctrl-C or SIGTERM."""
+    """Steps between checkpoints. One is always written at the end, and on Ctrl-C or SIGTERM."""
     keep: int = Field(2, ge=1)
-    """Latest checkpoints kept; the best one on evaluation is kept besides."""
+    """Number of latest checkpoints to keep, in addition to the best one."""
 
 
-class GuardRecipe(Part):
-    """What counts as collapse. A guard fires after `patience` steps in a row beyond its threshold."""
+class GuardRecipe(BaseConfig):
+    """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
 
     action: Literal["warn", "stop"] = "warn"
-    """`stop` ends the run, keeps the last good checkpoint, and says so."""
+    """`warn`: log a warning. `stop`: end the run and keep the last good checkpoint."""
     patience: int = Field(5, ge=1)
-    """Steps in a row beyond a threshold before the guard fires."""
+    """Consecutive steps beyond a threshold before a guard triggers."""
     min_reward_spread: float | None = Field(None, ge=0)
-    """Mean in-group standard deviation of returns below this."""
+    """Trigger when the mean standard deviation of returns within groups is below this. Null: off."""
     min_entropy: float | None = Field(None, ge=0)
-    """Mean entropy of the policy at sampled tokens, in nats, below this."""
+    """Trigger when the policy's mean entropy at sampled tokens, in nats, is below this. Null: off."""
     max_gradient_norm: float | None = Field(None, gt=0)
-    """Gradient norm before clipping above this."""
+    """Trigger when the gradient norm before clipping is above this. Null: off."""
     max_repeated_share: float | None = Field(0.8, gt=0, le=1)
-    """Share of sampled tokens equal to the token before them above this."""
+    """Trigger when the share of sampled tokens that repeat the token before them is above this. Null: off."""
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 
 
-class StageRecipe(Part):
+class StageRecipe(BaseConfig):
     """A run of one stage."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run: its directory is `<runs>/<name>`."""
+    """Name of the run. Its directory is `<runs>/<name>`."""
     runs: str = "runs"
     """Directory that holds the runs."""
     seed: int = Field(0, ge=0)
-    """The run seed; every random number is derived from it by name."""
+    """Run seed; every random number is derived from it."""
     model: ModelRecipe = ModelRecipe()
     sinks: list[SinkName] = []
-    """Where metrics also go; `metrics.jsonl` is always written."""
+    """Additional metric loggers; `metrics.jsonl` is always written."""
 
     @property
-    def remote(self) -> Part | None:
-        """The engine, where a remote model answers, so that no model is loaded; None here."""
+    def remote(self) -> BaseConfig | None:
+        """The engine if a remote model answers and no model is loaded; None here."""
         return None
 
 
 class PlayedRecipe(StageRecipe):
-    """A stage that plays an environment."""
+    """A stage that runs episodes of an environment."""
 
     environment: SerializeAsAny[EnvironmentRecipe] = Field(
         default_factory=lambda: environment_recipe({"type": "bandit"})
     )
-    """The task; its keys depend on `environment.type`."""
+    """The environment; its keys depend on `environment.type`."""
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -73,7 +73,7 @@ class PlayedRecipe(StageRecipe):
 
 
 def refuse_overlap(key: str, seeds: SeedRange, evaluation: EvaluationRecipe) -> None:
-    """Refuse training seeds that are evaluated on."""
+    """Raise ValueError if training seeds overlap the held-out seeds."""
     for name, held_out in (("seeds", evaluation.seeds), ("final_seeds", evaluation.final_seeds)):
         if seeds.overlaps(held_out):
             raise ValueError(

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.rollout import SCORES
 from posttrain.recipe.sources import Layer
 
 
-class Range(Part):
+class Range(BaseConfig):
     """Every number from `low` to `high`, both included."""
 
     low: float
@@ -44,7 +44,7 @@ class Range(Part):
         return self
 
 
-class Together(Part):
+class Together(BaseConfig):
     """Several keys that change together, under a name that is no recipe key."""
 
     together: list[dict[str, Any]] = Field(min_length=2)
@@ -64,7 +64,7 @@ def _kind_of(value: Any) -> str:
     return "together" if isinstance(value, Together) or (isinstance(value, dict) and "together" in value) else "range"
 
 
-class Limit(Part):
+class Limit(BaseConfig):
     """What a metric may be for a trial to count."""
 
     max: float | None = None
@@ -79,7 +79,7 @@ class Limit(Part):
         return self
 
 
-class Objective(Part):
+class Objective(BaseConfig):
     """How a trial is judged: the best of its evaluations after the start."""
 
     metric: str
@@ -91,14 +91,14 @@ class Objective(Part):
     mean over the steps between that evaluation and the one before."""
 
 
-class NoPruner(Part):
+class NoPruner(BaseConfig):
     """Every trial runs to its end."""
 
     type: Literal["none"]
     """`none`."""
 
 
-class MedianPruner(Part):
+class MedianPruner(BaseConfig):
     """Stop a trial that is worse than the median of the others at the same evaluation."""
 
     type: Literal["median"]
@@ -109,7 +109,7 @@ class MedianPruner(Part):
     """Steps of a trial before it may be stopped."""
 
 
-class HyperbandPruner(Part):
+class HyperbandPruner(BaseConfig):
     """Successive halving in brackets (Li et al. 2018): at each rung, the best of `reduction` trials goes on."""
 
     type: Literal["hyperband"]
@@ -122,7 +122,7 @@ class HyperbandPruner(Part):
     """Of how many trials one goes on."""
 
 
-class SamplerRecipe(Part):
+class SamplerRecipe(BaseConfig):
     """Tree-structured Parzen estimators over all keys together (Bergstra et al. 2011; Falkner et al. 2018)."""
 
     seed: int = Field(0, ge=0)
@@ -131,7 +131,7 @@ class SamplerRecipe(Part):
     """Random trials before the estimators choose."""
 
 
-class Retest(Part):
+class Retest(BaseConfig):
     """The best points again with other seeds, for the winner of many noisy trials is partly a lucky one."""
 
     best: int = Field(3, ge=1)
@@ -146,7 +146,7 @@ class Retest(Part):
         return self
 
 
-class Group(Part):
+class Group(BaseConfig):
     """Keys that are searched together, on the full grid of their values."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -159,7 +159,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class StudyRecipe(Part):
+class StudyRecipe(BaseConfig):
     """A search for good values of recipe keys; every trial is a run of its own."""
 
     stage: Literal["tune"] = "tune"

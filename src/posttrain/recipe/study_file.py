@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
@@ -173,7 +173,7 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
     return study
 
 
-def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[Part], given: Layer) -> list[str]:
+def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
     """What is wrong with the sections under `path`, whose names are free; faulty ones are replaced in `values`."""
     above: Any = given.values
     for key in path:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import PolicyEngineRecipe, refuse_lone_adapters
@@ -16,7 +16,7 @@ from posttrain.recipe.run import CheckpointRecipe, StageRecipe, refuse_overlap
 from posttrain.recipe.units import UnitRewardsRecipe
 
 
-class ExpertsRecipe(Part):
+class ExpertsRecipe(BaseConfig):
     """Traces of the environment's own expert, rendered exactly as RL renders episodes."""
 
     seeds: SeedRange = SeedRange(start=200_000, count=64)
@@ -32,7 +32,7 @@ class SftEvaluation(EvaluationRecipe):
     """What chooses the best checkpoint. Null is `loss` where there are validation rows, else what RL would choose by."""
 
 
-class PreferenceEvaluation(Part):
+class PreferenceEvaluation(BaseConfig):
     """Measurement on validation rows before, during and after training."""
 
     every: int = Field(10, ge=0)

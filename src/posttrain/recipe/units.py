@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 STEP_PATTERN = r"^[ \t]*\*{0,2}(?:[Ss]tep[ \t]+)?(?P<label>[A-Z]{1,2}|\d{1,3})[.):]\*{0,2}[ \t]+"
 
 
-class _CutUnits(Part):
+class _CutUnits(BaseConfig):
     """Keys of the segmenters that find their own cuts inside an answer."""
 
     max_units: int | None = Field(None, ge=1)
@@ -67,7 +67,7 @@ class TextUnits(_CutUnits):
     """`sentence`: ends at `.`, `!`, `?` and their like before a space, and at the end of a line. `paragraph`: ends at a blank line."""
 
 
-class WholeUnits(Part):
+class WholeUnits(BaseConfig):
     """Units that need no reading."""
 
     type: Literal["turn", "token", "outcome"]
@@ -77,7 +77,7 @@ class WholeUnits(Part):
 UnitsRecipe = Annotated[StepUnits | EntropyUnits | TextUnits | WholeUnits, Field(discriminator="type")]
 
 
-class _Mixed(Part):
+class _Mixed(BaseConfig):
     beta: float = Field(0.8, ge=0, le=1)
     """Share of the units' credit; the rest is credit of the outcome. 0 measures the credit of units and learns from the outcome alone."""
 
@@ -87,19 +87,19 @@ class _Read(_Mixed):
     """What cuts answers into units. `entropy` measures under the policy's reference, its frozen start."""
 
 
-class _Placed(Part):
+class _Placed(BaseConfig):
     placement: Literal["end", "even"] = "end"
     """Where in a unit its reward arrives. `end`: at its last token. `even`: the same share at each of its tokens, of which the later ones then see only a part."""
 
 
-class _Standardised(Part):
+class _Standardised(BaseConfig):
     statistics: Literal["batch", "group"] = "batch"
     """Credits are standardised over the units of the whole step, or of each group."""
     clip: float = Field(5.0, gt=0)
     """Standardised credits are clipped to [-clip, clip]."""
 
 
-class _Probed(Part):
+class _Probed(BaseConfig):
     probe: Literal["one_pass", "separate"] = "one_pass"
     """`one_pass`: the values after all units of an answer in one forward pass of the reward model. `separate`: a pass for each; the same numbers, for models in which one pass does not work."""
 
@@ -144,7 +144,7 @@ class TruncationCredit(_Probed, _Standardised, _Read):
     """`trunc`: outcome - value of the answer up to the unit."""
 
 
-class _Rendered(Part):
+class _Rendered(BaseConfig):
     rendering: Literal["delete", "placeholder", "blank"] = "delete"
     """How an answer is read without a unit. `delete`: its tokens are left out. `placeholder`: `[omitted]` stands for them. `blank`: as many spaces."""
 
@@ -191,7 +191,7 @@ UnitCreditRecipe = Annotated[
 ]
 
 
-class UnitRewardsRecipe(Part):
+class UnitRewardsRecipe(BaseConfig):
     """A reward for each unit of an answer, read at the unit's last token; the answer's score is their aggregate."""
 
     segmenter: UnitsRecipe
@@ -204,7 +204,7 @@ class UnitRewardsRecipe(Part):
     """With H the entropy in nats of the softmax of the rewards of an answer's K units. `length_fair`: adds 1 - H / log K, from 0 (even) to 1, of each answer. `published`: subtracts H / K, which hardly touches answers of many units."""
 
 
-class StoredUnits(Part):
+class StoredUnits(BaseConfig):
     """What a reward model keeps of its units in its `config.json`."""
 
     segmenter: UnitsRecipe

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
@@ -73,7 +73,7 @@ RENAMED_VALUES = {
 
 
 def validation_errors(
-    error: ValidationError, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath = ()
+    error: ValidationError, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath = ()
 ) -> list[str]:
     """Sentences for the problems that pydantic found in the section `prefix` of the recipe `given`.
 
@@ -94,7 +94,7 @@ def nearest_type(name: str, choices: list[str]) -> str:
 
 
 def _sentence(
-    problem: ErrorDetails, path: KeyPath, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath
+    problem: ErrorDetails, path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath
 ) -> str:
     place, dotted, value = given.origin(path), ".".join(path), _value(given.values, path)
     start = f"{place}: " if place else ""
@@ -122,7 +122,7 @@ def _sentence(
     return f"{start}{dotted} is {_show(value)}{_renamed_value(dotted, value)}; it must be {words}"
 
 
-def _remedy(path: KeyPath, part: type[Part], given: Layer, stage: type[Part], prefix: KeyPath) -> str:
+def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:
     section, name = path[:-1], path[-1]
     dotted = ".".join(path)
     if renamed := next((new for old, new in RENAMED_KEYS.items() if fnmatchcase(dotted, old)), None):
@@ -162,7 +162,7 @@ def _renamed_value(dotted: str, value: Any) -> str:
     return f" (did you mean {new}?)" if new else ""
 
 
-def _other_types(path: KeyPath, part: type[Part], given: Layer, prefix: KeyPath) -> list[str]:
+def _other_types(path: KeyPath, part: type[BaseConfig], given: Layer, prefix: KeyPath) -> list[str]:
     """Types of the section around `path` that do have its last key."""
     if issubclass(part, EnvironmentRecipe) and len(path) == len(prefix) + 1:
         return [name for name, one in environment_classes().items() if path[-1] in one.Recipe.model_fields]
@@ -175,9 +175,9 @@ def _other_types(path: KeyPath, part: type[Part], given: Layer, prefix: KeyPath)
     )
 
 
-def _field(path: KeyPath, part: type[Part], values: Any) -> Any:
+def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
     """The field that `path` names, through the sections whose `type` the values give; None when there is none."""
-    sections: list[type[Part]] = [part]
+    sections: list[type[BaseConfig]] = [part]
     info = None
     for name in path:
         kind = values.get("type") if isinstance(values, dict) else None

@@ -1,6 +1,6 @@
 """Keys that a user gave and that change nothing, and values that seldom mean what they say."""
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CriticRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
@@ -71,7 +71,7 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
 
 
-def _vllm(engine: Part) -> list[str]:
+def _vllm(engine: BaseConfig) -> list[str]:
     """What has no effect on servers that run already: they were started with keys of their own."""
     if not isinstance(engine, VllmEngineRecipe) or not engine.urls:
         return []
@@ -123,7 +123,7 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
     return found
 
 
-def _given(part: Part, key: str) -> bool:
+def _given(part: BaseConfig, key: str) -> bool:
     """Whether the key differs from its default: a dumped recipe gives every key, and that is no mistake."""
     return key in part.model_fields_set and getattr(part, key) != type(part).model_fields[key].default
 

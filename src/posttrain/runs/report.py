@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
@@ -48,7 +48,7 @@ def write_report(
     return run.report
 
 
-def changed_keys(part: Part, default: Part | None = None, prefix: str = "") -> dict[str, Any]:
+def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value where `part` differs from `default` (None: the schema's defaults), in schema order.
 
     A section of another type than the default, such as another loss, contributes its `type` and the keys that differ
@@ -58,7 +58,7 @@ def changed_keys(part: Part, default: Part | None = None, prefix: str = "") -> d
     for name, field in type(part).model_fields.items():
         value, key = getattr(part, name), f"{prefix}{name}"
         usual = field.get_default() if default is None else getattr(default, name)
-        if not isinstance(value, Part):
+        if not isinstance(value, BaseConfig):
             if value != usual:
                 changed[key] = value
         elif type(value) is type(usual):
@@ -163,7 +163,7 @@ def _changed(rows: list[tuple[str, str]]) -> str:
 
 def _written(value: Any) -> Any:
     """`value` with every nested section reduced to the keys that differ from the defaults."""
-    if isinstance(value, Part):
+    if isinstance(value, BaseConfig):
         return {key: _written(member) for key, member in changed_keys(value).items()}
     return [_written(member) for member in value] if isinstance(value, list | tuple) else value
 

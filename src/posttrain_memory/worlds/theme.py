@@ -13,7 +13,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import Part
+from posttrain.recipe.base import BaseConfig
 
 Style = Literal["bullets", "bold", "plain", "table", "front", "prose"]
 """How the facts of a note are laid out; `front` is YAML front matter."""
@@ -22,7 +22,7 @@ _NEEDS_ALIAS = re.compile(r"\b(?:\w+ed|sown|dug|born|since|until|ends|opens|star
 """Labels that are verb phrases and cannot stand after "the"."""
 
 
-def _placeholder(sentence: object) -> object:
+def _require_placeholder(sentence: object) -> object:
     if isinstance(sentence, str) and ("{value}" not in sentence or not sentence.endswith(".")):
         raise ValueError("the sentence needs the placeholder {value} and ends with a full stop")
     return sentence
@@ -30,10 +30,10 @@ def _placeholder(sentence: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
-Sentence = Annotated[str, BeforeValidator(_placeholder)]
+Sentence = Annotated[str, BeforeValidator(_require_placeholder)]
 
 
-class Attribute(Part):
+class Attribute(BaseConfig):
     """A fact that notes of a kind may state."""
 
     label: Text
@@ -84,7 +84,7 @@ class Attribute(Part):
         return "are" if re.search(r"[^su]s$", self.noun) else "is"
 
 
-class Relation(Part):
+class Relation(BaseConfig):
     """Notes of kind `source` link to notes of kind `target` under `label`, and those link back under `inverse`."""
 
     label: Text
@@ -110,7 +110,7 @@ class Relation(Part):
         return f"{self.key}~"
 
 
-class Kind(Part):
+class Kind(BaseConfig):
     """A kind of notes."""
 
     key: Text
@@ -126,7 +126,7 @@ class Kind(Part):
     facts: Annotated[tuple[Attribute, ...], Field(min_length=1)]
 
 
-class Headings(Part):
+class Headings(BaseConfig):
     """Alternatives for the headings of a note's sections."""
 
     facts: Texts
@@ -134,7 +134,7 @@ class Headings(Part):
     other: Texts
 
 
-class Theme(Part):
+class Theme(BaseConfig):
     """The subject of a world and the wording of its notes.
 
     Labels and aliases are unique within a theme, and a key has one type, so any line can be read without the kind of its
@@ -243,7 +243,7 @@ def read_theme(file: Path) -> Theme:
         return Theme.model_validate_json(json.dumps(values), strict=True)
     except (TypeError, ValidationError) as error:
         if not isinstance(error, ValidationError):
-            raise InputError(f"theme {file}: {error}; write every value as text") from None
+            raise InputError(f"theme {file}: {error}; quote the value so that YAML reads it as text") from None
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
@@ -256,7 +256,17 @@ def themes() -> dict[str, Theme]:
     return {theme.name: theme for theme in map(read_theme, sorted(FOLDER.glob("*.yaml")))}
 
 
-FOREIGN = Theme.model_construct(name="foreign", user_facts=(), kinds=(), relations=())
+FOREIGN = Theme.model_construct(
+    name="foreign",
+    titles=(),
+    styles=(),
+    intro=(),
+    headings=Headings.model_construct(facts=(), relations=(), other=()),
+    user_facts=(),
+    kinds=(),
+    relations=(),
+    filler=(),
+)
 """The theme of a vault that was not generated here: it has no labels, so no line is read as a statement."""
 
 
