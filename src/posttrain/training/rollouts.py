@@ -18,7 +18,7 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SamplingRecipe, SeedRange
 from posttrain.recipe.stages import EvaluateRecipe, RlRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
-from posttrain.rollout.filters import has_signal, uncertainty
+from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
 
@@ -96,7 +96,7 @@ def collect(
     if recipe.rollout.filter.type == "dynamic" and len(kept) < wanted:
         collected.messages.append(f"only {len(kept)} of {wanted} groups have signal after {rounds} rounds of sampling")
     if recipe.rollout.filter.type == "uncertainty":
-        kept = uncertainty(kept, recipe.rollout.filter.keep)
+        kept = most_uncertain(kept, recipe.rollout.filter.keep)
     collected.episodes = [episode for group in kept for episode in group]
     return collected
 
