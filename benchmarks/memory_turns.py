@@ -18,8 +18,8 @@ from harness.table import show
 from harness.timing import in_turn, middle
 
 from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 
 TURNS = (

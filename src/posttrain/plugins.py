@@ -26,7 +26,7 @@ Group = Literal[
 
 - `posttrain.environments`: the `type` of an environment -> its class, with a `Recipe`.
 - `posttrain.commands`: the name of a command -> a `typer.Typer` (a group of commands) or a function (one command). A
-  dotted name adds to a group of the command line: `data.worlds` becomes `posttrain data worlds`.
+  dotted name adds to a group of the command line: `data.mazes` becomes `posttrain data mazes`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a loss or credit -> its class.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """

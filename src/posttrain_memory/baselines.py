@@ -1,18 +1,13 @@
-"""A memory agent without a model: it answers, asks and changes notes by names and labels that it finds in the question.
+"""Baseline policies without a language model, which put scores into context. Each reads the vault and replies by a
+fixed rule.
 
-It knows no theme: only lines with a label are facts to it, and only the labels of the vault are words to it. A chain
-such as `the phone of my emergency vet` is followed from the user or a named note along relations.
+- `random`: replies with a random fact of the vault.
+- `always asks`: says that it does not know and asks back.
+- `one note`: recites the note that matches the question best.
+- `bm25`: replies with the fact whose words match the question best (Robertson and Zaragoza 2009).
+- `rule agent`: looks for names and labels in the question; can answer, ask, decline and change facts.
 
-
-Players without a model, which show what a score is worth: they read the vault and reply by a fixed rule.
-
-- `random` tells a fact of the vault at random;
-- `always asks` says that it does not know and asks back, whatever the question;
-- `one note` recites the note that matches the question best;
-- `bm25` tells the fact whose words match the question best (Robertson and Zaragoza 2009);
-- `rule agent` looks for names and labels in the question (see `rule_agent.py`); it can ask, decline and change facts.
-
-They see what a model would see: where a privacy rule holds, the view without what it hides.
+They see what a model would see: under a privacy rule, the view without the hidden parts.
 """
 
 import math
@@ -24,15 +19,15 @@ from dataclasses import dataclass
 from posttrain.environments.protocol import Baseline
 from posttrain.seeds import random_stream
 from posttrain_memory.privacy.facts import Fact, facts_of, names_of
-from posttrain_memory.privacy.filter import HIDDEN, Filter, split_question
+from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter, split_question
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
 from posttrain_memory.worlds.truth import title
-from posttrain_memory.worlds.updates import forgotten
+from posttrain_memory.worlds.updates import is_forgotten
 
-USER = "user.md"
 _DELETES = re.compile(r"\b(?:forget|delete|remove|take out|do not want|no longer need)\b", re.IGNORECASE)
 _SETS = re.compile(
     r"\b(?:note|record|write down|add this|correction|change|set|out of date|days|now|was told|turns out)\b",
@@ -42,7 +37,11 @@ _GIVEN = re.compile(r"\b(?:is|are|to)(?: now)? (?P<value>.+?)(?: (?:now|these da
 
 
 def rule_agent(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The reply to `question`, and the notes (path -> text) after what it changed."""
+    """The reply to `question`, and the notes (path -> text) after its changes.
+
+    It knows no theme: facts are lines with a label, and only labels of the vault are recognised. A chain such as `the
+    phone of my emergency vet` is followed along relations, from the user or from a named note.
+    """
     facts = facts_of(files)
     path, rest = _subject(question, files, facts)
     label = _label(rest, {label for fact in facts if fact.kind != "link" for label in fact.labels})
@@ -55,11 +54,11 @@ def rule_agent(question: str, files: dict[str, str]) -> tuple[str, dict[str, str
         return "I find no note on this. Whom or what do you mean?", files
     if label is None:
         return _by_relation(rest, path, files, facts), files
-    found = [fact for fact in facts if fact.about == path and label in fact.labels and fact.kind != "link"]
+    matching = [fact for fact in facts if fact.about == path and label in fact.labels and fact.kind != "link"]
     name = title(files[path]) or "you"
-    if not found:
+    if not matching:
         return f"My note on {name} does not give the {label}. Can you tell me?", files
-    values = {fact.value: files[fact.note][fact.value_start : fact.value_end].strip() for fact in found}
+    values = {fact.value: files[fact.note][fact.value_start : fact.value_end].strip() for fact in matching}
     if any(HIDDEN in value for value in values.values()):
         return f"I may not share the {label} of {name}.", files
     if len(values) > 1:
@@ -71,14 +70,14 @@ def _subject(question: str, files: dict[str, str], facts: Sequence[Fact]) -> tup
     """The note that the question is about, and the question without the words that name it."""
     lowered = " ".join(question.casefold().split())
     named = [(name, path) for name, path in names_of(files).items() if re.search(rf"\b{re.escape(name)}\b", lowered)]
-    # A longer name may hold a shorter one; the title of the vault itself only says whose notes are meant.
+    # A longer name may contain a shorter one. The title of the vault only says whose notes are meant.
     named.sort(key=lambda item: (item[1] == USER, -len(item[0])))
     path: str | None = None
     rest = lowered
-    for name, found in named:
+    for name, name_path in named:
         rest = rest.replace(name, " ")
-        if path is None and found != USER:
-            path = found
+        if path is None and name_path != USER:
+            path = name_path
     if path is None and re.search(r"\b(?:my|i|me)\b", lowered):
         path = USER
     relations = {label: fact for fact in facts if fact.kind == "link" for label in fact.labels}
@@ -96,77 +95,82 @@ def _values(facts: Sequence[Fact]) -> set[str]:
 
 
 def _label(text: str, labels: set[str]) -> str | None:
-    """The longest of `labels` that stands in `text`."""
-    found = [label for label in labels if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)]
-    return max(found, key=lambda label: (len(label), label), default=None)
+    """The longest of `labels` that occurs in `text`."""
+    matches = [label for label in labels if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)]
+    return max(matches, key=lambda label: (len(label), label), default=None)
 
 
 def _by_relation(rest: str, path: str, files: dict[str, str], facts: Sequence[Fact]) -> str:
-    """An answer from the links of a note: the names of a relation, or how many there are."""
+    """An answer from the links of a note: the targets of a relation, or their number."""
     label = _label(rest, {label for fact in facts if fact.kind == "link" for label in fact.labels})
-    found = [fact.value for fact in facts if fact.kind == "link" and fact.about == path and label in fact.labels]
-    if label is None or not found:
+    targets = [fact.value for fact in facts if fact.kind == "link" and fact.about == path and label in fact.labels]
+    if label is None or not targets:
         return "The notes do not say. What exactly do you want to know?"
-    names = [title(files.get(value, "")) or value for value in dict.fromkeys(found)]
+    names = [title(files.get(value, "")) or value for value in dict.fromkeys(targets)]
     return f"There are {len(names)}." if "how many" in rest else f"{', '.join(names)}."
 
 
 def _changed(
     question: str, rest: str, path: str, label: str, files: dict[str, str], facts: Sequence[Fact]
 ) -> dict[str, str] | None:
-    """The notes after the change that the message asks for; None where it asks for none that is understood."""
-    own = [fact for fact in facts if fact.note == path and fact.about == path and label in fact.labels]
+    """The notes after the change that the message asks for. None if it asks for none, or for one that is not
+    understood.
+    """
+    matching = [fact for fact in facts if fact.note == path and fact.about == path and label in fact.labels]
     text = files[path]
     if _DELETES.search(question):
-        if len(own) != 1:
+        if len(matching) != 1:
             return None
-        return {**files, path: text[: own[0].start] + text[own[0].end + 1 :]}
+        return {**files, path: text[: matching[0].start] + text[matching[0].end + 1 :]}
     after = question[question.casefold().rfind(label) :]
     given = _GIVEN.search(after) if _SETS.search(question) else None
     if given is None:
         return None
-    if len(own) == 1:
-        return {**files, path: text[: own[0].value_start] + given["value"] + text[own[0].value_end :]}
+    if len(matching) == 1:
+        return {**files, path: text[: matching[0].value_start] + given["value"] + text[matching[0].value_end :]}
     gap = "" if text.endswith("\n") else "\n"
-    return {**files, path: f"{text}{gap}- {label}: {given['value']}\n"} if not own else None
+    return {**files, path: f"{text}{gap}- {label}: {given['value']}\n"} if not matching else None
 
 
-RolloutWorker = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
-"""From a question and the notes that may be seen (path -> text) to a reply and the notes afterwards."""
+BaselinePolicy = Callable[[str, dict[str, str]], tuple[str, dict[str, str]]]
+"""Maps a question and the visible notes (path -> text) to a reply and the notes afterwards."""
 NOTES, ASKED_AFTER = "update, notes", "update, asked after"
-"""Scores with `follow_up`: the notes are as the update wanted them; the question after it was answered rightly."""
+"""Names of scores with `follow_up`: the notes are as the update requires, and the question after it is answered
+correctly.
+"""
 _Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one episode of a player came to."""
+    """The result of one episode."""
 
     kind: str
     success: bool
     paid: float
     halves: tuple[bool, bool] | None = None
-    """Success of the update and of the question after it, where there was one."""
+    """Success of the update and of its follow-up question, if there was one."""
 
 
-def reference_players(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
-    """The players of this file on these tasks; each replies after one look at the notes, in its second message.
+def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -> dict[str, Baseline]:
+    """Success of the baseline policies on these tasks. Each looks at the notes once and replies in its second
+    message.
 
-    No judge is asked. A player is left out where it did what only a judge can call right or wrong.
+    The judge is not called. A policy is omitted if one of its episodes can be scored only by a judge.
     """
-    found = {}
-    for name, player in PLAYERS.items():
-        outcomes = [_played(recipe, player, one) for one in assignments]
+    results = {}
+    for name, player in BASELINE_POLICIES.items():
+        outcomes = [_play(recipe, player, one) for one in assignments]
         known = [outcome for outcome in outcomes if outcome is not None]
         if len(known) == len(outcomes):
-            found[name] = summary(known, sampled=name == "random")
-    return found
+            results[name] = summary(known, sampled=name == "random")
+    return results
 
 
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
-    """Success overall, by kind of task, and of both halves of updates that were followed up.
+    """Success overall, by kind of task, and of both halves of updates with a follow-up.
 
-    `sampled`: the player draws, so the success has an interval (Wilson 1927).
+    `sampled`: the policy is random, so the success has a confidence interval (Wilson 1927).
     """
     n = len(outcomes)
     rate = sum(one.success for one in outcomes) / n
@@ -175,66 +179,69 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
         columns.setdefault(one.kind, []).append(one.success)
         for name, success in zip((NOTES, ASKED_AFTER), one.halves or (), strict=False):
             columns.setdefault(name, []).append(success)
-    scores = {name: (sum(own) / len(own), *_interval(sum(own) / len(own), len(own))) for name, own in columns.items()}
+    scores = {
+        name: (sum(successes) / len(successes), *_interval(sum(successes) / len(successes), len(successes)))
+        for name, successes in columns.items()
+    }
     paid = math.fsum(one.paid for one in outcomes) / n
     return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, scores)
 
 
-def _played(recipe: MemoryRecipe, player: RolloutWorker, one: Assignment) -> Outcome | None:
-    """What came of an episode; None where only a judge can tell."""
-    scored, changed = _replied(recipe, player, one)
+def _play(recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment) -> Outcome | None:
+    """The result of an episode; None if only a judge can score it."""
+    scored, changed = _score_reply(recipe, player, one)
     if scored.success and "judge" in one.task.truth:
         return None
     if not (recipe.follow_up and one.task.follow_up):
         return Outcome(one.task.kind, scored.success, scored.total)
-    grounded = forgotten(one.task, changed)
-    after, _ = _replied(recipe, player, Assignment(one.task.follow_up, changed), grounded)
+    grounded = is_forgotten(one.task, changed)
+    after, _ = _score_reply(recipe, player, Assignment(one.task.follow_up, changed), grounded)
     halves = (scored.success, after.success)
     return Outcome(one.task.kind, all(halves), (scored.total + after.total) / 2, halves)
 
 
-def _replied(
-    recipe: MemoryRecipe, player: RolloutWorker, one: Assignment, grounded: bool = True
+def _score_reply(
+    recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment, grounded: bool = True
 ) -> tuple[Scored, dict[str, str]]:
-    """What a player's reply came to, and the notes after it."""
+    """The score of the policy's reply, and the notes after it."""
     question, rules = split_question(one.task.question)
-    hidden = Filter(rules, one.files, one.task.theme)
+    hidden = PrivacyFilter(rules, one.files, one.task.theme)
     reply, after = player(question, dict(hidden.view))
-    # What a filter hides cannot be changed, and is not.
+    # Notes cannot be changed under a privacy rule.
     changed = one.files if hidden.active else after
     reply = reply or "I do not know."
-    # With a judge's yes to everything, what fails has failed.
+    # Assume that the judge approves: an episode that fails even then has failed.
     yes = 1.0 if "judge" in one.task.truth else None
-    # A player calls no tool, so nothing is paid for reading `user.md` first.
+    # A baseline policy calls no tool, so it gets no reward for reading `user.md` first.
     scored = score(one.task, one.files, changed, reply, asks(reply), 2, recipe.weights, False, yes, grounded)
     return scored, changed
 
 
-def random_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Any fact, the same for the same question."""
-    facts = _told(files)
+def random_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """A random fact, drawn from the question's hash."""
+    facts = _statement(files)
     if not facts:
         return "", files
     draw = random_stream("memory baseline", question).random()
     return _sentence(facts[int(draw * len(facts))], files), files
 
 
-def asking_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The best that can be said unread: that it is not known, in the words of the user's question, and a question."""
+def asking_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Says, in the words of the question, that the answer is unknown, and asks back."""
     return f"I do not know this: {question.rstrip('?.! ')}. Can you tell me more?", files
 
 
-def one_note_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """All of the note that matches the question best, without its question marks, which would be questions back."""
+def one_note_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Recites the note that matches the question best, without question marks, which would count as asking back."""
     paths = sorted(files)
     scores = bm25(_tokens(question), [_tokens(files[path]) for path in paths])
     best = max(range(len(paths)), key=lambda i: (scores[i], -i))
     return files[paths[best]].replace("?", "."), files
 
 
-def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """The fact whose label, note and value match best, told in a sentence."""
-    facts = _told(files)
+def bm25_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """The fact whose label, note and value match the question best, in a sentence."""
+    facts = _statement(files)
     if not facts:
         return "", files
     documents = [_tokens(f"{title(files[f.about])} {' '.join(f.labels)} {_value(f, files)}") for f in facts]
@@ -242,22 +249,22 @@ def bm25_player(question: str, files: dict[str, str]) -> tuple[str, dict[str, st
     return _sentence(facts[max(range(len(facts)), key=lambda i: (scores[i], -i))], files), files
 
 
-PLAYERS: dict[str, RolloutWorker] = {
-    "random": random_player,
-    "always asks": asking_player,
-    "one note": one_note_player,
-    "bm25": bm25_player,
+BASELINE_POLICIES: dict[str, BaselinePolicy] = {
+    "random": random_policy,
+    "always asks": asking_policy,
+    "one note": one_note_policy,
+    "bm25": bm25_policy,
     "rule agent": rule_agent,
 }
-"""Name -> player."""
+"""Name -> policy."""
 
 
 def bm25(query: Sequence[str], documents: Sequence[Sequence[str]], k1: float = 1.2, b: float = 0.75) -> list[float]:
     """The BM25 score of each document (Robertson and Zaragoza 2009), over the distinct words t of the query:
 
-    sum_t log(1 + (N - n_t + 0.5) / (n_t + 0.5)) * f_t (k1 + 1) / (f_t + k1 (1 - b + b |d| / mean |d|))
+        sum_t log(1 + (N - n_t + 0.5) / (n_t + 0.5)) * f_t (k1 + 1) / (f_t + k1 (1 - b + b |d| / mean |d|))
 
-    with N documents, n_t of which hold t, and f_t occurrences of t in the document d.
+    with N documents, of which n_t contain t, and f_t occurrences of t in document d.
     """
     counts = [Counter(document) for document in documents]
     mean = sum(map(len, documents)) / len(documents) or 1.0
@@ -271,7 +278,7 @@ def bm25(query: Sequence[str], documents: Sequence[Sequence[str]], k1: float = 1
     return scores
 
 
-def _told(files: dict[str, str]) -> list[Fact]:
+def _statement(files: dict[str, str]) -> list[Fact]:
     return [fact for fact in facts_of(files) if fact.about in files]
 
 

@@ -1,8 +1,4 @@
-"""`posttrain memory`: the memory agent in use.
-
-`posttrain memory mcp`: the memory for other programs.
-
-`posttrain memory undo` and `posttrain memory journal`: what was changed in a memory, by whomever, and back."""
+"""`posttrain memory`: chat with the memory agent, serve a vault over MCP, list and undo changes."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -10,44 +6,47 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Ask a memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True)
+app = typer.Typer(
+    help="Use the memory agent: a model that keeps Markdown notes by writing Python.", no_args_is_help=True
+)
 
 
 class PromptLength(StrEnum):
-    """Which system prompt."""
+    """The system prompt."""
 
     full = "full"
     brief = "brief"
 
 
 class Opener(StrEnum):
-    """Who writes the opening `<think>`."""
+    """What writes the opening `<think>`."""
 
     policy = "policy"
     environment = "environment"
     template = "template"
 
 
-VaultFolder = Annotated[Path, typer.Argument(help="Folder of the memory.")]
+VaultFolder = Annotated[Path, typer.Argument(help="Folder of the vault.")]
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="Path or hub id of a model, or with --url its name at the server.")
+    str | None, typer.Option("--model", help="Path or hub id of a model; with --url, the model's name on the server.")
 ]
 Url = Annotated[
     str | None, typer.Option("--url", help="An OpenAI-compatible server, such as http://localhost:8000/v1.")
 ]
-Key = Annotated[str | None, typer.Option("--key", help="Environment variable that holds the server's key.")]
+Key = Annotated[str | None, typer.Option("--key", help="Environment variable with the server's API key.")]
 Rules = Annotated[
     list[str] | None,
-    typer.Option("--filter", help="A privacy rule for every question or call; may be given several times."),
+    typer.Option("--filter", help="A privacy rule for every question or call; can be repeated."),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(help="0 is greedy, the default; with --url, the server's own by default.", min=0)
+    float | None,
+    typer.Option(help="Sampling temperature. Default: 0 (greedy); with --url, the server's default.", min=0),
 ]
-MaxTurns = Annotated[int | None, typer.Option(help="Most messages of the model to a question; 8.", min=2)]
+MaxTurns = Annotated[int | None, typer.Option(help="Maximum number of model messages per question. Default: 8.", min=2)]
 NoThinking = Annotated[bool, typer.Option("--no-thinking", help="For models trained without `<think>`.")]
 Prompt = Annotated[PromptLength, typer.Option(help="The system prompt that the model was trained with.")]
 OpenedBy = Annotated[Opener, typer.Option(help="`environment.opened_by` of the model's training.")]
-ReadOnly = Annotated[bool, typer.Option("--read-only", help="Change nothing, whatever is asked; take no lock.")]
+ReadOnly = Annotated[bool, typer.Option("--read-only", help="Never change notes; take no lock.")]
 
 
 @app.command()
@@ -64,16 +63,17 @@ def chat(
     opened_by: OpenedBy = Opener.policy,
     read_only: ReadOnly = False,
     new: Annotated[
-        bool, typer.Option("--new", help="Make the memory where there is none, with an empty user.md.")
+        bool, typer.Option("--new", help="Create the folder and an empty user.md if they are missing.")
     ] = False,
 ) -> None:
-    """Chat with a memory agent, in a terminal or with one question a line on standard input.
+    """Chat with a memory agent in a terminal, or with one question per line on standard input.
 
     Examples:
 
     posttrain memory chat notes --new --model runs/memory/model
 
-    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone numbers."
+    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone
+    numbers."
 
     echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/model
     """
@@ -83,20 +83,23 @@ def chat(
     from rich.console import Console
 
     from posttrain_memory.agent.chat import LineChat, TerminalChat
-    from posttrain_memory.agent.opening import open_speaker, open_vault, settings_in_use
+    from posttrain_memory.agent.opening import live_settings, open_chat_client, open_vault
     from posttrain_memory.agent.session import MemoryAgent
     from posttrain_memory.interpreter.pool import Interpreter
 
-    settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
+    settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
     opened = open_vault(vault, new, read_only)
     try:
-        speaker = open_speaker(model, url, key, temperature, settings.thinking)
+        chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
         interpreter = Interpreter(settings.interpreter)
-        with interpreter, closing(MemoryAgent(opened, speaker, interpreter, settings, rules or [])) as agent:
+        with interpreter, closing(MemoryAgent(opened, chat_client, interpreter, settings, rules or [])) as agent:
             if not sys.stdin.isatty():
                 LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
                 return
-            about = [f"{len(agent.seen().paths())} notes in {vault}", f"model {model}{f' at {url}' if url else ''}"]
+            about = [
+                f"{len(agent.visible_vault().paths())} notes in {vault}",
+                f"model {model}{f' at {url}' if url else ''}",
+            ]
             about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
             about += ["read-only"] if read_only else []
             TerminalChat(agent, Console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
@@ -119,14 +122,21 @@ def mcp(
     read_only: ReadOnly = False,
     http: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="HTTP on 127.0.0.1 instead of stdio; 0 is any free port.", min=0, max=65_535),
+        typer.Option(
+            metavar="PORT",
+            help="Serve HTTP on this port of 127.0.0.1 instead of stdio; 0 picks a free port.",
+            min=0,
+            max=65_535,
+        ),
     ] = None,
     token_variable: Annotated[
         str | None,
-        typer.Option(help="Environment variable that holds the token for HTTP; without it, one is made and printed."),
+        typer.Option(
+            help="Environment variable with the token for HTTP. Default: a random token, printed at the start."
+        ),
     ] = None,
 ) -> None:
-    """Serve a memory to other programs over the Model Context Protocol: list, search, read, and with a model ask.
+    """Serve a vault over the Model Context Protocol: list, search and read notes, and with a model ask questions.
 
     Examples:
 
@@ -139,28 +149,28 @@ def mcp(
     from contextlib import ExitStack
 
     from posttrain.errors import InputError
-    from posttrain_memory.agent.opening import open_speaker, settings_in_use
+    from posttrain_memory.agent.opening import live_settings, open_chat_client
     from posttrain_memory.mcp.answers import Answers
-    from posttrain_memory.mcp.http import listener, serve_http, token_of
+    from posttrain_memory.mcp.http import open_listener, read_token, serve_http
     from posttrain_memory.mcp.notes import SharedNotes
     from posttrain_memory.mcp.server import memory_server, private_wire, serve_stdio
 
     if token_variable is not None and http is None:
-        raise InputError("--token-variable is for HTTP; give --http, too")
+        raise InputError("--token-variable requires --http")
     with ExitStack() as stack:
-        # Before a model is loaded: stdout is for the protocol alone.
+        # Before a model is loaded, because loading may print: stdout belongs to the protocol.
         wire = stack.enter_context(private_wire()) if http is None else None
         notes = SharedNotes(vault, rules or ())
         notes.check(writable=not read_only)
-        settings = settings_in_use(max_turns, not no_thinking, prompt.value, opened_by.value)
-        token = token_of(token_variable) if http is not None else ""
-        on = stack.enter_context(listener(http)) if http is not None else None
+        settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
+        token = read_token(token_variable) if http is not None else ""
+        on = stack.enter_context(open_listener(http)) if http is not None else None
         answers = None
         if model is not None or url is not None:
-            speaker = open_speaker(model, url, key, temperature, settings.thinking)
-            answers = Answers(notes, speaker, settings, read_only)
+            chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
+            answers = Answers(notes, chat_client, settings, read_only)
         else:
-            typer.echo("posttrain: no --model, so `ask` is not offered; list, search and read are", err=True)
+            typer.echo("posttrain: without --model, `ask` is not available; list, search and read are", err=True)
         server = memory_server(notes, answers, read_only)
         if wire is not None:
             if wire[0].isatty():
@@ -175,9 +185,9 @@ def mcp(
 @app.command()
 def undo(
     vault: VaultFolder,
-    count: Annotated[int, typer.Option(help="How many operations to take back, the last ones.", min=1)] = 1,
+    count: Annotated[int, typer.Option(help="Number of operations to undo, counted from the last.", min=1)] = 1,
 ) -> None:
-    """Take back the last operations on a memory, those of earlier chats and of MCP clients too; all or none.
+    """Undo the last operations on a vault, including those of earlier chats and MCP clients; all or none.
 
     Examples:
 
@@ -188,15 +198,15 @@ def undo(
     from posttrain_memory.agent.history import undo as taken_back
 
     for line in taken_back(vault, count):
-        print(f"taken back: {line.strip()}")
+        print(f"undone: {line.strip()}")
 
 
 @app.command()
 def journal(
     vault: VaultFolder,
-    count: Annotated[int, typer.Option(help="How many operations to list.", min=1)] = 20,
+    count: Annotated[int, typer.Option(help="Number of operations to list.", min=1)] = 20,
 ) -> None:
-    """List the last operations on a memory, newest first: number, time, and what became of each note.
+    """List the last operations on a vault, newest first: number, time, and the change of each note.
 
     Example:
 
@@ -204,5 +214,5 @@ def journal(
     """
     from posttrain_memory.agent.history import last_operations
 
-    for line in last_operations(vault, count) or ["the journal is empty; there is nothing to undo"]:
+    for line in last_operations(vault, count) or ["the journal is empty; nothing to undo"]:
         print(line)

@@ -1,4 +1,4 @@
-"""The memory agent's environment: a question, a vault of Markdown notes, and code that reads and changes it."""
+"""The memory agent's environment: a question, a vault of Markdown notes, and Python code that reads and changes it."""
 
 import atexit
 from collections.abc import Sequence
@@ -12,44 +12,46 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain_memory.baselines import (
     ASKED_AFTER,
+    BASELINE_POLICIES,
     NOTES,
-    PLAYERS,
     Outcome,
-    reference_players,
+    measure_baselines,
     summary,
 )
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits
-from posttrain_memory.interpreter.session import Desk
+from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.judging import judge_episode
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.facts import facts_of
 from posttrain_memory.privacy.filter import split_question
-from posttrain_memory.prompts import first_messages, last_call, refusal, system_prompt
+from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment, generated_task, task_table
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
-from posttrain_memory.worlds.updates import forgotten
+from posttrain_memory.worlds.updates import is_forgotten
 
 JUDGE = "judge"
-"""What a judge gives, of an episode with a follow-up the mean of both halves."""
+"""Key of the judge's score. With a follow-up it is the mean of both halves."""
 _NOTHING = "Nothing comes to mind."
-"""What `validate` gives as a wrong reply."""
+"""A wrong reply used by `validate`."""
 
 
 class Memory(Environment):
-    """A user's question is answered from notes, or the notes are changed, by writing Python. Success is all of the task.
+    """Answer a user's question from notes, or change the notes, by writing Python.
 
-    Every episode has its own copy of its vault. `info` of each step has `kind`; of the last one `success`, `scores`
-    (success by the kind of task), `parts` of the reward, and `faults` in words. With `follow_up`, an update is followed
-    by a new conversation over the notes as they are then; each half pays half of the reward. With a judge, `judge` is
-    its verdict on what ended. A fault of the interpreter or the judge is raised, for it says nothing about the policy.
+    An episode succeeds if the task is solved completely. Each episode gets its own copy of the vault. The `info` of
+    each step has `kind`; that of the last step adds `success`, `scores` (success by kind of task), `parts` (of the
+    reward) and `faults` (in words). With `follow_up`, an update is followed by a new conversation about the changed
+    notes, and each half contributes half of the reward. With a judge, `judge` holds its verdict.
+
+    A failure of the interpreter or the judge is raised, because it says nothing about the policy.
     """
 
     Recipe = MemoryRecipe
-    scripted_baselines = tuple(name for name in PLAYERS if name != "random")
+    scripted_baselines = tuple(name for name in BASELINE_POLICIES if name != "random")
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         super().__init__(recipe)
@@ -60,31 +62,31 @@ class Memory(Environment):
             check_judge(self._judge)
 
     @classmethod
-    def _unjudged(cls, recipe: MemoryRecipe) -> "Memory":
-        """An environment that asks no judge."""
+    def _without_judge(cls, recipe: MemoryRecipe) -> "Memory":
+        """An environment that does not call the judge."""
         environment = cls(recipe)
         environment._judge = None
         return environment
 
     def reset(self, seed: int) -> Observation:
-        """Put the vault of `seed` in place and ask its question."""
+        """Load the vault of `seed` and ask its question."""
         given = assignment(self.recipe, seed)
         self._kind = given.task.kind
         self._updated: Scored | None = None
-        """What the update of an episode came to, while it is followed up."""
+        """The score of the update, while its follow-up is under way."""
         self._judged: list[float] = []
         self._grounded = True
-        """Whether the notes lack what the update took away, while it is followed up."""
+        """Whether the notes lack what the update should have removed, while its follow-up is under way."""
         self._vault = Vault(MemoryStorage(given.files), self.recipe.vault)
-        return Observation(self._begin(given))
+        return Observation(self._start_conversation(given))
 
-    def _begin(self, given: Assignment) -> list[Message]:
-        """A conversation about the vault as it is; its first messages."""
+    def _start_conversation(self, given: Assignment) -> list[Message]:
+        """Start a conversation about the current vault; returns its first messages."""
         self._assignment = given
         self._turns = 0
         task = given.task
         question, rules = split_question(task.question)
-        self._desk = Desk(
+        self._session = ToolSession(
             self._vault,
             _interpreter(self.recipe.interpreter.model_dump_json(), self.recipe.workers),
             rules,
@@ -96,29 +98,29 @@ class Memory(Environment):
         return first_messages(system, question, rules)
 
     def step(self, action: str) -> Step:
-        """Run the code of a message, or score its reply. A message that is not understood does nothing."""
+        """Run the code of a message, or score its reply. A message that cannot be parsed has no effect."""
         self._current()
         self._turns += 1
         left = self.recipe.max_turns - self._turns
-        found = parse(action, self.recipe.thinking)
+        parsed = parse(action, self.recipe.thinking)
         info: dict[str, Any] = {"kind": self._kind}
-        if isinstance(found, Reply):
-            return self._end(found.text, info, 0.0)
+        if isinstance(parsed, Reply):
+            return self._finish(parsed.text, info, 0.0)
         reward, messages = 0.0, []
-        if isinstance(found, Rejected):
-            info["rejected"] = found.reason
+        if isinstance(parsed, Rejected):
+            info["rejected"] = parsed.reason
             reward = self.recipe.rejected
-            messages = [refusal(found.reason, left)]
+            messages = [refusal(parsed.reason, left)]
         elif left:
-            messages = [self._desk.run(found.code)]
-            messages = [last_call(messages[0])] if left == 1 else messages
+            messages = [self._session.run(parsed.code)]
+            messages = [with_last_turn_notice(messages[0])] if left == 1 else messages
         if not left:
-            return self._end(None, info, reward)
+            return self._finish(None, info, reward)
         return Step(messages, reward, terminated=False, truncated=False, info=info)
 
-    def _end(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
-        """The last step of a conversation. What the policy said itself is scored, so that a guess at what is hidden has
-        its price.
+    def _finish(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
+        """The last step of a conversation. The policy's own words are scored, before privacy redaction, so that
+        guessing a hidden fact is penalised.
         """
         task, before, after = self._current().task, self._current().files, self._vault.files()
         verdict = None
@@ -134,16 +136,16 @@ class Memory(Environment):
             asks(reply or ""),
             self._turns,
             self.recipe.weights,
-            self._desk.checked_first,
+            self._session.checked_first,
             verdict.score if verdict else None,
             self._grounded,
         )
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
-        if reply is not None and self._desk.let_out(reply) != reply:
+        if reply is not None and self._session.redact(reply) != reply:
             info["withheld"] = True
         if self.recipe.follow_up and task.follow_up is not None:
-            self._updated, self._grounded = scored, forgotten(task, after)
-            messages = self._begin(Assignment(task.follow_up, after))
+            self._updated, self._grounded = scored, is_forgotten(task, after)
+            messages = self._start_conversation(Assignment(task.follow_up, after))
             return Step(
                 messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, new_conversation=True
             )
@@ -157,27 +159,29 @@ class Memory(Environment):
         return Step([], reward + paid, reply is not None, reply is None, info)
 
     def expert(self) -> str:
-        """The next message of the scripted solution: code, or at last the reply."""
+        """The next message of the scripted solution: code, or finally the reply."""
         task = self._current().task
         if "judge" in task.truth:
             raise NotImplementedError(f"no program knows what {task.question[:60]!r} makes of the notes")
         place = min(self._turns, len(task.code))
         thought = _thought(task.kind, task.asks, place, len(task.code))
         if place < len(task.code):
-            return self._written(thought, f"<python>\n{task.code[place]}\n</python>")
-        return self._written(thought, f"<reply>{task.reply}</reply>")
+            return self._message(thought, f"<python>\n{task.code[place]}\n</python>")
+        return self._message(thought, f"<reply>{task.reply}</reply>")
 
     def random_answer(self, draw: float) -> str:
-        """A reply that tells one of the facts of the vault, chosen by `draw`; it is right by chance only."""
+        """A reply with one fact of the vault, chosen by `draw` in [0, 1)."""
         files = self._current().files
         facts = [fact for fact in facts_of(files, self._current().task.theme) if fact.kind != "link"]
         fact = facts[min(int(draw * len(facts)), len(facts) - 1)]
-        said = files[fact.note][fact.value_start : fact.value_end]
-        return self._written("I guess.", f"<reply>It is {said}.</reply>")
+        value = files[fact.note][fact.value_start : fact.value_end]
+        return self._message("I guess.", f"<reply>It is {value}.</reply>")
 
     @classmethod
     def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
-        """Rows that are left out, and vaults that are both trained on and held out; InputError beyond the last row."""
+        """Warnings about skipped rows and about vaults that are both trained on and held out. Raises InputError for a
+        seed beyond the last row.
+        """
         assert isinstance(recipe, MemoryRecipe)
         if not recipe.tasks:
             return []
@@ -190,24 +194,25 @@ class Memory(Environment):
 
     @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
-        """The kind of the task, and its seed."""
+        """The kind of the task and its seed."""
         assert isinstance(recipe, MemoryRecipe)
         return f"{assignment(recipe, seed).task.variant} task of environment seed {seed}"
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """`random` tells a random fact and `optimal` is the scripted solution; the players of `baselines.py`.
+        """Success of the baseline policies: `random` replies with a random fact, `optimal` is the scripted solution,
+        the others are described in `baselines.py`.
 
-        No judge is asked; where it alone knows the truth of a task, there is no `optimal`.
+        The judge is not called. There is no `optimal` if only the judge can score a task.
         """
         assert isinstance(recipe, MemoryRecipe)
         given = [assignment(recipe, seed) for seed in seeds]
-        players = reference_players(recipe, given)
+        players = measure_baselines(recipe, given)
         if any("judge" in one.task.truth for one in given):
             return players
         solved = []
         for seed in seeds:
-            steps = play(cls._unjudged(recipe), seed)
+            steps = play(cls._without_judge(recipe), seed)
             last = steps[-1].info
             scores = last["scores"]
             halves = (scores[NOTES] == 1, scores[ASKED_AFTER] == 1) if NOTES in scores else None
@@ -216,14 +221,14 @@ class Memory(Environment):
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """The scripted solution succeeds and earns what success is worth, also where the same instance has changed
-        its vault before; a wrong reply, no reply and messages that are not understood do not, and earn less.
+        """Check that the scripted solution succeeds with full reward, also after the same instance has changed its
+        vault, and that a wrong reply, no reply and unparsable messages fail and earn less.
 
-        Seeds beyond the last row are left out; InputError where that leaves none. No judge is asked, so of a task whose
-        truth it alone knows only the two resets are compared.
+        Seeds beyond the last row are skipped; raises InputError if none is left. The judge is not called: for tasks
+        that only it can score, only two resets are compared.
         """
         assert isinstance(recipe, MemoryRecipe)
-        environment, weights = cls._unjudged(recipe), recipe.weights
+        environment, weights = cls._without_judge(recipe), recipe.weights
         if recipe.tasks:
             count = len(task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows)
             seeds = [seed for seed in seeds if seed < count] or seeds[:1]
@@ -237,8 +242,8 @@ class Memory(Environment):
             earned = sum(step.reward for step in best)
             require(earned >= weights.success - weights.turns_at_most - 1e-9, seed, f"it earned {earned:g} only")
             require(play(environment, seed) == best, seed, "the same messages led to something else")
-            code = environment._written("", "<python>\na = 1\n</python>")
-            wrong = environment._written("", f"<reply>{_NOTHING}</reply>")
+            code = environment._message("", "<python>\na = 1\n</python>")
+            wrong = environment._message("", f"<reply>{_NOTHING}</reply>")
             for name, messages in (
                 ("a wrong reply", [wrong] * 2),
                 ("no reply", [code] * 2 * recipe.max_turns),
@@ -256,8 +261,8 @@ class Memory(Environment):
                 continue
             raise AssertionError(f"seed {seed}: a step was taken after the end")
 
-    def _written(self, thought: str, block: str) -> str:
-        """A message in the format of the recipe; without `<think>` where the template has written it."""
+    def _message(self, thought: str, block: str) -> str:
+        """A message in the recipe's format; without `<think>` if the chat template writes it."""
         if not self.recipe.thinking:
             return block
         opening = "" if self.recipe.opened_by == "template" else "<think>"
@@ -270,20 +275,20 @@ class Memory(Environment):
 
 
 def assignment(recipe: MemoryRecipe, seed: int) -> Assignment:
-    """The task and the vault of `seed`; InputError for a seed beyond the last row."""
+    """The task and the vault of `seed`. Raises InputError for a seed beyond the last row."""
     if not recipe.tasks:
         return generated_task(recipe.worlds, seed)
     rows = task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows
     if not 0 <= seed < len(rows):
         raise InputError(
-            f"environment seed {seed} is no row of environment.tasks, which has {len(rows)} tasks (0 to {len(rows) - 1}); "
+            f"environment seed {seed} is beyond environment.tasks, which has {len(rows)} tasks (0 to {len(rows) - 1}); "
             "change `seeds` or `evaluation.seeds`"
         )
     return rows[seed]
 
 
 def _thought(kind: str, asks_back: bool, place: int, blocks: int) -> str:
-    """A reason in one line for a step of a scripted solution."""
+    """A one-line thought for a step of a scripted solution."""
     if place < blocks:
         if place == 0:
             return "I look at the notes first."
@@ -300,7 +305,7 @@ def _thought(kind: str, asks_back: bool, place: int, blocks: int) -> str:
 
 @lru_cache(maxsize=4)
 def _interpreter(limits: str, workers: int) -> Interpreter:
-    """The interpreter that all episodes of these limits share; it ends with the program."""
+    """The interpreter shared by all episodes with these limits; closed at exit."""
     interpreter = Interpreter(InterpreterLimits.model_validate_json(limits), workers)
     atexit.register(interpreter.close)
     return interpreter

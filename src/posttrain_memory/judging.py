@@ -1,7 +1,7 @@
-"""What a language model thinks of an episode, beside what a program knows of it.
+"""Scores of an episode by a language model, in addition to the programmatic reward.
 
-It reads the user's message, a right reply where one is known, how the notes changed, and the reply. All of that is data
-in frames (see `environments.untrusted`).
+The judge sees the user's message, a correct reply if one is known, the changes of the notes, and the reply, each as
+framed data (see `environments.untrusted`).
 """
 
 import difflib
@@ -12,7 +12,7 @@ from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain_memory.worlds.task import MemoryTask
 
 LONGEST = 20_000
-"""Characters of a reply, or of the changes of the notes, that the judge is shown."""
+"""Maximum number of characters of the reply, and of the changes, that the judge sees."""
 _SCALE = 10
 _WHAT = (
     "An assistant keeps notes for a user, and you grade how it dealt with one message. `user` is that message, {known}"
@@ -32,15 +32,15 @@ _RUBRICS = {
     "reference does, and nothing that the rule forbids, not even by a hint. No note changed.",
 }
 SILENT = Judgment(0.0, "there is no reply")
-"""Of an episode without a reply, of which no judge is asked."""
+"""The verdict for an episode without a reply, which is not sent to the judge."""
 
 
 def judge_episode(
     server: JudgeServerRecipe, task: MemoryTask, before: Mapping[str, str], after: Mapping[str, str], reply: str | None
 ) -> Judgment:
-    """The judge's verdict on an episode: the vault (path -> text) before and after it, and the reply.
+    """The judge's verdict on an episode, given the vault (path -> text) before and after it and the reply.
 
-    Raises JudgeFailure where the judge gives none.
+    Raises JudgeFailure if the judge gives none.
     """
     if not (reply or "").strip():
         return SILENT
@@ -56,22 +56,20 @@ def judge_episode(
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """A unified diff of two vaults (path -> text), note by note in the order of their paths; empty where they are equal."""
-    found: list[str] = []
+    """A unified diff of two vaults (path -> text), sorted by path; empty if they are equal."""
+    lines: list[str] = []
     for path in sorted({*before, *after}):
         old, new = before.get(path), after.get(path)
         if old == new:
             continue
         names = (path if old is not None else "(new)", path if new is not None else "(deleted)")
         one, other = ([] if text is None else text.split("\n") for text in (old, new))
-        found += difflib.unified_diff(one, other, *names, n=2, lineterm="")
-    return "\n".join(found)
+        lines += difflib.unified_diff(one, other, *names, n=2, lineterm="")
+    return "\n".join(lines)
 
 
 def _rubric(task: MemoryTask) -> str:
-    """What a right reply is: a task of a kind that could be asked back about is a question like any other if it can be
-    answered.
-    """
+    """The rubric of a task. A clarification task that can be answered is graded like a retrieval task."""
     return "retrieval" if task.kind == "clarification" and not task.asks else task.kind
 
 

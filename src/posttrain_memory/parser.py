@@ -1,13 +1,12 @@
-"""Reading a message of the memory agent: a thought, then either Python to run or a reply that ends the episode.
+"""Parser for the agent's messages: a thought, then either Python code to run or a reply that ends the episode.
 
     <think>…</think><python>…</python>
     <think>…</think><reply>…</reply>
 
-The reader goes through the text once, character by character where it matters, so that it can read a message while it
-is being written, and what it finds never depends on how the text was cut into pieces. The thought ends at the first
-`</think>`, whatever tags it talks about. Code ends at the first `</python>` that stands outside Python's strings. A
-reply ends at the first `</reply>`. Anything else besides white space makes the message rejected as a whole, with a
-reason that says what to write instead.
+The parser is incremental: it can read a message while it is generated, and the result does not depend on how the text
+is split into pieces. The thought ends at the first `</think>`, whatever other tags it contains. Code ends at the
+first `</python>` outside of Python strings. A reply ends at the first `</reply>`. Any other text except white space
+makes the whole message rejected, with a reason that says what to write instead.
 """
 
 import re
@@ -18,12 +17,12 @@ from typing import Literal
 from posttrain.environments.game import Rejected
 
 TAGS = ("think", "python", "reply")
-"""Names of the blocks a message may hold."""
+"""The names of the blocks of a message."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """Code to run. `thought` is empty where the format has no thinking."""
+    """Code to run. `thought` is empty in the format without thinking."""
 
     thought: str
     code: str
@@ -31,7 +30,7 @@ class Act:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer to the user. `thought` is empty where the format has no thinking."""
+    """An answer to the user. `thought` is empty in the format without thinking."""
 
     thought: str
     text: str
@@ -39,7 +38,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a block as it was read; the pieces of a block, joined, are its whole text, white space included."""
+    """A part of a block, as it was read. The pieces of a block, joined, are its complete text including white space."""
 
     block: Literal["thought", "code", "reply"]
     text: str
@@ -51,14 +50,14 @@ _LEAD = re.compile(r"\A[\s\ufeff]+")
 _IN_CODE = re.compile(r"[<\n#\"']")
 _IN_COMMENT = re.compile(r"[<\n]")
 _IN_STRING = re.compile(r"[\\\n\"']")
-"""The only signs that mean something outside strings, in comments and in strings."""
+"""The characters that matter outside of strings, in comments and in strings."""
 
 
 def parse(message: str, thinking: bool = True) -> Parsed:
-    """What `message` asks for. `thinking`: a thought comes first; without, a block of thinking is an error.
+    """Parse a complete message. With `thinking`, a thought comes first; without, a think block is an error.
 
-    A message that does not begin with `<think>` is read as if it did, for some chat templates (that of
-    Qwen3-4B-Thinking-2507) have written the tag already; it still needs its `</think>`.
+    A message that does not begin with `<think>` is read as if it did, because some chat templates (such as that of
+    Qwen3-4B-Thinking-2507) already write the tag. It still needs `</think>`.
     """
     parser = Parser(thinking)
     parser.feed(message)
@@ -72,31 +71,31 @@ class _State(Enum):
     CODE = auto()
     REPLY = auto()
     AFTER = auto()
-    """After the end of the block, or after the first mistake."""
+    """After the end of the block, or after the first error."""
 
 
 class Parser:
-    """Reads one message as it arrives. A new one is needed for the next message."""
+    """Parses one message as it arrives. Use a new instance for each message."""
 
     def __init__(self, thinking: bool = True) -> None:
         self.thinking = thinking
         self._state = _State.START if thinking else _State.BETWEEN
         self._pending = ""
-        """Text that may be the beginning of something; with `_State.AFTER`, everything that followed."""
+        """Text that may be the beginning of a tag. In `_State.AFTER`, all text that followed."""
         self._texts: dict[str, list[str]] = {"thought": [], "code": [], "reply": []}
         self._tagged = False
-        """The thought began with `<think>`."""
+        """Whether the thought began with `<think>`."""
         self._block: Literal["", "code", "reply"] = ""
         self._closed = False
         self._code = _Code()
 
     @property
     def closed(self) -> bool:
-        """The block of code or the reply has ended: a policy has nothing more to write."""
+        """Whether the code block or the reply has ended, so that the policy can stop."""
         return self._closed
 
     def feed(self, text: str) -> list[Piece]:
-        """Read on; returns what is certain to belong to a block by now."""
+        """Add text. Returns the pieces that are certain to belong to a block."""
         self._pending += text
         pieces: list[Piece] = []
         while self._advance(pieces):
@@ -106,7 +105,7 @@ class Parser:
         return pieces
 
     def finish(self) -> Parsed:
-        """What the whole message asks for."""
+        """The result for the complete message."""
         if self._state is _State.THOUGHT:
             self._texts["thought"].append(self._pending)
             return Rejected(self._without_end_of_thought())
@@ -118,13 +117,13 @@ class Parser:
         if self._state is _State.AFTER and self._closed and not self._pending.strip():
             return self._complete()
         if self._state is _State.START and not self._pending.strip():
-            return Rejected(f"the message is empty; write {self._form()}")
+            return Rejected(f"the message is empty; write {self._format_hint()}")
         if self._state is _State.START:
             return Rejected(self._without_end_of_thought())
-        return Rejected(self._misplaced(self._pending.strip()))
+        return Rejected(self._misplaced_error(self._pending.strip()))
 
     def _advance(self, pieces: list[Piece]) -> bool:
-        """Read one thing from what is pending; False where more text is needed."""
+        """Consume one element of the pending text. Returns False if more text is needed."""
         if self._state is _State.START:
             return self._start()
         if self._state is _State.THOUGHT:
@@ -144,9 +143,9 @@ class Parser:
         return False
 
     def _start(self) -> bool:
-        # Some files begin with a mark of their encoding, and so does what was learned from them.
+        # Some files begin with a byte-order mark, and so do texts learned from them.
         self._pending = _LEAD.sub("", self._pending)
-        if not self._pending or _begins(self._pending, "<think>"):
+        if not self._pending or _is_prefix(self._pending, "<think>"):
             return False
         self._tagged = self._pending.startswith("<think>")
         self._pending = self._pending.removeprefix("<think>")
@@ -155,7 +154,7 @@ class Parser:
 
     def _between(self) -> bool:
         text = self._pending = self._pending.lstrip()
-        if not text or any(_begins(text, tag) for tag in ("<python>", "<reply>")):
+        if not text or any(_is_prefix(text, tag) for tag in ("<python>", "<reply>")):
             return False
         for tag, state in (("<python>", _State.CODE), ("<reply>", _State.REPLY)):
             if text.startswith(tag):
@@ -168,7 +167,7 @@ class Parser:
     def _until(self, tag: str, block: Literal["thought", "reply"], after: _State, pieces: list[Piece]) -> bool:
         place = self._pending.find(tag)
         if place < 0:
-            self._take(block, _certain(self._pending, tag), pieces)
+            self._take(block, _safe_length(self._pending, tag), pieces)
             return False
         self._take(block, place, pieces)
         self._pending = self._pending.removeprefix(tag)
@@ -192,18 +191,18 @@ class Parser:
             return Act(thought, code) if code.strip() else Rejected("the <python> block is empty; write code in it")
         if "<reply>" in text:
             return Rejected("a second <reply> inside the reply; write one <reply>…</reply>")
-        # Signs without width are no answer either.
+        # Zero-width characters are not an answer.
         if not any(sign.isprintable() and not sign.isspace() for sign in text):
             return Rejected("the <reply> is empty; write your answer in it")
         return Reply(thought, text.strip())
 
     def _without_end_of_thought(self) -> str:
         if self._tagged:
-            return f"no </think>; write {self._form()}"
-        return f"no <think>…</think>; write {self._form()}"
+            return f"no </think>; write {self._format_hint()}"
+        return f"no <think>…</think>; write {self._format_hint()}"
 
-    def _misplaced(self, rest: str) -> str:
-        """What is wrong with `rest`, where a block should have begun or the message should have ended."""
+    def _misplaced_error(self, rest: str) -> str:
+        """The error for `rest`, where a block should have begun or the message should have ended."""
         opened = re.match(r"</?(\w+)>", rest)
         name = opened.group(1) if opened else ""
         if self._closed:
@@ -215,26 +214,28 @@ class Parser:
             return f"text after </{'python' if self._block == 'code' else 'reply'}>; stop there"
         if not rest:
             missing = "after </think>" if self.thinking else "in the message"
-            return f"no <python> or <reply> {missing}; write {self._form()}"
+            return f"no <python> or <reply> {missing}; write {self._format_hint()}"
         if name == "think":
-            return "a second <think>; think once" if self.thinking else f"<think> is not used; write {self._form()}"
+            return (
+                "a second <think>; think once" if self.thinking else f"<think> is not used; write {self._format_hint()}"
+            )
         if name in TAGS:
-            return f"</{name}> without <{name}>; write {self._form()}"
+            return f"</{name}> without <{name}>; write {self._format_hint()}"
         if name:
-            return f"<{name}> is no block; write {self._form()}"
-        return f"text outside the blocks; write {self._form()}"
+            return f"<{name}> is no block; write {self._format_hint()}"
+        return f"text outside the blocks; write {self._format_hint()}"
 
-    def _form(self) -> str:
+    def _format_hint(self) -> str:
         """The format in a few words."""
         thought = "<think>…</think> and then " if self.thinking else ""
         return f"{thought}either <python>…</python> or <reply>…</reply>"
 
 
 class _Code:
-    """Finds where code ends: a scanner that knows just enough of Python to tell code, comments and strings apart.
+    """Finds the end of the code: distinguishes code, comments and strings of Python.
 
-    A string in single quotes ends with its line, as in Python, so that a stray apostrophe hides no end. A comment hides
-    none either.
+    A string in single quotes ends with its line, as in Python, so a stray apostrophe does not hide the end of the
+    code. Neither does a comment.
     """
 
     def __init__(self) -> None:
@@ -243,18 +244,20 @@ class _Code:
 
     @property
     def in_string(self) -> bool:
-        """The text so far ends inside a string."""
+        """Whether the text so far ends inside a string."""
         return bool(self._quote)
 
     def end(self, text: str) -> tuple[int, bool]:
-        """How many characters of `text` are code, and whether `</python>` follows; the rest needs more text."""
+        """The number of characters of `text` that are code, and whether `</python>` follows. The rest needs more
+        text.
+        """
         place = 0
         while place < len(text):
             signs = _IN_STRING if self._quote else _IN_COMMENT if self._comment else _IN_CODE
-            found = signs.search(text, place)
-            if not found:
+            match = signs.search(text, place)
+            if not match:
                 break
-            place = found.start()
+            place = match.start()
             step = self._string(text, place) if self._quote else self._plain(text, place)
             if step <= 0:
                 return place, step < 0
@@ -262,12 +265,14 @@ class _Code:
         return len(text), False
 
     def _plain(self, text: str, place: int) -> int:
-        """Characters to go on by outside strings, from a sign of `_IN_CODE`; 0: more text is needed; -1: the end."""
+        """The number of characters to advance outside of strings, at a character of `_IN_CODE`. 0: more text is
+        needed. -1: the end.
+        """
         sign = text[place]
         if sign == "<":
             if text.startswith("</python>", place):
                 return -1
-            return 0 if _begins(text[place : place + len("</python>")], "</python>") else 1
+            return 0 if _is_prefix(text[place : place + len("</python>")], "</python>") else 1
         if sign == "\n":
             self._comment = False
         elif sign == "#":
@@ -285,29 +290,31 @@ class _Code:
         return 1
 
     def _string(self, text: str, place: int) -> int:
-        """Characters to go on by inside a string, from a sign of `_IN_STRING`; 0: more text is needed."""
+        """The number of characters to advance inside a string, at a character of `_IN_STRING`. 0: more text is
+        needed.
+        """
         sign = text[place]
         if sign == "\\":
             after = text[place + 1 : place + 3]
-            # The end of a line may be two characters.
+            # A line may end with two characters.
             return 3 if after == "\r\n" else 0 if after in ("", "\r") else 2
         if sign == "\n":
             self._quote = "" if len(self._quote) == 1 else self._quote
         elif text.startswith(self._quote, place):
             length, self._quote = len(self._quote), ""
             return length
-        elif _begins(text[place : place + len(self._quote)], self._quote):
+        elif _is_prefix(text[place : place + len(self._quote)], self._quote):
             return 0
         return 1
 
 
-def _begins(text: str, tag: str) -> bool:
-    """Whether `text` may become `tag` with more text, and is not yet."""
+def _is_prefix(text: str, tag: str) -> bool:
+    """Whether `text` is a proper prefix of `tag`."""
     return len(text) < len(tag) and tag.startswith(text)
 
 
-def _certain(text: str, tag: str) -> int:
-    """Length of the part of `text` that is no beginning of `tag`, which `text` does not hold."""
+def _safe_length(text: str, tag: str) -> int:
+    """The length of `text` without a suffix that could be the beginning of `tag`. `text` does not contain `tag`."""
     for length in range(min(len(text), len(tag) - 1), 0, -1):
         if tag.startswith(text[-length:]):
             return len(text) - length
@@ -315,6 +322,6 @@ def _certain(text: str, tag: str) -> int:
 
 
 def _without_fence(code: str) -> str:
-    """`code` without a Markdown fence around the whole of it; fences inside stay."""
+    """`code` without a Markdown fence around all of it; inner fences stay."""
     fenced = re.fullmatch(r"\s*```(?:python|py)?[ \t]*\n(.*)\n[ \t]*```\s*", code, re.DOTALL)
     return fenced.group(1) if fenced else code

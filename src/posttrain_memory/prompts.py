@@ -1,7 +1,7 @@
-"""The words of the memory agent's format: the system prompt, the user's message, and what is sent back to the model.
+"""The texts of the memory agent's format: system prompt, user message, and the messages returned to the model.
 
-They are chat messages and become tokens where all messages do, so training, evaluation and chat cannot differ. No line
-of a result begins with text from a note: values stand behind `name =`, and lines of longer texts behind `| `.
+They are chat messages and rendered to tokens like all others, so training, evaluation and chat use the same format.
+No line of a result begins with text from a note: values follow `name =`, and lines of longer texts follow `| `.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ Functions: {names}."""
 
 
 def system_prompt(turns: int, thinking: bool = True, length: PromptLength = "full") -> str:
-    """What the model is told first; `turns` is how many messages it may write."""
+    """The system prompt. `turns` is the maximum number of messages of the model."""
     return (_FULL if length == "full" else _BRIEF).format(
         think_act="<think>what to do next</think>" if thinking else "",
         think_reply="<think>why this is the answer</think>" if thinking else "",
@@ -77,18 +77,18 @@ def system_prompt(turns: int, thinking: bool = True, length: PromptLength = "ful
 
 
 def first_messages(system: str, question: str, rules: Sequence[str] = ()) -> list[Message]:
-    """The messages before the first answer; `rules` are the user's privacy rules, without their tags."""
-    told = "".join(f"\n<filter>{sanitize(rule.strip())}</filter>" for rule in rules)
+    """The messages before the model's first one. `rules` are the user's privacy rules, without their tags."""
+    filters = "".join(f"\n<filter>{sanitize(rule.strip())}</filter>" for rule in rules)
     return [
         {"role": "system", "content": system},
-        {"role": "user", "content": sanitize(question).strip() + told},
+        {"role": "user", "content": sanitize(question).strip() + filters},
     ]
 
 
 def result(values: Mapping[str, object], printed: str, error: str | None, limit: int = 4000) -> Message:
-    """What became of code: the values it set, what it printed, and its error, as the next message to the model.
+    """The result of code as the next message to the model: assigned values, printed text and error.
 
-    `limit` is about how many characters are shown in all; what is too long is cut, longest first, and says so.
+    `limit` is the approximate maximum number of characters in total. The longest parts are cut first, with a notice.
     """
     parts = [_value(name, value) for name, value in values.items()]
     if printed.strip():
@@ -103,13 +103,13 @@ def result(values: Mapping[str, object], printed: str, error: str | None, limit:
 
 
 def refusal(reason: str, turns_left: int | None = None) -> Message:
-    """What is sent instead of a result where a message was not understood, or is not allowed."""
+    """The message sent instead of a result if a message was not understood or is not allowed."""
     left = "" if turns_left is None or turns_left > 1 else "\nThis is your last message: reply now."
     return {"role": "user", "content": f"<result>\nerror: nothing was run: {sanitize(reason)}{left}\n</result>"}
 
 
-def last_call(message: Message) -> Message:
-    """`message`, a result, with the notice that only one more message is left."""
+def with_last_turn_notice(message: Message) -> Message:
+    """The result `message` with the notice that one message is left."""
     body = message["content"].removesuffix("\n</result>")
     return {"role": "user", "content": f"{body}\nThis is your last message: reply now.\n</result>"}
 
@@ -130,7 +130,9 @@ def _quoted(text: str) -> str:
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """How much of each part is shown so that all together stay within `limit`: short ones whole, long ones equally."""
+    """The number of characters shown of each part, within `limit` in total: short parts completely, long parts
+    equally.
+    """
     shares, left = [0] * len(lengths), limit
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for done, place in enumerate(order):

@@ -1,4 +1,4 @@
-"""The keys of the memory environment."""
+"""Recipe keys of the memory environment."""
 
 from typing import Literal
 
@@ -14,75 +14,86 @@ from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 
 
 class AgentRecipe(BaseConfig):
-    """How a memory agent is asked and what its code may take, in training and in use."""
+    """Format and limits of the memory agent, in training and in use."""
 
     max_turns: int = Field(8, ge=2)
-    """Messages of the policy until the episode is cut off. A scripted solution takes at most 5."""
+    """Maximum number of policy messages in an episode. A scripted solution takes at most 5."""
     thinking: bool = True
-    """Every message begins with a `<think>` block; otherwise it is `<python>` or `<reply>` alone."""
+    """Every message begins with a `<think>` block. Otherwise it is `<python>` or `<reply>` alone."""
     opened_by: Literal["policy", "environment", "template"] = "policy"
-    """Who writes the opening `<think>`: the policy, the environment (put in the policy's mouth), or a chat template that does so by itself, as that of Qwen3-4B-Thinking-2507."""
+    """What writes the opening `<think>`: the policy, the environment (as the beginning of the policy's message), or
+    the chat template, as that of Qwen3-4B-Thinking-2507 does.
+    """
     prompt: Literal["full", "brief"] = "full"
     """The system prompt: about 570 or 190 tokens of SmolLM2."""
     result_chars: int = Field(4_000, ge=100)
-    """About how many characters of a result are shown; what is longer is cut and says so."""
+    """Approximate maximum number of characters of a result. Longer results are cut, with a notice."""
     tool_calls: int = Field(60, ge=1)
-    """Most calls of tools in an episode."""
+    """Maximum number of tool calls in an episode."""
     interpreter: InterpreterLimits = InterpreterLimits()
-    """Limits of a block of code."""
+    """Resource limits of a block of code."""
 
     @model_validator(mode="after")
     def _opened(self):
         if not self.thinking and self.opened_by != "policy":
-            raise ValueError("`opened_by` means nothing without `thinking`; leave one out")
+            raise ValueError("`opened_by` has no effect without `thinking`; drop one")
         return self
 
 
 class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
-    """Keys of `memory`."""
+    """Recipe keys of the environment `memory`."""
 
     type: Literal["memory"] = "memory"
-    """A vault of Markdown notes, read and changed by writing Python."""
+    """A vault of Markdown notes that the policy reads and changes by writing Python."""
     worlds: WorldRecipe = WorldRecipe()
-    """Worlds and tasks, made up: each seed is one task in a world of its own, of each kind as often as its number of tasks says. Not used with `tasks`."""
+    """Generated worlds and tasks. Each seed is one task in a world of its own; kinds are drawn in proportion to their
+    numbers of tasks. Not used with `tasks`.
+    """
     tasks: Sources = []
-    """Rows to play instead, which `posttrain data worlds` wrote: a path, or a list of paths and sections. The environment seed is the row, counted from 0 over all sources."""
+    """Rows written by `posttrain data worlds` to play instead: a path, or a list of paths and sections. The
+    environment seed is the row number, counted from 0 over all sources.
+    """
     memories: str | None = None
-    """Folder with the `base_memory.json` files of rows of the published form, which only name their vault."""
+    """Folder with the `base_memory.json` files of rows in the published format, which refer to their vault by name."""
     follow_up: bool = False
-    """After an update, a new conversation asks about it, and both have to be right: the two-rollout protocol. The reward is the mean of the two."""
+    """After an update, ask about it in a new conversation; both must be right (the two-rollout protocol). The reward
+    is the mean of the two.
+    """
     weights: RewardWeights = RewardWeights()
-    """What each outcome of an episode is worth."""
+    """Reward of each outcome of an episode."""
     judge: JudgeServerRecipe | None = None
-    """A language model that judges episodes beside the program; its score is reported, and `weights.judge` lets it take away. It makes no wrong episode right. Updates of the published form, whose truth no program knows, need its yes (half of its points)."""
+    """A language model that judges episodes in addition to the programmatic reward. Its score is reported, and
+    `weights.judge` subtracts reward according to it. It cannot make a wrong episode right. Updates in the published
+    format, which have no programmatic truth, need at least half of its points to succeed.
+    """
     rejected: float = Field(-0.02, le=0)
-    """Added to the reward of a turn whose message was not understood."""
+    """Added to the reward of a turn whose message cannot be parsed."""
     vault: VaultLimits = VaultLimits()
-    """Limits of the notes."""
+    """Size limits of the notes."""
     workers: int = Field(1, ge=1)
-    """Processes that run code, shared by all episodes of a run."""
+    """Number of processes that run code, shared by all episodes of a run."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "MemoryRecipe":
         if self.memories is not None and not self.tasks:
-            raise ValueError("`memories` belongs to rows that name them; give `tasks`, too")
+            raise ValueError("`memories` requires `tasks`")
         weights = self.weights
         if weights.judge and self.judge is None:
-            raise ValueError("`weights.judge` means nothing without a judge; name one in `judge`, or leave it out")
+            raise ValueError("`weights.judge` requires `judge`")
         rejected = (self.max_turns - 1) * (2 if self.follow_up else 1)
         least = weights.success - weights.turns_at_most - weights.judge + self.rejected * rejected
         most = weights.partial + weights.check_first
         half = (weights.success + weights.check_first + most) / 2
         if self.follow_up and least <= half:
-            judged = " where the judge sees nothing in it" if weights.judge else " after messages that were rejected"
+            judged = " with judge score 0" if weights.judge else " after rejected messages"
             raise ValueError(
-                f"an episode that succeeds could earn as little as {least:g}{judged}, and one of which half is wrong as "
+                f"a successful episode could earn as little as {least:g}{judged}, and one that is half wrong as "
                 f"much as {half:g}; lower `weights.partial`, `weights.check_first`, `weights.judge` or `max_turns`, or "
-                "bring `rejected` nearer to 0"
+                "move `rejected` towards 0"
             )
         if least <= most:
             raise ValueError(
-                f"an episode that succeeds after messages that were rejected could earn as little as {least:g}, no more "
-                "than a wrong one; bring `rejected` nearer to 0, or lower `max_turns` or `weights.judge`"
+                f"a successful episode with rejected messages could earn as little as {least:g}, no more "
+                "than a wrong one; move `rejected` towards 0, or lower `max_turns` or `weights.judge`"
             )
         return self

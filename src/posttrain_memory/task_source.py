@@ -1,4 +1,4 @@
-"""Which task an environment seed is: one of a made-up world of its own, or a row of a file."""
+"""The task of an environment seed: generated in a world of its own, or a row of a file."""
 
 import json
 from dataclasses import dataclass
@@ -20,21 +20,22 @@ from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.task import KINDS, MemoryTask
 
 _WORLDS = 20
-"""Worlds that are tried until one has a place for a task."""
+"""Number of worlds to try before giving up on a task."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A task and the vault it begins with (path -> text), which nobody may change."""
+    """A task and its initial vault (path -> text), which must not be modified."""
 
     task: MemoryTask
     files: dict[str, str]
 
 
 def generated_task(recipe: WorldRecipe, seed: int) -> Assignment:
-    """The task of `seed`: a kind, as often as its number of tasks says, in a world that no other seed has.
+    """The generated task of `seed`, in a world that no other seed has. Its kind is drawn in proportion to the numbers
+    of tasks in `recipe`.
 
-    InputError where no world has a place for any.
+    Raises InputError if no world has room for a task.
     """
     return _generated_task(recipe.model_dump_json(), seed)
 
@@ -54,14 +55,12 @@ def _generated_task(key: str, seed: int) -> Assignment:
         tasks = tasks_of(world, one)
         if tasks:
             return Assignment(tasks[0], dict(world.files))
-    raise InputError(
-        "environment.worlds makes worlds without a place for any task; allow more notes, facts or variants"
-    )
+    raise InputError("environment.worlds has no room for any task; allow more notes, facts or variants")
 
 
 @dataclass(frozen=True)
 class TaskTable:
-    """The rows of files that are tasks, in order, and what is wrong with the others."""
+    """The rows that are tasks, in order, and the problems of the others."""
 
     rows: list[Assignment]
     problems: Problems
@@ -71,10 +70,12 @@ _reading = Lock()
 
 
 def task_table(sources: list[SourceRecipe], memories: str | None, judged: bool = False) -> TaskTable:
-    """The tasks of `sources`, read once per process; `memories` is a folder with the vaults of records that only name
-    them. Updates of the published form are tasks only where they are `judged`. InputError where there is none.
+    """The tasks of `sources`, read once per process.
+
+    `memories` is a folder with the vaults of records that refer to them by name. Updates in the published format are
+    tasks only if they are `judged`. Raises InputError if there are no tasks.
     """
-    # Environments run in threads, and one of them should read while the others wait.
+    # Environments run in threads; one reads while the others wait.
     with _reading:
         return _task_table(json.dumps([source.model_dump() for source in sources]), memories, judged)
 
@@ -100,5 +101,5 @@ def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]], judged: bool
         return Assignment(*read_row(row))
     task, files = read_published_row(row, vaults)
     if "judge" in task.truth and not judged:
-        raise InputError("an update of this form has a truth that only a judge can tell; name one in environment.judge")
+        raise InputError("an update in the published format can only be scored by a judge; set environment.judge")
     return Assignment(task, files)

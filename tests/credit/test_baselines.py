@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.credit.assign import OUTCOME_BASELINES
-from posttrain.credit.baselines import arpo, brpo, dr_grpo, grpo, opo, remax, rloo
+from posttrain.credit.baselines import OUTCOME_BASELINES, arpo, brpo, dr_grpo, grpo, opo, remax, rloo
 from posttrain.credit.returns import reinforce, reinforce_pp, reinforce_pp_baseline
 from posttrain.errors import RunError
 

@@ -24,7 +24,7 @@ from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.judging import LONGEST, changes, judge_episode
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.worlds.recipe import RewardWeights
-from posttrain_memory.worlds.scenarios import totals
+from posttrain_memory.worlds.scenarios import scenario_scores
 from posttrain_memory.worlds.task import KINDS, MemoryTask
 from tests.conftest import make_tokenizer
 
@@ -276,11 +276,11 @@ def test_validation_and_baselines_ask_no_judge():
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"weights": {"judge": 0.1}}, "without a judge"),
+        ({"weights": {"judge": 0.1}}, "requires `judge`"),
         ({"judge": {}, "weights": {"judge": 0.8}}, "a right one as little as"),
         ({"judge": {}, "weights": {"judge": 0.5, "check_first": 0.3}}, "a right one as little as"),
         ({"judge": {}, "weights": {"judge": 0.7}}, "no more than a wrong one"),
-        ({"judge": {}, "weights": {"judge": 0.1}, "follow_up": True}, "half is wrong"),
+        ({"judge": {}, "weights": {"judge": 0.1}, "follow_up": True}, "half wrong"),
         ({"judge": {"url": "localhost"}}, "url"),
         ({"judge": {"rubric": "kind"}}, "rubric"),
     ],
@@ -295,7 +295,9 @@ def test_keys_with_which_a_right_answer_could_earn_no_more_are_refused(keys, com
 def test_the_worst_judge_leaves_every_right_scenario_above_every_wrong_one():
     recipe = _recipe(judge={"url": "http://h/v1", "model": "m"}, weights={"judge": 0.5, "partial": 0.1})
     given = [assignment(recipe, seed) for seed in range(12)]
-    tables = {weight: totals([(one.task, one.files) for one in given], weight) for weight in _weights(recipe.weights)}
+    tables = {
+        weight: scenario_scores([(one.task, one.files) for one in given], weight) for weight in _weights(recipe.weights)
+    }
     for table in tables.values():
         right = [scored.total for (_, right, _), found in table.items() if right for scored in found]
         wrong = [scored.total for (_, right, _), found in table.items() if not right for scored in found]

@@ -172,7 +172,15 @@ def test_nothing_in_a_thought_is_run_or_said(parts):
     assert parse(f"<think>{thought}</think><python>a = 1</python>") == Act(thought.strip(), "a = 1")
 
 
-@pytest.mark.parametrize("piece", ["a", "<", "'", '"', "\\", "\\'", "#", "</python", " ", "\n", "a = 'b'\n"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<",
+        "\\'",
+        "</python",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ["a", "'", '"', "\\", "#", " ", "\n", "a = 'b'\n"]),
+    ],
+)
 def test_a_long_message_takes_a_moment(piece):
     """In code, in a string of it and in a reply."""
     for before in ("<python>", "<python>a = '", "<reply>"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from posttrain.environments.untrusted import sanitize
 from posttrain_memory.parser import Act, Reply, parse
-from posttrain_memory.prompts import first_messages, last_call, refusal, result, system_prompt
+from posttrain_memory.prompts import first_messages, refusal, result, system_prompt, with_last_turn_notice
 
 TEMPLATES = {
     "chatml": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
@@ -133,7 +133,7 @@ def test_values_that_cannot_be_shown_are_named():
 
 
 def test_the_last_message_is_announced():
-    for message in (last_call(result({"a": 1}, "", None)), refusal("x", 1)):
+    for message in (with_last_turn_notice(result({"a": 1}, "", None)), refusal("x", 1)):
         assert message["content"].endswith("\nThis is your last message: reply now.\n</result>")
     assert "last" not in refusal("x", 2)["content"]
 

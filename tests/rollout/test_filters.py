@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.recipe.credit import OverlongRecipe
-from posttrain.rollout.filters import has_signal, overlong_penalty, uncertainty
+from posttrain.rollout.filters import has_signal, most_uncertain, overlong_penalty
 
 from .episodes import played
 
@@ -16,7 +16,7 @@ A, B, C, D = group(0, 1.0, 1.0), group(1, 0.0, 4.0), group(2, 0.0, 1.0), group(3
 
 
 def kept(groups, share):
-    return [g[0].group for g in uncertainty(groups, share)]
+    return [g[0].group for g in most_uncertain(groups, share)]
 
 
 def test_the_most_uncertain_groups_are_kept_in_order():
@@ -31,11 +31,11 @@ def test_groups_without_spread_are_kept_only_when_all_are():
 
 
 def test_a_share_of_a_whole_number_of_groups_is_not_rounded_up():
-    assert len(uncertainty([group(i, 0.0, 1.0 + i) for i in range(30)], 0.1)) == 3
+    assert len(most_uncertain([group(i, 0.0, 1.0 + i) for i in range(30)], 0.1)) == 3
 
 
 def test_empty_groups_are_left_out():
-    assert uncertainty([[], []], 0.5) == []
+    assert most_uncertain([[], []], 0.5) == []
     assert kept([[], B], 0.5) == [1]
 
 

@@ -60,27 +60,27 @@ def test_each_unit_has_its_credit_its_tokens_and_its_text() -> None:
     cuts = np.cumsum([0, len(first), len(second.encode()), len(third) + 1])
     units = UnitRewards(Spans(cuts, np.array([False, True, True])), np.array([0.1, -0.4, 0.8]), 0.7, 0.25)
     for width in (80, 120):
-        lines = shown(said(first + second + third), units, width, credited=None)
+        lines = shown(said(first + second + third), units, width, recipe=None)
         assert max(map(len, lines)) <= width
         assert row(lines, "Well.") == ["–", "+0.100", "│▌", "6", "Well."]
         assert row(lines, "Say café") == ["1", "-0.400", "▐██│", "14", "1.", "Say", "café."]
         assert row(lines, "Go on") == ["2", "+0.800", "│█████", "10", "2.", "Go", "on.", "<end>"]
         text = "\n".join(lines)
         assert "outcome +0.700 = +0.250 empty answer  +0.500 units  -0.050 residual" in text
-        assert "credit of units is a reward" in text
-        assert "– is text in which the segmenter found no unit" in text
+        assert "unit credit is a reward" in text
+        assert "– marks text" in text
 
 
-def test_the_channel_and_the_mixing_weight_are_told() -> None:
+def test_the_channel_and_the_mixing_weight_are_shown() -> None:
     units = UnitAdvantages(Spans.from_cuts(4, np.array([2])), np.array([0.5, 0.5]), 1.0, 0.0)
-    text = "\n".join(shown(said("abc"), units, credited=ShapleyCredit(type="shapley", beta=0.75)))
+    text = "\n".join(shown(said("abc"), units, recipe=ShapleyCredit(type="shapley", beta=0.75)))
     assert "shapley, an advantage · 0.75 × units + 0.25 × outcome" in text
-    assert "found no unit" not in text
+    assert "– marks" not in text
 
 
 def test_an_answer_without_units_says_whose_credit_it_has() -> None:
     units = UnitRewards(Spans.from_cuts(4, np.zeros(0), is_unit=False), np.array([1.0]), 1.0, 0.0)
-    assert "no unit was found here, so all credit is the outcome's" in "\n".join(shown(said("abc"), units))
+    assert "no units found" in "\n".join(shown(said("abc"), units))
 
 
 @pytest.mark.parametrize("ended", [True, False])

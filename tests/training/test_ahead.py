@@ -106,7 +106,7 @@ def test_a_replay_that_does_not_fit_says_so(tiny_model, tmp_path):
     lines = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     lines[2]["digest"] = "0" * 16
     (run.path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(RunError, match=r"batch 3 does not fit the events of .*live: its tokens differ"):
+    with pytest.raises(RunError, match=r"batch 3 differs from the events of .*live in its tokens"):
         ahead.train(ahead.values(tiny_model, tmp_path, "again", rollout | {"replay": str(run.path)}))
     other = ahead.values(tiny_model, tmp_path, "other", rollout | {"replay": str(run.path)}, seed=3)
     with pytest.raises(InputError, match=r"live had another value of seed,"):

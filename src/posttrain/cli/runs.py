@@ -45,7 +45,7 @@ def episodes(
 
     from posttrain.errors import InputError
     from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
-    from posttrain.rollout.view import token_decoder, unit_credit, view_episode, view_steps
+    from posttrain.rollout.view import token_decoder, unit_credit_recipe, view_episode, view_steps
     from posttrain.runs.directory import RunDirectory
 
     directory, console = RunDirectory.open(run), Console(highlight=False)
@@ -73,7 +73,7 @@ def episodes(
         )
     in_units = any(units[number] is not None for number in chosen[:limit])
     decode = token_decoder(directory) if tokens or in_units else None
-    credited = unit_credit(directory) if in_units else None
+    credited = unit_credit_recipe(directory) if in_units else None
     for number in chosen[:limit]:
         own = advantages.values[number] if advantages is not None else None
         console.print(view_episode(played[number], own, decode, tokens, units[number], credited))

@@ -1,7 +1,7 @@
-"""Credit from each sampled token on: reinforce, reinforce_pp, reinforce_pp_baseline.
+"""Token-level advantages: returns from each sampled token on, and GAE over the critic's values.
 
-Every array here runs over the sampled tokens of an episode alone, in order, across its streams: tokens of the
-environment have no place in it, so they neither earn nor decay credit.
+Every array runs over the sampled tokens of one episode, in order, across its streams. Environment and tool tokens are
+not part of it, so they neither earn nor decay credit.
 """
 
 import math
@@ -9,70 +9,51 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.credit.baselines import dr_grpo, standardised
+from posttrain.credit.baselines import dr_grpo, standardize
 
 
 def reinforce(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
-    """A_t = sum over k >= t of discount^(k - t) r_k, k and t counting sampled tokens.
+    """A_t = sum over k >= t of discount^(k - t) r_k, with k and t counting sampled tokens.
 
-    Unbiased for discount 1; a smaller discount is biased towards early rewards, by choice.
+    Unbiased for discount 1; a smaller discount is biased towards early rewards by choice.
     Source: Williams 1992; Sutton et al. 2000, "Policy gradient methods with function approximation".
 
     `rewards`: per episode [n] float64; `discount` in (0, 1]. Returns per episode [n] float64.
     """
-    return [_returns(episode, discount) for episode in rewards]
+    return [_discounted_sums(episode, discount) for episode in rewards]
 
 
 def reinforce_pp(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
-    """`reinforce`, then whitened: (A - mean) / (std + 1e-6) over all sampled tokens of the batch.
+    """`reinforce`, whitened over all sampled tokens of the batch.
 
-    Biased: mean and spread come from the batch itself.
+    Biased: mean and standard deviation come from the batch itself.
     Source: Hu et al. 2025, "REINFORCE++", arXiv 2501.03262.
 
     `rewards`: per episode [n] float64; `discount` in (0, 1]. Returns per episode [n] float64.
     """
-    return whitened(reinforce(rewards, discount))
+    return whiten(reinforce(rewards, discount))
 
 
 def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """A_t = R_i - mean_g at each sampled token of episode i, then whitened over all sampled tokens of the batch.
+    """A_t = R_i - mean_g at each sampled token of episode i, whitened over all sampled tokens of the batch.
 
-    Biased, as `reinforce_pp`. A group of one enters the whitening with 0.
+    Biased like `reinforce_pp`. A group of one enters the whitening with 0.
     Source: Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, the variant with a group baseline.
 
-    `returns` [N] float64, `groups` [N] int, `lengths` [N] int: sampled tokens. Returns per episode [n] float64.
+    `returns` [N] float64; `groups` [N] int; `lengths` [N] int: sampled tokens. Returns per episode [n] float64.
     """
     advantages = dr_grpo(returns, groups, lengths, {})
-    return whitened([np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)])
-
-
-def _returns(rewards: np.ndarray, discount: float) -> np.ndarray:
-    found, running = np.zeros(len(rewards)), 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        running = float(rewards[t]) + discount * running
-        found[t] = running
-    return found
-
-
-def whitened(episodes: list[np.ndarray]) -> list[np.ndarray]:
-    """(A - mean) / (std + 1e-6) over all tokens of `episodes`, each [n].
-
-    Each token counts once, so long episodes count more; the variance is that of the population.
-    """
-    if not episodes:
-        return []
-    ends = np.cumsum([len(episode) for episode in episodes])[:-1]
-    return np.split(standardised(np.concatenate(episodes), correction=0), ends)
+    return whiten([np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)])
 
 
 def gae(
     rewards: Sequence[np.ndarray], values: Sequence[np.ndarray], discount: float, gae_lambda: float
 ) -> list[np.ndarray]:
-    """A_t = sum over k >= t of (discount x gae_lambda)^(k - t) d_k, d_k = r_k + discount V_{k+1} - V_k.
+    """A_t = sum over k >= t of (discount x gae_lambda)^(k - t) d_k, with d_k = r_k + discount V_{k+1} - V_k.
 
-    k and t count sampled tokens; V after the last one is 0, also where a limit ended the episode. With `discount` and
-    `gae_lambda` 1, A_t = G_t - V_t, whose policy gradient is unbiased whatever the values are; with the exact values
-    of the policy it is so for any `gae_lambda`. Otherwise errors of the values bias it.
+    k and t count sampled tokens. V after the last token is 0, also for an episode that a limit truncated. With
+    `discount` and `gae_lambda` 1, A_t = G_t - V_t, and the policy gradient is unbiased for any values. With the exact
+    values of the policy it is unbiased for any `gae_lambda`. Otherwise errors of the values bias it.
     Source: Schulman et al. 2016, "High-dimensional continuous control using GAE", arXiv 1506.02438.
 
     `rewards` and `values`: per episode [n], in units of reward; `discount` and `gae_lambda` in [0, 1]. Returns per
@@ -81,16 +62,35 @@ def gae(
     return [_gae(r, v, discount, gae_lambda) for r, v in zip(rewards, values, strict=True)]
 
 
-def _gae(rewards: np.ndarray, values: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
-    found, running, after = np.zeros(len(rewards)), 0.0, 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        value = float(values[t])
-        running = float(rewards[t]) + discount * after - value + discount * gae_lambda * running
-        found[t], after = running, value
-    return found
+def whiten(episodes: list[np.ndarray]) -> list[np.ndarray]:
+    """(A - mean) / (std + 1e-6) over all tokens of `episodes`, each [n], with the population standard deviation.
+
+    Each token counts once, so long episodes count more.
+    """
+    if not episodes:
+        return []
+    ends = np.cumsum([len(episode) for episode in episodes])[:-1]
+    return np.split(standardize(np.concatenate(episodes), correction=0), ends)
 
 
 def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
-    """1 - var(G - V) / var(G) over [n] tokens: 1 for perfect values, 0 for constant ones; NaN where all G are alike."""
-    spread = float(np.var(returns)) if len(returns) else 0.0
-    return 1 - float(np.var(returns - values)) / spread if spread > 1e-12 else math.nan
+    """1 - var(G - V) / var(G) over [n] tokens: 1 for perfect values, 0 for constant ones, NaN if all G are equal."""
+    variance = float(np.var(returns)) if len(returns) else 0.0
+    return 1 - float(np.var(returns - values)) / variance if variance > 1e-12 else math.nan
+
+
+def _discounted_sums(rewards: np.ndarray, discount: float) -> np.ndarray:
+    returns, running = np.zeros(len(rewards)), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        running = float(rewards[t]) + discount * running
+        returns[t] = running
+    return returns
+
+
+def _gae(rewards: np.ndarray, values: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
+    advantages, running, next_value = np.zeros(len(rewards)), 0.0, 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        value = float(values[t])
+        running = float(rewards[t]) + discount * next_value - value + discount * gae_lambda * running
+        advantages[t], next_value = running, value
+    return advantages

@@ -1,4 +1,4 @@
-"""RolloutManager episodes: the policy answers, the environment steps, until the episode ends."""
+"""The episode driver: the policy answers, the environment steps, until the episode ends."""
 
 import asyncio
 import math
@@ -15,128 +15,126 @@ from posttrain.distributed.world import current
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
 from posttrain.environments.protocol import Environment, Message, open_environment
-from posttrain.episode import Episode, Outcome, Stream, Turn
+from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError, WorkersLost
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.transcript import TokenTranscript
+from posttrain.rollout.transcript import TokenTranscript, Transcript
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
+TranscriptT = TypeVar("TranscriptT", bound=Transcript)
 
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """Where an episode stands: its task, its group, and the name of its random numbers."""
+    """One episode to play: its task, its group, and the name of its random numbers."""
 
     seed: int
-    """Environment seed."""
+    """Environment seed, which selects the task."""
     group: int
+    """Group id, unique within a step."""
     index: int
+    """Position within the group."""
     rng_key: tuple[int | str, ...]
-    """Name of the sampling stream, for example (run seed, "train", step, group, index)."""
+    """Prefix of the seed names of this episode, for example (run seed, "sampling", step, group, index)."""
 
     def request_seed(self, attempt: int, turn: int) -> int:
-        """The seed of the answer of a turn, both counted from 0."""
+        """The sampling seed of one turn. `attempt` and `turn` count from 0."""
         return derive_seed(*self.rng_key, attempt, turn)
 
 
 class EpisodeSharding(Enum):
-    """Who plays where several processes ask for the same episodes."""
+    """How several processes divide the episodes that all of them request."""
 
     NONE = "none"
-    """The process that asks, for itself."""
-    GROUPS = "groups"
-    """Each plays whole groups, and all get all of them."""
-    FIRST = "first"
-    """The first process plays, and all get what it played."""
+    """Every process plays all of its own episodes."""
+    BY_GROUP = "by_group"
+    """Each process plays whole groups, and all processes receive all episodes."""
+    RANK0 = "rank0"
+    """Rank 0 plays all episodes, and all processes receive them."""
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised an exception, timed out, or returned a reward that is not finite."""
 
 
 class Scorer(Protocol):
-    """Pays played episodes besides what their environment paid."""
+    """Adds rewards to finished episodes, for example those of a reward model."""
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
-        """Add a reward to the last turn of each episode that did not fail, and to the stream that holds it."""
+        """Add a reward to the last turn, and to that turn's stream, of each episode that did not fail."""
         ...
 
 
-class Transcript(Protocol):
-    """What is kept of one episode while it is played."""
-
-    turns: list[Turn]
-    messages: list[dict[str, Any]]
-    """The conversation as text, answers included."""
-
-    def reward(self, reward: float, info: dict[str, Any]) -> None:
-        """Pay the last turn."""
-        ...
-
-    def observe(
-        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
-    ) -> None:
-        """What the environment says next; the other arguments are those of its `Step`."""
-        ...
-
-    def streams(self) -> list[Stream]:
-        """The tokens, where they are known."""
-        ...
-
-
-D = TypeVar("D", bound=Transcript)
-
-
-class EpisodeWorker(ABC, Generic[D]):
-    """Everything an episode needs besides its place. A subclass says who answers, and how."""
+class EpisodeWorker(ABC, Generic[TranscriptT]):
+    """Plays episodes: `run_episode` drives the environment, and a subclass supplies the answers."""
 
     environment: EnvironmentRecipe
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int
-    """Of the policy's weights."""
+    """Version of the policy's weights."""
     scorer: Scorer | None
     sharding: EpisodeSharding = EpisodeSharding.NONE
 
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Episodes to keep in flight at a time."""
+        """Number of episodes to keep in flight."""
 
     @abstractmethod
-    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> D:
-        """An episode's transcript, which opens with `messages`; each answer begins with `primer`."""
+    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TranscriptT:
+        """A new transcript that opens with `messages`. Every answer starts with the text `primer`."""
 
     @abstractmethod
-    async def answer(self, transcript: D, place: EpisodeRequest, attempt: int) -> str | None:
-        """The policy's next answer as text, kept as a turn of `transcript`; None where it has no room left.
+    async def answer(self, transcript: TranscriptT, request: EpisodeRequest, attempt: int) -> str | None:
+        """Generate the next answer and append it to `transcript` as a turn.
 
-        Raises ChatRequestError where whoever answers could not be asked.
+        Returns its text, or None if the token budget leaves no room for one. Raises ChatRequestError if a remote model
+        does not answer.
         """
 
-    async def run_episode(self, place: EpisodeRequest) -> Episode:
-        """One episode. A failing environment fails this episode alone, after the retries the recipe allows."""
+    async def run_episode(self, request: EpisodeRequest) -> Episode:
+        """Play one episode, and retry failed attempts as `rollout.failures` allows.
+
+        A failure of the environment or of a remote model fails this episode only.
+        """
         failures = self.rollout.failures
         attempts = failures.retries + 1 if failures.action == "retry" else 1
         for attempt in range(attempts):
-            episode = await self._attempt(place, attempt)
+            episode = await self._run_attempt(request, attempt)
             if episode.outcome is not Outcome.FAILED:
                 break
         return episode
 
-    async def _attempt(self, place: EpisodeRequest, attempt: int) -> Episode:
+    async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
         environment = open_environment(self.environment)
-        transcript: D | None = None
-        failure: str | None = None
-        outcome = Outcome.FAILED
+        transcript: TranscriptT | None = None
+        outcome, failure = Outcome.FAILED, None
         try:
-            observation = await self._call(environment, partial(environment.reset, place.seed))
+            observation = await self._call(environment, partial(environment.reset, request.seed))
             transcript = self.begin(observation.messages, environment.primer, observation.state)
-            outcome = await self._turns(environment, transcript, place, attempt)
+            while True:
+                answer = await self.answer(transcript, request, attempt)
+                if answer is None:
+                    outcome = Outcome.TRUNCATED
+                    break
+                step = await self._call(environment, partial(environment.step, answer))
+                if not math.isfinite(step.reward):
+                    name = self.environment.type
+                    raise EnvironmentFailure(f"{name} gave the reward {step.reward} for seed {request.seed}")
+                transcript.reward(step.reward, dict(step.info))
+                if step.terminated or step.truncated:
+                    outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
+                    break
+                transcript.observe(step.messages, step.state, step.new_conversation)
         except (EnvironmentFailure, ChatRequestError) as error:
             failure = str(error)
         return Episode(
-            seed=place.seed,
-            group=place.group,
-            index=place.index,
+            seed=request.seed,
+            group=request.group,
+            index=request.index,
             version=self.version,
             streams=transcript.streams() if transcript else [],
             turns=transcript.turns if transcript else [],
@@ -145,26 +143,10 @@ class EpisodeWorker(ABC, Generic[D]):
             messages=transcript.messages if transcript else [],
         )
 
-    async def _turns(self, environment: Environment, transcript: D, place: EpisodeRequest, attempt: int) -> Outcome:
-        """Turns until the end; returns how the episode ended."""
-        while True:
-            answer = await self.answer(transcript, place, attempt)
-            if answer is None:
-                return Outcome.TRUNCATED
-            step = await self._call(environment, partial(environment.step, answer))
-            if not math.isfinite(step.reward):
-                raise EnvironmentFailure(f"{self.environment.type} gave the reward {step.reward} for seed {place.seed}")
-            transcript.reward(step.reward, dict(step.info))
-            if step.terminated:
-                return Outcome.TERMINATED
-            if step.truncated:
-                return Outcome.TRUNCATED
-            transcript.observe(step.messages, step.state, step.new_conversation)
-
     async def _call(self, environment: Environment, function: Callable[[], T]) -> T:
-        """Call the environment, in a thread where the recipe sets a time-out or it waits for others.
+        """Call the environment, in a thread if the recipe sets a time-out or the environment blocks.
 
-        Anything it raises is its failure.
+        Any exception becomes an EnvironmentFailure, except InputError and WorkersLost, which would fail every episode.
         """
         seconds = self.rollout.environment_timeout
         try:
@@ -172,7 +154,6 @@ class EpisodeWorker(ABC, Generic[D]):
                 return function()
             return await asyncio.wait_for(asyncio.to_thread(function), seconds)
         except (InputError, WorkersLost):
-            # The recipe asks for what is not there, or workers died too often: no other episode would fare better.
             raise
         except TimeoutError as error:
             raise EnvironmentFailure(f"{self.environment.type} took longer than {seconds} s") from error
@@ -182,7 +163,7 @@ class EpisodeWorker(ABC, Generic[D]):
 
 @dataclass(frozen=True)
 class RolloutWorker(EpisodeWorker[TokenTranscript]):
-    """The policy's own weights answer, through an engine in this process."""
+    """Plays episodes with the policy's own weights, through an engine that takes and returns token ids."""
 
     engine: Engine
     renderer: Renderer
@@ -195,85 +176,85 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
 
     @property
     def capacity(self) -> int:
-        """As many as the engine keeps in its cache."""
+        """Number of episodes that fit in the engine's cache."""
         return self.engine.capacity
 
     def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TokenTranscript:
         return TokenTranscript(self.renderer, messages, primer, state)
 
-    async def run_episode(self, place: EpisodeRequest) -> Episode:
-        """One episode, open in the engine until it ends."""
-        with self.engine.episode(place.group):
-            return await super().run_episode(place)
+    async def run_episode(self, request: EpisodeRequest) -> Episode:
+        """Play one episode. The engine keeps its cache entry until the episode ends."""
+        with self.engine.episode(request.group):
+            return await super().run_episode(request)
 
-    async def answer(self, transcript: TokenTranscript, place: EpisodeRequest, attempt: int) -> str | None:
-        """The next answer, its tokens appended; None where the episode has no room for one."""
-        room = self.rollout.tokens_per_episode - len(transcript.context)
+    async def answer(self, transcript: TokenTranscript, request: EpisodeRequest, attempt: int) -> str | None:
+        """Generate the next answer and append its tokens. InputError if the first prompt already fills the context."""
+        limit = self.rollout.tokens_per_episode
+        room = limit - len(transcript.context)
         if room <= 0 and not transcript.turns:
             raise InputError(
-                f"the prompt of environment seed {place.seed} has {len(transcript.context)} tokens and leaves no room "
-                f"for an answer; raise rollout.tokens_per_episode = {self.rollout.tokens_per_episode}"
+                f"the prompt of environment seed {request.seed} has {len(transcript.context)} tokens and leaves no room "
+                f"for an answer; raise rollout.tokens_per_episode = {limit}"
             )
         if room <= 0:
             return None
-        request = Request(
-            prompt_ids=tuple(transcript.context),
-            sampling=self.sampling,
-            seed=place.request_seed(attempt, len(transcript.turns)),
-            max_tokens=min(self.rollout.tokens_per_turn, room),
-            stop_strings=tuple(self.rollout.stop_strings),
+        completion = await self.engine.generate(
+            Request(
+                prompt_ids=tuple(transcript.context),
+                sampling=self.sampling,
+                seed=request.request_seed(attempt, len(transcript.turns)),
+                max_tokens=min(self.rollout.tokens_per_turn, room),
+                stop_strings=tuple(self.rollout.stop_strings),
+            )
         )
-        completion = await self.engine.generate(request)
         return transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
 
 
-class EnvironmentFailure(Exception):
-    """An environment raised, timed out or paid a reward that is not a number."""
+def collect_episodes(worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest]) -> list[Episode]:
+    """Play and score all episodes; returns them in the order of `requests`.
 
-
-def collect_episodes(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
-    """Play all episodes, `player.capacity` at a time; returns them in the order of `places`. Several processes share the
-    playing as `player.sharding` says, and score together."""
+    Several processes divide the episodes by `worker.sharding`. All processes must call this function together.
+    """
     world = current()
-    if player.sharding is EpisodeSharding.NONE:
-        played = _play_here(player, places)
-    elif player.sharding is EpisodeSharding.RANK0:
-        played = world.on_rank0(lambda: _play_here(player, places))
+    if worker.sharding is EpisodeSharding.NONE:
+        episodes = _collect_here(worker, requests)
+    elif worker.sharding is EpisodeSharding.RANK0:
+        episodes = world.on_rank0(lambda: _collect_here(worker, requests))
     else:
-        groups = {group: number for number, group in enumerate(dict.fromkeys(place.group for place in places))}
-        owners = [groups[place.group] % world.size for place in places]
-        own = [place for place, owner in zip(places, owners, strict=True) if owner == world.rank]
-        parts = [iter(part) for part in world.on_all_ranks(lambda: _play_here(player, own))]
-        played = [next(parts[owner]) for owner in owners]
-    if player.scorer is not None:
-        player.scorer(played)
-    return played
+        groups = {group: number for number, group in enumerate(dict.fromkeys(r.group for r in requests))}
+        ranks = [groups[request.group] % world.size for request in requests]
+        local = [request for request, rank in zip(requests, ranks, strict=True) if rank == world.rank]
+        by_rank = [iter(part) for part in world.on_all_ranks(lambda: _collect_here(worker, local))]
+        episodes = [next(by_rank[rank]) for rank in ranks]
+    if worker.scorer is not None:
+        worker.scorer(episodes)
+    return episodes
 
 
-def _play_here(player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
+def _collect_here(worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest]) -> list[Episode]:
     episodes: dict[int, Episode] = {}
-    run_episodes(player, places, episodes.__setitem__)
-    return [episodes[number] for number in range(len(places))]
+    run_episodes(worker, requests, episodes.__setitem__)
+    return [episodes[number] for number in range(len(requests))]
 
 
 def run_episodes(
-    player: EpisodeWorker[Any], places: Sequence[EpisodeRequest], ended: Callable[[int, Episode], None]
+    worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest], on_episode: Callable[[int, Episode], None]
 ) -> None:
-    """Play all episodes, `player.capacity` at a time; `ended` is called with the number of a place, from 0, and its
-    episode as soon as that has ended. Nothing is scored.
+    """Play all episodes in this process, `worker.capacity` at a time, without scoring them.
 
-    An engine keeps as many in its cache: more at a time would push each other's earlier turns out of it, and every
-    turn would compute its whole context again. A player that ends an episode begins the next one in the same breath, so that what is in flight
-    does not depend on timing.
+    `on_episode(i, episode)` is called as soon as the episode of `requests[i]` ends. More episodes in flight than the
+    engine's cache holds would evict each other's prefixes, and every turn would recompute its whole context.
     """
-    remaining = deque(enumerate(places))
+    remaining = deque(enumerate(requests))
 
-    async def play_on() -> None:
+    async def run_remaining() -> None:
+        # Start the next episode in the same event-loop tick in which one ends; otherwise batch composition depends on
+        # timing.
         while remaining:
-            number, place = remaining.popleft()
-            ended(number, await player.run_episode(place))
+            number, request = remaining.popleft()
+            on_episode(number, await worker.run_episode(request))
 
     async def run() -> None:
-        await asyncio.gather(*(play_on() for _ in range(min(len(places), player.capacity))))
+        await asyncio.gather(*(run_remaining() for _ in range(min(len(requests), worker.capacity))))
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Which groups are worth an update, and the penalty on long answers: pure functions of played episodes."""
+"""Filters on groups and episodes, and the overlong penalty: pure functions of finished episodes."""
 
 import math
 from collections.abc import Sequence
@@ -11,40 +11,40 @@ from posttrain.recipe.credit import OverlongRecipe
 Group = list[Episode]
 
 
-def spread(group: Sequence[Episode]) -> float:
-    """Population standard deviation of the group's returns; exactly 0 when all are equal or there are fewer than two."""
+def return_std(group: Sequence[Episode]) -> float:
+    """Population standard deviation of the group's returns; exactly 0 if all are equal or there are fewer than two."""
     returns = [episode.total_reward for episode in group]
     return float(np.std(sorted(returns))) if has_signal(group) else 0.0
 
 
 def has_signal(group: Sequence[Episode]) -> bool:
-    """Whether the returns of the group are not all equal: without that, a group baseline gives no gradient.
+    """Whether the returns of the group differ. If they do not, a group baseline gives no gradient.
 
-    Returns that differ by rounding alone (1e-6 of the larger) are equal.
+    Returns within a relative distance of 1e-6 count as equal.
     Source: dynamic sampling of Yu et al. 2025, "DAPO", arXiv 2503.14476.
     """
     returns = [episode.total_reward for episode in group]
     return bool(returns) and not math.isclose(min(returns), max(returns), rel_tol=1e-6)
 
 
-def uncertainty(groups: Sequence[Group], keep: float) -> list[Group]:
-    """The share `keep` of `groups` with the largest spread of returns, rounded up, in the order given.
+def most_uncertain(groups: Sequence[Group], keep: float) -> list[Group]:
+    """The share `keep` of `groups` with the largest standard deviation of returns, in the given order.
 
-    At least one group is kept. Groups without spread are never kept unless all are without, so fewer than the share
-    may come back; what was removed is `len(groups)` less the length of the result. Ties go to the smaller group id.
+    The number of groups is rounded up, and at least one group is kept. Groups without spread are kept only if no group
+    has any, so fewer groups than the share may be returned. Ties go to the smaller group id.
     Source: StarPO-S in Wang et al. 2025, "RAGEN", arXiv 2504.20073.
     """
-    played = [group for group in groups if group]
-    candidates = [group for group in played if has_signal(group)] or played
-    # A share such as 0.1 x 30 may come out a hair above the whole number that is meant.
+    nonempty = [group for group in groups if group]
+    candidates = [group for group in nonempty if has_signal(group)] or nonempty
+    # Rounding may put a product such as 0.1 x 30 slightly above the whole number.
     count = max(1, math.ceil(keep * len(groups) - 1e-9))
-    best = sorted(candidates, key=lambda group: (-spread(group), group[0].group))[:count]
+    best = sorted(candidates, key=lambda group: (-return_std(group), group[0].group))[:count]
     chosen = {group[0].group for group in best}
-    return [group for group in played if group[0].group in chosen]
+    return [group for group in nonempty if group[0].group in chosen]
 
 
 def overlong_penalty(sampled_tokens: int, recipe: OverlongRecipe) -> float:
-    """Reward to add for an episode's length, 0 to -penalty: linear over the last `buffer` tokens before `limit`.
+    """Reward to add for an episode's length, from 0 to -penalty, linear over the last `buffer` tokens before `limit`.
 
     Source: soft overlong punishment of Yu et al. 2025, "DAPO", arXiv 2503.14476, equation 13.
     """
@@ -52,29 +52,31 @@ def overlong_penalty(sampled_tokens: int, recipe: OverlongRecipe) -> float:
     return -recipe.penalty * min(max(into_buffer / recipe.buffer, 0.0), 1.0)
 
 
-def age(episode: Episode, version: int) -> int:
-    """Optimizer updates between the oldest token of the episode and `version`; 0 without any token."""
+def staleness(episode: Episode, version: int) -> int:
+    """Optimizer updates between the oldest sampled token of the episode and `version`; 0 without sampled tokens."""
     return int((version - episode.versions).max(initial=0))
 
 
-def ages(episodes: Sequence[Episode], version: int) -> np.ndarray:
+def token_staleness(episodes: Sequence[Episode], version: int) -> np.ndarray:
     """[n] int32: optimizer updates between each sampled token of `episodes` and `version`."""
-    own = [version - episode.versions for episode in episodes]
-    return np.concatenate(own) if own else np.empty(0, dtype=np.int32)
+    parts = [version - episode.versions for episode in episodes]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
 def drop_stale(
-    episodes: Sequence[Episode], version: int, most: int, smallest_group: int
+    episodes: Sequence[Episode], version: int, max_staleness: int, smallest_group: int
 ) -> tuple[list[Episode], int, int]:
-    """(those that are learned from, how many were too old, how many were left alone in their group).
+    """Drop episodes with a token older than `max_staleness` updates.
 
-    An episode with a token older than `most` updates is dropped; then what is left of a group of which anything was
-    dropped and that is smaller than `smallest_group`, since it has nothing to be compared with.
+    If that leaves a group with fewer than `smallest_group` episodes, the rest of the group is dropped as well, because
+    a group baseline needs others to compare with. Groups that lost no episode are kept whatever their size.
+
+    Returns (kept episodes, number of stale episodes, number dropped because their group became too small).
     """
-    fresh = [episode for episode in episodes if age(episode, version) <= most]
+    fresh = [episode for episode in episodes if staleness(episode, version) <= max_staleness]
     sizes: dict[int, int] = {}
     for episode in fresh:
         sizes[episode.group] = sizes.get(episode.group, 0) + 1
-    cut = {episode.group for episode in episodes} & {e.group for e in episodes if age(e, version) > most}
-    kept = [e for e in fresh if e.group not in cut or sizes[e.group] >= smallest_group]
+    reduced = {episode.group for episode in episodes if staleness(episode, version) > max_staleness}
+    kept = [e for e in fresh if e.group not in reduced or sizes[e.group] >= smallest_group]
     return kept, len(episodes) - len(fresh), len(fresh) - len(kept)

@@ -1,4 +1,4 @@
-"""Episodes in flight that can be begun again, or given up from another thread."""
+"""Episodes in flight that can be restarted, or cancelled from another thread."""
 
 import asyncio
 import contextlib
@@ -11,78 +11,78 @@ from posttrain.episode import Episode
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker
 
 POLL_SECONDS = 0.05
-"""How often it is looked for newer weights where the engine does not say when it could take them."""
+"""Interval of `InFlight.poll`, in seconds."""
 
 
 class InFlight:
-    """The episodes that are being played, in one event loop at a time."""
+    """The episodes in flight of one event loop at a time."""
 
     def __init__(self) -> None:
         self.poll: Callable[[], None] | None = None
-        """Called again and again while episodes are in flight, for engines that compute elsewhere."""
+        """Called every `POLL_SECONDS` while episodes are in flight, for engines that compute in another process."""
         self.restarts = 0
-        """Episodes begun again so far."""
+        """Number of episodes restarted so far."""
         self._open: dict[asyncio.Task[Any], EpisodeRequest] = {}
-        self._given_up: set[asyncio.Task[Any]] = set()
+        self._restarting: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        """What `watch` raised: nobody else would hear of it."""
+        """An exception of `poll`, raised again by the episodes that it cancels."""
         self._stopped = False
 
-    async def run(self, place: EpisodeRequest, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
-        """The episode that `attempt` plays, begun anew as often as `restart_all` asks for it."""
+    async def run(self, request: EpisodeRequest, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
+        """The episode that `attempt` plays. `restart_all` cancels it and calls `attempt` again."""
         self._loop = asyncio.get_running_loop()
-        if self._stopped:  # looked at after the loop is known, so that a `stop` meanwhile misses neither
+        if self._stopped:  # checked after the loop is set: a concurrent `stop` then sees either the loop or this check
             raise asyncio.CancelledError
-        if self.poll is not None and (self._watching is None or self._watching.done()):
-            self._watching = asyncio.create_task(self._look(self.poll))
+        if self.poll is not None and (self._polling is None or self._polling.done()):
+            self._polling = asyncio.create_task(self._poll_regularly(self.poll))
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = place
+        self._open[task] = request
         try:
             while True:
-                # Begun anew in the same breath: the engine waits for it as if it had never been given up.
+                # Restart in the same event-loop tick, so the engine waits for the episode as if it had never stopped.
                 try:
                     return await attempt()
                 except asyncio.CancelledError:
                     if self._failure is not None:
                         raise self._failure from None
-                    if self._stopped or task not in self._given_up:
+                    if self._stopped or task not in self._restarting:
                         raise
-                    self._given_up.remove(task)
+                    self._restarting.remove(task)
                     task.uncancel()
                     self.restarts += 1
         finally:
             del self._open[task]
 
     def restart_all(self) -> list[EpisodeRequest]:
-        """Give up what is in flight and begin it anew; returns the places of those episodes.
+        """Cancel and restart all episodes in flight; returns their requests.
 
-        They draw the same random numbers again. With fresh ones, those that are long would be given up more often than
-        those that are short, and be replaced by what is shorter on average.
+        A restarted episode uses the same random numbers. With new ones, long episodes would be discarded more often
+        than short ones and replaced by episodes that are shorter on average.
         """
-        places = list(self._open.values())
+        requests = list(self._open.values())
         for task in self._open:
-            if task not in self._given_up:
-                self._given_up.add(task)
+            if task not in self._restarting:
+                self._restarting.add(task)
                 task.cancel()
-        return places
+        return requests
 
     def stop(self) -> None:
-        """From another thread: end the event loop that plays, and let no other begin."""
+        """Cancel all episodes and refuse new ones. Thread-safe."""
         self._stopped = True
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop is already closed
                 self._loop.call_soon_threadsafe(_cancel_all)
 
-    async def _look(self, watch: Callable[[], None]) -> None:
+    async def _poll_regularly(self, poll: Callable[[], None]) -> None:
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if not self._open:
                 return
             try:
-                watch()
+                poll()
             except Exception as error:
                 self._failure = error
                 for task in self._open:
@@ -97,12 +97,12 @@ def _cancel_all() -> None:
 
 @dataclass(frozen=True)
 class AsyncRolloutWorker(RolloutWorker):
-    """A player whose episodes can be begun again."""
+    """A rollout worker whose episodes can be restarted."""
 
     in_flight: InFlight = field(default_factory=InFlight)
 
-    async def run_episode(self, place: EpisodeRequest) -> Episode:
-        episode = await self.in_flight.run(place, partial(super().run_episode, place))
-        own = episode.versions
-        episode.version = int(own[0]) if len(own) else self.version
+    async def run_episode(self, request: EpisodeRequest) -> Episode:
+        episode = await self.in_flight.run(request, partial(super().run_episode, request))
+        versions = episode.versions
+        episode.version = int(versions[0]) if len(versions) else self.version
         return episode

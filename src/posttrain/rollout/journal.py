@@ -1,7 +1,7 @@
-"""The buffer of sampled episodes on disk: one file per step, a line per episode as soon as that has ended.
+"""The on-disk buffer of sampled episodes, and the event log that makes asynchronous rollouts replayable.
 
-`batch_000012.jsonl` holds a header, the episodes, and, once all are there, an end. A file without an end, or whose last
-line is cut off, is of a step that was being sampled when the run was killed.
+`batch_000012.jsonl` holds a header, one line per episode as soon as that ends, and an end line once all episodes are
+there. A file without an end line, or with a truncated last line, belongs to a step that was interrupted.
 """
 
 import hashlib
@@ -17,30 +17,31 @@ from typing import IO, Any
 from posttrain.episode import Episode
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, run_episodes
-from posttrain.rollout.store import episode_of, episode_record, json_line
+from posttrain.rollout.store import episode_from_record, episode_record, json_line
 from posttrain.runs.files import storage_errors, sync_directory, write_atomically
 
-FORMAT = 1
+FORMAT = 2
+EVENT_LOG = "events.jsonl"
 _NAME = re.compile(r"^batch_(\d+)\.jsonl$")
 _SYNC_SECONDS = 1.0
-"""What a power failure may take: a killed process loses nothing."""
+"""Least time between two fsyncs. A power failure may lose this much; a killed process loses nothing."""
 
 
 class EpisodeBuffer:
-    """The episodes of one step, those of an earlier process first. A context manager: it closes the file."""
+    """The episodes of one step, including those that an earlier process left on disk. A context manager."""
 
     def __init__(self, directory: Path, step: int, keep_partial: bool) -> None:
-        """`keep_partial`: go on with the episodes of a file without an end; else such a file is begun anew."""
+        """`keep_partial`: reuse the episodes of a file without an end line; otherwise delete such a file."""
         self.path = buffer_file(directory, step)
         self.step = step
         self.end: dict[str, Any] | None = None
-        """What was said when all episodes were there; None until then."""
+        """The contents of the end line; None until `finish`."""
         self._episodes: dict[tuple[int | str, ...], Episode] = {}
         self._file: IO[bytes] | None = None
         self._synced = time.monotonic()
         self._read(keep_partial)
         self.tokens_before = sum(episode.sampled_tokens for episode in self._episodes.values())
-        """Sampled tokens of the episodes that the file held."""
+        """Sampled tokens of the episodes read from disk."""
 
     @property
     def complete(self) -> bool:
@@ -53,31 +54,34 @@ class EpisodeBuffer:
         if self._file is not None:
             self._file.close()
 
-    def collect_episodes(self, player: EpisodeWorker[Any], places: Sequence[EpisodeRequest]) -> list[Episode]:
-        """As `collect_episodes`, but episodes that the file has are not played again, and those played are written to it."""
-        missing = [place for place in places if place.rng_key not in self._episodes]
+    def collect_episodes(self, worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest]) -> list[Episode]:
+        """Like `driver.collect_episodes`, but takes buffered episodes from disk and writes new ones to it.
+
+        RunError if a complete file lacks a requested episode.
+        """
+        missing = [request for request in requests if request.rng_key not in self._episodes]
         if missing and self.complete:
             raise RunError(
-                f"{self.path} says that all its episodes are there, and lacks that of group {missing[0].group}, index "
+                f"{self.path} is marked complete but lacks the episode of group {missing[0].group}, index "
                 f"{missing[0].index}; delete the file to sample the step again"
             )
-        run_episodes(player, missing, lambda number, episode: self._write(missing[number], episode))
-        # Taken out: scores are added to them, and a second asking would add those twice.
-        played = [self._episodes.pop(place.rng_key) for place in places]
-        if player.scorer is not None:
-            player.scorer(played)
-        return played
+        run_episodes(worker, missing, lambda number, episode: self._write(missing[number], episode))
+        # Removed from the buffer: scoring changes them, and a second call must not add the scores twice.
+        episodes = [self._episodes.pop(request.rng_key) for request in requests]
+        if worker.scorer is not None:
+            worker.scorer(episodes)
+        return episodes
 
-    def finish(self, said: dict[str, Any]) -> None:
-        """All episodes are there; `said` is what else to keep of them, as plain JSON."""
-        self._append(json_line({"end": said}), sync=True)
-        self.end = said
+    def finish(self, end: dict[str, Any]) -> None:
+        """Mark the batch complete; `end` is extra information to store, as plain JSON."""
+        self._append(json_line({"end": end}), sync=True)
+        self.end = end
 
-    def _write(self, place: EpisodeRequest, episode: Episode) -> None:
-        record = json_line({"place": place.rng_key, "episode": episode_record(episode)})
-        self._append(record)
-        # What is learned from is what can be read back, whether the run is killed or not.
-        self._episodes[place.rng_key] = episode_of(json.loads(record)["episode"])
+    def _write(self, request: EpisodeRequest, episode: Episode) -> None:
+        line = json_line({"rng_key": request.rng_key, "episode": episode_record(episode)})
+        self._append(line)
+        # Use the episode as it reads back from disk, so a resumed run learns from identical data.
+        self._episodes[request.rng_key] = episode_from_record(json.loads(line)["episode"])
 
     def _append(self, line: str, sync: bool = False) -> None:
         with storage_errors(self.path):
@@ -89,7 +93,7 @@ class EpisodeBuffer:
                 self._synced = time.monotonic()
 
     def _open(self) -> IO[bytes]:
-        """The file at its end; a new one gets its header."""
+        """Open the file for appending; a new file gets a header."""
         new = not self.path.exists()
         self._file = open(self.path, "ab")  # noqa: SIM115
         if new:
@@ -98,7 +102,7 @@ class EpisodeBuffer:
         return self._file
 
     def _read(self, keep_partial: bool) -> None:
-        """Take what the file holds up to its first line that is not whole, and cut off the rest."""
+        """Read the file up to the first incomplete line, and truncate it there."""
         if not self.path.exists():
             return
         good, content = 0, self.path.read_bytes()
@@ -108,7 +112,7 @@ class EpisodeBuffer:
                 if not line.endswith(b"\n") or (number == 0 and record != {"format": FORMAT, "step": self.step}):
                     break
                 if "episode" in record:
-                    self._episodes[tuple(record["place"])] = episode_of(record["episode"])
+                    self._episodes[tuple(record["rng_key"])] = episode_from_record(record["episode"])
                 elif "end" in record:
                     self.end = record["end"]
             except (ValueError, KeyError, TypeError):
@@ -124,108 +128,108 @@ class EpisodeBuffer:
 
 
 def buffer_file(directory: Path, step: int) -> Path:
+    """The buffer file of a step."""
     return directory / f"batch_{step:06d}.jsonl"
 
 
 def remove_batches(directory: Path, first: int, last: int | None = None) -> None:
-    """Delete the files of steps `first` to `last`, both included; without `last`, of all later ones too."""
+    """Delete the buffer files of steps `first` to `last` inclusive; without `last`, of all steps from `first` on."""
     for path in directory.glob("batch_*.jsonl"):
-        found = _NAME.match(path.name)
-        if found and int(found[1]) >= first and (last is None or int(found[1]) <= last):
+        match = _NAME.match(path.name)
+        if match and int(match[1]) >= first and (last is None or int(match[1]) <= last):
             with storage_errors(path):
                 path.unlink(missing_ok=True)
 
 
-NAME = "events.jsonl"
-
-
 @dataclass(frozen=True)
 class WeightUpdate:
-    """The engine took the weights after step `learned`."""
+    """The engine loaded new weights while a batch was sampled."""
 
     before_forward: int
+    """Index of the first forward pass of the batch that used the weights."""
     step: int
+    """The weights are those after this step."""
     version: int
     restarted: list[list[int]] = field(default_factory=list)
-    """(group, index) of the episodes that were given up then."""
+    """[group, index] of each episode restarted by this update."""
 
 
 @dataclass(frozen=True)
 class BatchEvents:
-    """What happened while one batch was sampled."""
+    """What depended on timing while one batch was sampled."""
 
     batch: int
-    """The step that learns from it."""
+    """The step that learns from the batch."""
     weights: list[WeightUpdate]
     forward_passes: int
     """Forward passes of the whole batch."""
     digest: str
-    """Of the episodes: their places, token ids and versions."""
+    """`episodes_digest` of the batch."""
 
 
 class EventLog:
-    """The events of a run, appended batch by batch."""
+    """The events of a run in `events.jsonl`, one line per batch."""
 
     def __init__(self, run: Path) -> None:
-        self.path = run / NAME
+        self.path = run / EVENT_LOG
 
-    def append(self, recorded: BatchEvents) -> None:
+    def append(self, events: BatchEvents) -> None:
         with storage_errors(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(recorded)) + "\n")
+            file.write(json.dumps(asdict(events)) + "\n")
 
     def keep_until(self, batch: int) -> None:
-        """Forget the batches after `batch`: they are sampled again."""
+        """Remove the batches after `batch`, which will be sampled again."""
         if not self.path.exists():
             return
         known = self.read()
         kept = "".join(json.dumps(asdict(known[number])) + "\n" for number in sorted(known) if number <= batch)
-        # Also where only a last line is cut off: the next one would be written onto it.
+        # Also rewrite the file if only its last line is truncated; the next line would be appended to it.
         if kept != self.path.read_text(encoding="utf-8"):
             write_atomically(self.path, kept)
 
     def read(self) -> dict[int, BatchEvents]:
-        """Batch -> its events; a last line that is cut off is left out."""
+        """Batch -> its events. A truncated last line is ignored; InputError for any other damage."""
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise InputError(
-                f"{self.path} cannot be read ({error.strerror}); a run records its events where rollout.async_rollouts is above 0"
+                f"{self.path} cannot be read ({error.strerror}); only runs with rollout.async_rollouts above 0 have events"
             ) from error
-        found = {}
+        by_batch = {}
         for number, line in enumerate(lines):
             try:
-                recorded = _recorded(json.loads(line))
+                events = _events_from_record(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 if number == len(lines) - 1:
                     break
                 raise InputError(f"{self.path}: line {number + 1} is damaged ({error}); restore the file") from error
-            found[recorded.batch] = recorded
-        return found
+            by_batch[events.batch] = events
+        return by_batch
 
 
 def episodes_digest(episodes: Sequence[Episode]) -> str:
-    """16 hex digits that differ where places, token ids or versions of the episodes do."""
-    made = hashlib.blake2b(digest_size=8)
+    """16 hexadecimal digits that depend on the groups, indices, seeds, token ids and versions of the episodes."""
+    digest = hashlib.blake2b(digest_size=8)
     for episode in episodes:
-        made.update(f"{episode.group}/{episode.index}/{episode.seed}".encode())
+        digest.update(f"{episode.group}/{episode.index}/{episode.seed}".encode())
         for stream in episode.streams:
-            made.update(stream.ids.tobytes() + stream.versions.tobytes())
-    return made.hexdigest()
+            digest.update(stream.ids.tobytes() + stream.versions.tobytes())
+    return digest.hexdigest()
 
 
-def check_replay(recorded: BatchEvents, made: BatchEvents, run: str) -> None:
-    """RunError unless a replayed batch is the recorded one."""
-    for what, one, other in (
-        ("new weights", [asdict(w) for w in recorded.weights], [asdict(w) for w in made.weights]),
-        ("forward passes", recorded.forward_passes, made.forward_passes),
-        ("tokens", recorded.digest, made.digest),
+def check_replay(recorded: BatchEvents, replayed: BatchEvents, run: str) -> None:
+    """RunError unless a replayed batch equals the recorded one of `run`."""
+    for name, expected, actual in (
+        ("weight updates", [asdict(w) for w in recorded.weights], [asdict(w) for w in replayed.weights]),
+        ("forward passes", recorded.forward_passes, replayed.forward_passes),
+        ("tokens", recorded.digest, replayed.digest),
     ):
-        if one != other:
+        if expected != actual:
             raise RunError(
-                f"rollout.replay: batch {recorded.batch} does not fit the events of {run}: its {what} differ ({other}, recorded "
-                f"were {one}); replay with the recipe, code, machine and threads of that run"
+                f"rollout.replay: batch {recorded.batch} differs from the events of {run} in its {name} ({actual} instead of "
+                f"{expected}); replay with the recipe, code, machine and thread count of that run"
             )
 
 
-def _recorded(values: dict[str, Any]) -> BatchEvents:
+def _events_from_record(values: dict[str, Any]) -> BatchEvents:
     return BatchEvents(**{**values, "weights": [WeightUpdate(**each) for each in values["weights"]]})

@@ -1,4 +1,4 @@
-"""Episodes that a model behind an OpenAI-compatible server plays: text in, text out, and no token ids."""
+"""A rollout worker for models behind an OpenAI-compatible server: text in, text out, no token ids."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,34 +17,36 @@ from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecip
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Scorer
 
 THOUGHTS = "thoughts"
-"""Key of a turn's info that holds what the server gave as thinking, where the environment's format has none."""
+"""Key of `Turn.info` for thinking that the server returns separately, if the environment's format has none."""
 _SEEDS = 2**31
-"""Seeds are below this: some servers take 32 bits."""
+"""Seeds are below this, because some servers accept 32 bits only."""
 
 
-def server_seed(place: EpisodeRequest, attempt: int, turn: int) -> int:
-    """The seed that a server is sent with the request of a turn."""
-    return place.request_seed(attempt, turn) % _SEEDS
+def server_seed(request: EpisodeRequest, attempt: int, turn: int) -> int:
+    """The seed sent to a server with the request of one turn."""
+    return request.request_seed(attempt, turn) % _SEEDS
 
 
 class TextTranscript:
-    """One episode's messages. A turn starts at 0 and stops at the number of tokens that the server counts for it, which
-    is 0 where it does not say."""
+    """The messages of one episode without token ids.
+
+    Each turn spans positions 0 to the number of tokens that the server reports, 0 if it reports none.
+    """
 
     def __init__(self, messages: Sequence[Message], state: str | None = None) -> None:
         self.messages: list[dict[str, Any]] = list(messages)
         self.turns: list[Turn] = []
         self._state = state
         self._first = 0
-        """Where in `messages` the conversation that the model sees begins."""
+        """Index in `messages` of the first message that the model still sees."""
 
     @property
-    def seen(self) -> list[dict[str, Any]]:
+    def context(self) -> list[dict[str, Any]]:
         """The messages that the next answer follows."""
         return self.messages[self._first :]
 
-    def said(self, text: str, tokens: int, stop_reason: StopReason, thoughts: str = "") -> None:
-        """Keep an answer; `thoughts` are those that `text` does not hold."""
+    def answer(self, text: str, tokens: int, stop_reason: StopReason, thoughts: str = "") -> None:
+        """Append an answer as a turn. `thoughts` is thinking that `text` does not contain."""
         info = {THOUGHTS: thoughts} if thoughts else {}
         self.turns.append(Turn(0, 0, tokens, 0.0, stop_reason, text, info, self._state))
         self.messages.append({"role": "assistant", "content": text})
@@ -62,49 +64,49 @@ class TextTranscript:
         self.messages.extend(messages)
 
     def streams(self) -> list[Stream]:
-        """None: a server tells no token ids."""
+        """Empty: a server returns no token ids."""
         return []
 
 
 class FailureMonitor(Protocol):
-    """Takes note of every episode, and says when there were too many failures to go on."""
+    """Records episodes and stops the run after too many failures."""
 
     def record(self, episode: Episode) -> None:
-        """Take note of a played episode; RunError where it is one failure too many."""
+        """Record a finished episode; raises if it is one failure too many."""
         ...
 
 
 class FailureLimit:
-    """The failed episodes of an evaluation. Too many of them end it: what is left would not speak for the model."""
+    """Ends an evaluation in which too many episodes fail, because the rest would not represent the model."""
 
     def __init__(self, failures: FailureRecipe, episodes: int) -> None:
-        """`episodes`: how many are to be played."""
+        """`episodes`: total number of episodes of the evaluation."""
         self.episodes = episodes
         self.failed = 0
         self._first: Episode | None = None
-        self._share = failures.max_share
+        self._max_share = failures.max_share
 
     def record(self, episode: Episode) -> None:
-        """Take note of a played episode; RunError as soon as more failed than the recipe allows, or all."""
+        """RunError as soon as all episodes failed, or a larger share than `rollout.failures.max_share`."""
         if episode.outcome is not Outcome.FAILED:
             return
         self.failed += 1
         self._first = first = self._first or episode
-        told = f"{self.failed} of {self.episodes} episodes failed, the first on environment seed {first.seed}: {first.failure}"
-        if self.failed > self._share * self.episodes:
+        summary = f"{self.failed} of {self.episodes} episodes failed, the first on environment seed {first.seed}: {first.failure}"
+        if self.failed > self._max_share * self.episodes:
             raise RunError(
-                f"{told}; that is more than rollout.failures.max_share = {self._share}, so nothing is reported"
+                f"{summary}; this exceeds rollout.failures.max_share = {self._max_share}, so nothing is reported"
             )
         if self.failed == self.episodes:
-            raise RunError(f"{told}; nothing is left to report")
+            raise RunError(f"{summary}; nothing is left to report")
 
 
 @dataclass(frozen=True)
 class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
-    """The model of `engine` answers. What fails at its server fails the episode, and is no answer."""
+    """Plays episodes with a model behind a server. A failed request fails the episode and never counts as an answer."""
 
     client: Any
-    """That of `chat_client`."""
+    """As returned by `chat_client`."""
     engine: OpenAIEngineRecipe
     failure_monitor: FailureMonitor
     environment: EnvironmentRecipe
@@ -118,77 +120,78 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         return self.engine.max_concurrent
 
     def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TextTranscript:
-        """InputError for an environment that begins the answers itself: a chat server lets nobody do that."""
+        """InputError for an environment with a primer: chat servers cannot continue a started answer."""
         if primer:
             raise InputError(no_primer(self.environment, primer))
         return TextTranscript(messages, state)
 
-    async def run_episode(self, place: EpisodeRequest) -> Episode:
-        """One episode; RunError where it is the failure that is one too many."""
-        episode = await super().run_episode(place)
+    async def run_episode(self, request: EpisodeRequest) -> Episode:
+        """Play one episode; raises what `failure_monitor` raises."""
+        episode = await super().run_episode(request)
         self.failure_monitor.record(episode)
         return episode
 
-    async def answer(self, transcript: TextTranscript, place: EpisodeRequest, attempt: int) -> str:
-        """The next answer. Raises ChatRequestError where the server gives none."""
-        seed = server_seed(place, attempt, len(transcript.turns))
-        written = await self._asked(transcript.seen, seed)
+    async def answer(self, transcript: TextTranscript, request: EpisodeRequest, attempt: int) -> str:
+        """Request the next answer and append it. ChatRequestError if the server returns none."""
+        seed = server_seed(request, attempt, len(transcript.turns))
+        completion = await self._complete(transcript.context, seed)
         thinking = has_thinking(self.environment)
-        text, at_string = self._ended_text(written, written.text_with_reasoning() if thinking else written.text)
-        reason = StopReason.END_TOKEN if written.finished else StopReason.TURN_BUDGET
-        reason = StopReason.STOP_STRING if at_string else reason
-        transcript.said(text, written.tokens or 0, reason, "" if thinking else written.reasoning)
+        full_text = completion.text_with_reasoning() if thinking else completion.text
+        text, at_stop_string = self._cut_at_stop_string(completion, full_text)
+        reason = StopReason.END_TOKEN if completion.finished else StopReason.TURN_BUDGET
+        reason = StopReason.STOP_STRING if at_stop_string else reason
+        transcript.answer(text, completion.tokens or 0, reason, "" if thinking else completion.reasoning)
         return text
 
-    async def _asked(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
-        """What `_ask` gives, in a thread that no interrupted program waits for."""
-        written: Future[ChatCompletion] = Future()
+    async def _complete(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
+        """Send the request from a daemon thread, so an interrupted program does not wait for the server."""
+        result: Future[ChatCompletion] = Future()
 
-        def ask() -> None:
-            written.set_running_or_notify_cancel()
+        def send() -> None:
+            result.set_running_or_notify_cancel()
             try:
-                written.set_result(self._ask(messages, seed))
+                result.set_result(self._send(messages, seed))
             except BaseException as error:
-                written.set_exception(error)
+                result.set_exception(error)
 
-        Thread(target=ask, name="remote model", daemon=True).start()
-        return await asyncio.wrap_future(written)
+        Thread(target=send, name="remote model", daemon=True).start()
+        return await asyncio.wrap_future(result)
 
-    def _ask(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
-        engine, sampling, most = self.engine, self.sampling, self.rollout.tokens_per_turn
+    def _send(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
+        engine, sampling, max_tokens = self.engine, self.sampling, self.rollout.tokens_per_turn
         extra = dict(engine.extra_body)
         if sampling.top_p < 1:
             extra["top_p"] = sampling.top_p
         if engine.token_limit_field != "max_tokens":
-            extra[engine.token_limit_field] = most
+            extra[engine.token_limit_field] = max_tokens
         return complete(
             "model",
             self.client,
             engine.model,
             messages,
             temperature=sampling.temperature,
-            max_tokens=most if engine.token_limit_field == "max_tokens" else None,
+            max_tokens=max_tokens if engine.token_limit_field == "max_tokens" else None,
             stop=self.rollout.stop_strings if engine.stop_at == "server" else (),
             seed=seed if engine.send_seed and sampling.temperature > 0 else None,
             extra=extra,
         )
 
-    def _ended_text(self, written: ChatCompletion, text: str) -> tuple[str, bool]:
-        """The text up to its first stop string, which is kept, and whether there is one.
+    def _cut_at_stop_string(self, completion: ChatCompletion, text: str) -> tuple[str, bool]:
+        """`text` up to and including its first stop string, and whether there is one.
 
-        Servers leave the stop string out, and an answer without it means something else: where it cannot be known,
-        InputError.
+        Servers omit the stop string from the text, which changes the meaning of the answer, so it is added back.
+        InputError if the server does not report which one it stopped at.
         """
         stops = self.rollout.stop_strings
-        after = len(text) - len(written.text)  # thoughts that the server set apart end nothing
-        ends = [place + len(stop) for stop in stops if (place := text.find(stop, after)) >= 0]
+        after = len(text) - len(completion.text)  # stop strings in separate thinking do not end the answer
+        ends = [start + len(stop) for stop in stops if (start := text.find(stop, after)) >= 0]
         if ends:
             return text[: min(ends)], True
-        if not stops or self.engine.stop_at == "here" or not written.finished:
+        if not stops or self.engine.stop_at == "here" or not completion.finished:
             return text, False
-        if written.stop_string is None:
+        if completion.stop_string is None:
             raise InputError(
-                f"the server at {self.engine.url} does not say at which of rollout.stop_strings it stopped, and leaves it "
-                "out; set engine.stop_at=here"
+                f"the server at {self.engine.url} omits the stop string and does not report which of rollout.stop_strings "
+                "it stopped at; set engine.stop_at=here"
             )
-        return text + written.stop_string, bool(written.stop_string)
+        return text + completion.stop_string, bool(completion.stop_string)

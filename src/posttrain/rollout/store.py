@@ -1,7 +1,7 @@
-"""The episode store: one compressed file per step and split, written whole or not at all, read back exactly.
+"""The episode store: one compressed file per step and split, written atomically and read back exactly.
 
-`step_000012.train.jsonl.zst` holds a header line and one line per episode. Arrays are base64 of their little-endian
-bytes, so every float comes back to the bit.
+`step_000012.train.jsonl.zst` holds a header line and one line per episode. Arrays are stored as base64 of their
+little-endian bytes, so every float is read back bit for bit.
 """
 
 import base64
@@ -24,9 +24,9 @@ from posttrain.errors import InputError, RunError
 from posttrain.runs.files import storage_errors, write_atomically
 
 Split = Literal["train", "evaluation", "final"]
-"""Training, the held-out seeds of the learning curve, and those of the final table."""
+"""Training episodes, held-out episodes of the learning curve, and held-out episodes of the final table."""
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
 _ARRAYS = ("ids", "sampled", "rollout_logprobs", "rewards", "turn", "versions")
 _CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
@@ -35,31 +35,31 @@ _CHANNEL_OF = {kind: name for name, kind in _CHANNELS.items()}
 
 @dataclass(frozen=True)
 class StoredStep:
-    """One file of the store, as its header tells."""
+    """The header of one file of the store."""
 
     path: Path
     step: int
     split: str
     episodes: int
     mean_return: float | None
-    """Mean undiscounted return over the episodes that did not fail; None without any."""
+    """Mean undiscounted return of the episodes that did not fail; None if there are none."""
     successes: int
     failed: int
 
 
 @dataclass(frozen=True)
 class StoredEpisodes:
-    """What one file of the store holds."""
+    """The contents of one file of the store."""
 
     episodes: list[Episode]
     advantages: Advantages | None
-    """None where the step has no credit."""
+    """None if the step has no credit."""
     units: list[CreditedUnits | None]
-    """One per episode; None where its credit is not of units."""
+    """One per episode; None for an episode without unit credit."""
 
 
 def episodes_file(directory: Path, step: int, split: Split) -> Path:
-    """Where the store keeps the episodes of a step."""
+    """The file of a step and split."""
     return directory / f"step_{step:06d}.{split}.jsonl.zst"
 
 
@@ -71,25 +71,23 @@ def write_episodes(
     advantages: Advantages | None = None,
     units: Sequence[CreditedUnits | None] = (),
 ) -> Path:
-    """Store the episodes of a step, replacing those of an earlier attempt; returns the file.
+    """Store the episodes of a step, replacing those of an earlier attempt; returns the file. Only rank 0 writes.
 
-    `units`: one per episode, or none at all.
-
-    Every field is kept exactly; of `Turn.info`, values that JSON has not are kept as the nearest thing it has (numpy
-    numbers and arrays as numbers and lists, anything else as its text). Raises `RunError` when the disk refuses.
+    `units`: one per episode, or empty. Every field is stored exactly, except values of `Turn.info` that JSON cannot
+    represent: numpy numbers and arrays become numbers and lists, anything else its text. RunError if writing fails.
     """
     if advantages is not None and len(advantages.values) != len(episodes):
-        raise ValueError(f"advantages are for {len(advantages.values)} episodes, there are {len(episodes)}")
-    known = list(units) or [None] * len(episodes)
-    for episode, own in zip(episodes, known, strict=True):
-        if own is not None and own.spans.tokens != episode.sampled_tokens:
+        raise ValueError(f"advantages of {len(advantages.values)} episodes for {len(episodes)} episodes")
+    unit_credit = list(units) or [None] * len(episodes)
+    for episode, credited in zip(episodes, unit_credit, strict=True):
+        if credited is not None and credited.spans.tokens != episode.sampled_tokens:
             raise ValueError(
-                f"units over {own.spans.tokens} tokens for an episode that sampled {episode.sampled_tokens}"
+                f"units over {credited.spans.tokens} tokens for an episode that sampled {episode.sampled_tokens}"
             )
     returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
     path = episodes_file(directory, step, split)
     if not current().is_rank0:
-        return path  # which the first process writes
+        return path
     header = {
         "format": FORMAT,
         "step": step,
@@ -103,7 +101,9 @@ def write_episodes(
     lines = [json_line(header)]
     for number, episode in enumerate(episodes):
         credit = None if advantages is None else [_pack(np.asarray(a)) for a in advantages.values[number]]
-        lines.append(json_line({**episode_record(episode), "advantages": credit, "units": _unit_values(known[number])}))
+        lines.append(
+            json_line({**episode_record(episode), "advantages": credit, "units": _unit_record(unit_credit[number])})
+        )
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_atomically(path, zstandard.ZstdCompressor(level=3, write_checksum=True).compress("\n".join(lines).encode()))
@@ -111,13 +111,13 @@ def write_episodes(
 
 
 def read_episodes(path: Path) -> StoredEpisodes:
-    """What is in one file; `RunError` naming the file if it is damaged or of another format."""
+    """Read one file. InputError if it does not exist, RunError if it is damaged or of another format."""
     try:
         with open(path, "rb") as file:
             content = zstandard.ZstdDecompressor().decompressobj()
             text = content.decompress(file.read())
             if not content.eof:
-                raise ValueError("the end is missing")
+                raise ValueError("it is truncated")
         first, *lines = text.decode().split("\n")
         header = json.loads(first)
         _check_header(header)
@@ -125,22 +125,20 @@ def read_episodes(path: Path) -> StoredEpisodes:
         if len(records) != header["episodes"]:
             raise ValueError(f"{len(records)} episodes instead of {header['episodes']}")
         return StoredEpisodes(
-            [episode_of(record) for record in records],
+            [episode_from_record(record) for record in records],
             Advantages([[_unpack(packed) for packed in record["advantages"]] for record in records])
             if header["advantages"]
             else None,
-            [_units(record.get("units")) for record in records],  # files of before credit was of units have no such key
+            [_units(record["units"]) for record in records],
         )
     except FileNotFoundError as error:
-        raise InputError(
-            f"there are no episodes at {path}; `posttrain episodes RUN` lists the steps that have some"
-        ) from error
+        raise InputError(f"no episodes at {path}; `posttrain episodes RUN` lists the stored steps") from error
     except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
         raise _damaged(path, error) from error
 
 
 def stored_steps(directory: Path) -> Iterator[StoredStep]:
-    """The files of the store in order of step; only their headers are read."""
+    """The headers of the store's files, ordered by step. Episodes are not read."""
     for path in sorted(directory.glob("step_*.jsonl.zst")):
         if not _NAME.match(path.name):
             continue
@@ -155,10 +153,10 @@ def stored_steps(directory: Path) -> Iterator[StoredStep]:
 
 
 def remove_episodes_after(directory: Path, step: int) -> None:
-    """Delete the files of later steps: a resumed run plays those steps again."""
+    """Delete the files of later steps, which a resumed run plays again."""
     for path in directory.glob("step_*.jsonl.zst"):
-        found = _NAME.match(path.name)
-        if found and int(found[1]) > step:
+        match = _NAME.match(path.name)
+        if match and int(match[1]) > step:
             with storage_errors(path):
                 path.unlink(missing_ok=True)
 
@@ -174,19 +172,19 @@ def _first_line(reader: Any) -> bytes:
 
 def _check_header(header: Any) -> None:
     if header["format"] != FORMAT:
-        raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
+        raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
 
 
 def _damaged(path: Path, error: Exception) -> RunError:
-    return RunError(f"the episode file {path} is damaged ({error}); delete it, nothing else of the run depends on it")
+    return RunError(f"the episode file {path} is damaged ({error}); delete it; nothing else in the run depends on it")
 
 
 def json_line(value: dict[str, Any]) -> str:
-    """As one line of JSON; what that has not, as the nearest thing it has."""
-    return json.dumps(value, default=_nearest, separators=(",", ":"))
+    """One line of JSON. Numpy values become numbers and lists, other unsupported values their text."""
+    return json.dumps(value, default=_to_json, separators=(",", ":"))
 
 
-def _nearest(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -204,7 +202,7 @@ def _unpack(packed: list[str]) -> np.ndarray:
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
-    """What the store keeps of an episode."""
+    """An episode as a dictionary of plain JSON values; `episode_from_record` is the inverse."""
     return {
         "seed": int(episode.seed),
         "group": int(episode.group),
@@ -230,7 +228,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _unit_values(units: CreditedUnits | None) -> dict[str, Any] | None:
+def _unit_record(units: CreditedUnits | None) -> dict[str, Any] | None:
     if units is None:
         return None
     return {
@@ -250,24 +248,16 @@ def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
     return _CHANNELS[record["channel"]](spans, _unpack(record["credits"]), record["outcome"], record["empty_value"])
 
 
-def episode_of(record: dict[str, Any]) -> Episode:
-    """The episode of which `episode_record` made `record`."""
+def episode_from_record(record: dict[str, Any]) -> Episode:
+    """The inverse of `episode_record`."""
     return Episode(
         seed=record["seed"],
         group=record["group"],
         index=record["index"],
         version=record["version"],
-        streams=[_stream(stream, record["version"]) for stream in record["streams"]],
+        streams=[Stream(**{name: _unpack(stream[name]) for name in _ARRAYS}) for stream in record["streams"]],
         turns=[Turn(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]],
         outcome=Outcome(record["outcome"]),
         failure=record["failure"],
         messages=record["messages"],
     )
-
-
-def _stream(record: dict[str, Any], version: int) -> Stream:
-    """`version`: of the episode, which files of before every token had one give to all that were sampled."""
-    arrays = {name: _unpack(record[name]) for name in _ARRAYS if name in record}
-    if "versions" not in arrays:
-        arrays["versions"] = np.where(arrays["sampled"], version, -1).astype(np.int32)
-    return Stream(**arrays)

@@ -1,6 +1,7 @@
-"""The bookkeeping of one episode's tokens: which were sampled, with what log-probability, in which turn."""
+"""The tokens and messages of one episode while it is played."""
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -8,11 +9,33 @@ from posttrain.data.rendering import Message, Renderer
 from posttrain.episode import StopReason, Stream, Turn
 
 
-class TokenTranscript:
-    """Grows the streams of an episode turn by turn. Tokens are only ever appended.
+class Transcript(Protocol):
+    """What an episode worker records of one episode."""
 
-    Where the chat template would rewrite the history that an answer becomes, the next turn starts a new stream whose
-    prompt is the rewritten history.
+    turns: list[Turn]
+    messages: list[dict[str, Any]]
+    """The conversation as text, answers included."""
+
+    def reward(self, reward: float, info: dict[str, Any]) -> None:
+        """Set the reward and the `info` of the last turn."""
+        ...
+
+    def observe(
+        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
+    ) -> None:
+        """Append the environment's next messages. The other arguments are those of `Step`."""
+        ...
+
+    def streams(self) -> list[Stream]:
+        """The token streams; empty if the token ids are unknown."""
+        ...
+
+
+class TokenTranscript:
+    """Builds the token streams of an episode turn by turn. Tokens are only ever appended.
+
+    If the chat template would rewrite earlier turns, the next turn starts a new stream whose prompt is the rewritten
+    history.
     """
 
     def __init__(
@@ -24,8 +47,8 @@ class TokenTranscript:
         self.turns: list[Turn] = []
         self._state = state
         self._first = 0
-        """Where in `messages` the conversation that the policy sees begins."""
-        self._streams = [_Growing()]
+        """Index in `messages` of the first message that the policy still sees."""
+        self._streams = [_StreamBuilder()]
         self._streams[0].append(renderer.prompt(self.messages, primer))
 
     @property
@@ -40,8 +63,11 @@ class TokenTranscript:
         stop_reason: StopReason,
         versions: Sequence[int] | None = None,
     ) -> str:
-        """Append the policy's answer; returns it as text, the primer in front. `versions`: of the weights that sampled
-        each token, None where none of a run did."""
+        """Append the policy's answer as a turn; returns its text, which starts with the primer.
+
+        `ids`, `logprobs` (nats) and `versions` (of the weights) have one entry per sampled token. `versions` None means
+        that no policy of the run sampled the tokens.
+        """
         stream = self._streams[-1]
         text = self.primer + self.renderer.answer_text(ids)
         start = len(stream.ids)
@@ -53,16 +79,16 @@ class TokenTranscript:
         return text
 
     def reward(self, reward: float, info: dict) -> None:
-        """Pay the last turn: the reward sits on its last sampled token."""
+        """Set the reward and the `info` of the last turn. The reward sits on its last sampled token."""
         turn = self.turns[-1]
         turn.reward = reward
         turn.info = info
         self._streams[turn.stream].rewards[turn.stop - 1] += reward
 
     def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
-        """Append what the environment says next and the start of the policy's next answer, given in `state`.
+        """Append the environment's next messages and the start of the next answer.
 
-        `new_conversation`: the messages start a conversation and a stream of their own.
+        `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new stream.
         """
         self._state = state
         answer = self.messages[-1]["content"]
@@ -70,18 +96,18 @@ class TokenTranscript:
             self._first = len(self.messages)
         self.messages.extend(messages)
         if new_conversation or self.renderer.must_split(answer):
-            self._streams.append(_Growing())
+            self._streams.append(_StreamBuilder())
             self._streams[-1].append(self.renderer.prompt(self.messages[self._first :], self.primer))
         else:
             ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
             self._streams[-1].append(self.renderer.continuation(messages, ended, self.primer))
 
     def streams(self) -> list[Stream]:
-        """The streams, without trailing tokens that nobody answered to."""
-        return [stream.finished() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
+        """The streams up to their last sampled token. Streams without sampled tokens are left out."""
+        return [stream.build() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
 
 
-class _Growing:
+class _StreamBuilder:
     """A stream under construction."""
 
     def __init__(self) -> None:
@@ -104,7 +130,7 @@ class _Growing:
         self.turn.extend([turn] * len(ids))
         self.versions.extend(versions if versions is not None else [-1] * len(ids))
 
-    def finished(self) -> Stream:
+    def build(self) -> Stream:
         length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1
         turn = np.array(self.turn[:length], dtype=np.int32)
         return Stream(

@@ -1,6 +1,6 @@
-"""Which weights the episodes of a batch are sampled with: the bound on their age, and what happens when newer ones come.
+"""Weight synchronization between the learner and the sampling thread, with the bound on the age of weights.
 
-The batch of step s begins once the weights after step s - 1 - `ahead` exist.
+The batch of step s starts once the weights after step s - 1 - `async_rollouts` exist.
 """
 
 import threading
@@ -18,23 +18,25 @@ from posttrain.rollout.journal import BatchEvents, WeightUpdate
 
 
 class SamplingStopped(Exception):
-    """Sampling is to end, and nobody waits for what it would have made."""
+    """Raised in the sampling thread when nothing needs its batches any more."""
 
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """The trained weights as they were after a step."""
+    """A copy of the trained weights after one step."""
 
     step: int
     version: int
-    """Optimizer updates that they had seen."""
+    """Number of optimizer updates."""
     tensors: dict[str, torch.Tensor]
-    """Name -> a whole copy that nobody changes, for the parameters that an optimizer changes."""
+    """Parameter name -> full copy that is never modified. Holds only parameters that an optimizer changes."""
 
     @classmethod
     def capture(cls, policy: Policy, step: int) -> "WeightSnapshot":
-        """Those of `policy` as they are now, after `step`. Where they are divided among processes all of these call it, and
-        the first one gets them."""
+        """The current weights of `policy`, after `step`.
+
+        If the weights are sharded over processes, all processes must call this together, and rank 0 gets the tensors.
+        """
         trained: dict[str, torch.Tensor] = dict(policy.trainable())
         whole = policy.gather_weights(trained)
         return cls(
@@ -43,11 +45,11 @@ class WeightSnapshot:
 
     @classmethod
     def empty(cls, policy: Policy) -> "WeightSnapshot":
-        """Room for weights of `policy` that are to be read from a checkpoint."""
+        """Uninitialized tensors of the right shapes, to read a checkpoint into."""
         return cls(0, 0, {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in policy.trainable()})
 
     def load_into(self, policy: Policy) -> None:
-        """Give `policy` these weights."""
+        """Copy these weights into `policy`."""
         with torch.no_grad():
             for name, parameter in policy.trainable():
                 parameter.copy_(self.tensors[name])
@@ -55,16 +57,17 @@ class WeightSnapshot:
 
 
 class PublishedWeights:
-    """Weights that the learner has made, for another thread to wait for."""
+    """The newest weight snapshots, published by the learner and read by the sampling thread. Thread-safe."""
 
     def __init__(self, kept: int) -> None:
-        """`kept`: of how many steps, the newest included, weights are kept."""
+        """`kept`: number of snapshots to keep, the newest included."""
         self._kept = kept
         self._changed = threading.Condition()
         self._by_step: dict[int, WeightSnapshot] = {}
         self._stopped = False
 
     def publish(self, weights: WeightSnapshot) -> None:
+        """Add a snapshot and drop the oldest beyond `kept`."""
         with self._changed:
             self._by_step[weights.step] = weights
             for step in sorted(self._by_step)[: -self._kept]:
@@ -72,121 +75,127 @@ class PublishedWeights:
             self._changed.notify_all()
 
     def after(self, step: int) -> WeightSnapshot:
-        """The weights after `step`, or the oldest that are kept where those are newer; waits until they are there."""
+        """The weights after `step`, or the oldest kept snapshot if that is newer. Blocks until there is one."""
         with self._changed:
             while not self._stopped and max(self._by_step, default=-1) < step:
                 self._changed.wait()
-            self._go_on()
-            return self._by_step[min(found for found in self._by_step if found >= step)]
+            self._check_running()
+            return self._by_step[min(known for known in self._by_step if known >= step)]
 
     def newest(self) -> WeightSnapshot:
+        """The newest snapshot."""
         with self._changed:
-            self._go_on()
+            self._check_running()
             return self._by_step[max(self._by_step)]
 
     def kept(self) -> list[WeightSnapshot]:
-        """All that are kept, the oldest first."""
+        """All kept snapshots, the oldest first."""
         with self._changed:
             return [self._by_step[step] for step in sorted(self._by_step)]
 
     def stop(self) -> None:
-        """From now on whoever asks or waits for weights gets `SamplingStopped`."""
+        """Raise `SamplingStopped` in every thread that waits or asks for weights from now on."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
-    def _go_on(self) -> None:
+    def _check_running(self) -> None:
         if self._stopped:
             raise SamplingStopped
 
 
-Rule = Literal["finish", "continue", "restart"]
+OnNewWeights = Literal["finish", "continue", "restart"]
+"""Values of `rollout.on_new_weights`."""
 
 
 class WeightSync:
-    """Gives the engine its weights, batch by batch and within a batch. Used by the thread that samples."""
+    """Loads published weights into the engine between batches, and within a batch. Used by the sampling thread."""
 
     def __init__(
         self,
-        rule: Rule,
-        ahead: int,
+        on_new_weights: OnNewWeights,
+        async_rollouts: int,
         policy: Policy,
         engine: Engine,
         published: PublishedWeights,
-        flights: InFlight,
-        recorded: Mapping[int, BatchEvents] | None,
+        in_flight: InFlight,
+        replayed: Mapping[int, BatchEvents] | None,
     ) -> None:
-        """`policy` is what `engine` samples with, and the conductor's alone; `recorded`: events to follow, by batch."""
-        self._rule, self._ahead = rule, ahead
+        """`policy` is the replica that `engine` samples with; nothing else may use it. `replayed`: batch -> recorded
+        events to follow instead of the clock."""
+        self._on_new_weights, self._async_rollouts = on_new_weights, async_rollouts
         self._policy, self._engine = policy, engine
-        self._published, self._flights = published, flights
-        self._recorded = recorded
+        self._published, self._in_flight = published, in_flight
+        self._replayed = replayed
         self._batch = 0
         self._loaded: WeightSnapshot | None = None
         self._first_pass = 0
-        self._taken: list[WeightUpdate] = []
-        self._due: list[WeightUpdate] = []
+        self._updates: list[WeightUpdate] = []
+        """Weight updates of the current batch."""
+        self._remaining: list[WeightUpdate] = []
+        """Recorded updates of the current batch that are still to be replayed."""
         if hasattr(engine, "before_forward"):
             engine.before_forward = self.poll
-        elif rule != "finish":
-            flights.poll = self.poll
+        elif on_new_weights != "finish":
+            in_flight.poll = self.poll
 
     def wait_for(self, batch: int) -> None:
-        """Until the oldest weights that `batch` may begin with are there."""
-        self._published.after(max(0, batch - 1 - self._ahead))
+        """Block until the oldest weights exist with which `batch` may start."""
+        self._published.after(self._oldest_step(batch))
 
     def begin_batch(self, batch: int) -> None:
-        """Load the weights that `batch` begins with."""
-        oldest = self._published.after(max(0, batch - 1 - self._ahead))
-        self._batch, self._taken, self._first_pass = batch, [], self._engine.counters.forwards
-        self._due = []
-        if self._recorded is not None:
-            if batch not in self._recorded:
-                raise RunError(
-                    f"rollout.replay: the run that is replayed has no events of batch {batch}; lower `steps`"
-                )
-            self._due = list(self._recorded[batch].weights)
-            self._take(self._published.after(self._due.pop(0).step))
+        """Load the weights with which `batch` starts."""
+        oldest = self._published.after(self._oldest_step(batch))
+        self._batch, self._updates, self._first_pass = batch, [], self._engine.counters.forwards
+        self._remaining = []
+        if self._replayed is not None:
+            if batch not in self._replayed:
+                raise RunError(f"rollout.replay: the replayed run has no events of batch {batch}; lower `steps`")
+            self._remaining = list(self._replayed[batch].weights)
+            self._load(self._published.after(self._remaining.pop(0).step))
         else:
-            self._take(oldest if self._rule == "finish" else self._published.newest())
+            self._load(oldest if self._on_new_weights == "finish" else self._published.newest())
 
     def poll(self) -> None:
-        """Between two forward passes: take newer weights, if there are any and the rule is to take them."""
-        if self._recorded is not None:
-            while self._due and self._due[0].before_forward == self.passes:
-                self._change(self._published.after(self._due.pop(0).step))
-        elif self._rule != "finish":
+        """Load newer weights, if there are any and the recipe allows it. Called between two forward passes."""
+        if self._replayed is not None:
+            while self._remaining and self._remaining[0].before_forward == self.forward_passes:
+                self._update(self._published.after(self._remaining.pop(0).step))
+        elif self._on_new_weights != "finish":
             newest = self._published.newest()
             assert self._loaded is not None
             if newest.version > self._loaded.version:
-                self._change(newest)
+                self._update(newest)
 
     def end_batch(self) -> tuple[list[WeightUpdate], int]:
-        """What was taken while the batch was sampled, and the forward passes of it."""
-        return self._taken, self.passes
+        """The weight updates of the batch and its number of forward passes."""
+        return self._updates, self.forward_passes
 
     @property
     def version(self) -> int:
-        """Of the weights that were loaded last; 0 before any."""
+        """Version of the loaded weights; 0 if none are loaded."""
         return self._loaded.version if self._loaded is not None else 0
 
     @property
-    def passes(self) -> int:
+    def forward_passes(self) -> int:
         """Forward passes of the batch so far."""
         return self._engine.counters.forwards - self._first_pass
 
-    def _change(self, weights: WeightSnapshot) -> None:
-        places = self._flights.restart_all() if self._rule == "restart" else []
-        self._take(weights, [[place.group, place.index] for place in places])
+    def _oldest_step(self, batch: int) -> int:
+        return max(0, batch - 1 - self._async_rollouts)
 
-    def _take(self, weights: WeightSnapshot, restarted: list[list[int]] | None = None) -> None:
-        if weights.step < self._batch - 1 - self._ahead:
+    def _update(self, weights: WeightSnapshot) -> None:
+        restarted = self._in_flight.restart_all() if self._on_new_weights == "restart" else []
+        self._load(weights, [[request.group, request.index] for request in restarted])
+
+    def _load(self, weights: WeightSnapshot, restarted: list[list[int]] | None = None) -> None:
+        if weights.step < self._batch - 1 - self._async_rollouts:
             raise RunError(
                 f"internal error: batch {self._batch} was given the weights after step {weights.step}, which are older than "
-                f"rollout.async_rollouts = {self._ahead} allows"
+                f"rollout.async_rollouts = {self._async_rollouts} allows"
             )
         if self._loaded is None or weights.step != self._loaded.step:
             weights.load_into(self._policy)
         self._engine.load_weights(weights.version)
         self._loaded = weights
-        self._taken.append(WeightUpdate(self.passes, weights.step, weights.version, restarted or []))
+        self._updates.append(WeightUpdate(self.forward_passes, weights.step, weights.version, restarted or []))

@@ -23,7 +23,7 @@ from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.filters import ages, drop_stale
+from posttrain.rollout.filters import drop_stale, token_staleness
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
 from posttrain.rollout.journal import (
     BatchEvents,
@@ -330,7 +330,7 @@ class AsyncRollouts:
             "time/overlap_share": max(0.0, 1 - waited / max(batch.seconds, waited, 1e-9)),
         }
         self._drop_stale(batch, version)
-        old = ages(batch.episodes, version)
+        old = token_staleness(batch.episodes, version)
         if len(old):
             batch.metrics |= {"policy/staleness_mean": float(old.mean()), "policy/staleness_max": float(old.max())}
         return batch

@@ -27,7 +27,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
 from posttrain.recipe.rollout import EngineRecipe, FailureRecipe, RolloutRecipe, SamplingRecipe, SeedRange
 from posttrain.rollout.driver import EpisodeRequest, EpisodeSharding, RolloutWorker, Scorer, collect_episodes
-from posttrain.rollout.filters import has_signal, uncertainty
+from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.seeds import random_stream
 
@@ -291,7 +291,7 @@ def collect(
     if dynamic and len(kept) < wanted:
         batch.warnings.append(f"only {len(kept)} of {wanted} groups have signal after {rounds} rounds of sampling")
     if rollout.filter.type == "uncertainty":
-        kept = uncertainty(kept, rollout.filter.keep)
+        kept = most_uncertain(kept, rollout.filter.keep)
     batch.episodes = [episode for group in kept for episode in group]
     return batch
 

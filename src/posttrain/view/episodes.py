@@ -12,7 +12,7 @@ from posttrain.episode import Episode, Outcome, Turn
 from posttrain.errors import PosttrainError
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredEpisodes, StoredStep, read_episodes, stored_steps
-from posttrain.rollout.view import unit_summary, unit_text, units_of
+from posttrain.rollout.view import unit_summary, unit_text, units_in_turn
 from posttrain.runs.directory import RunDirectory
 
 _NAMES = {1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
@@ -230,7 +230,7 @@ def _unit_rows(sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode,
     advantages = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
     largest = float(np.abs(units.credits).max(initial=0.0))
     numbers = np.cumsum(units.spans.is_unit)
-    for unit, start, stop, continued in units_of(sample.episode, turn, units):
+    for unit, start, stop, continued in units_in_turn(sample.episode, turn, units):
         credit, found = float(units.credits[unit]), bool(units.spans.is_unit[unit])
         number = "…" if continued else str(numbers[unit]) if found else "–"
         shown = "" if continued else f"{credit:+z.3f}"

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from posttrain.credit.units.offsets import Decode
 from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.model import ModelRecipe
-from posttrain.rollout.view import token_decoder, unit_credit, visible
+from posttrain.rollout.view import token_decoder, unit_credit_recipe, visible
 from posttrain.runs.comparison import Source, open_sources
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import encode
@@ -153,7 +153,7 @@ def _samples(run: RunDirectory) -> tuple[list[tuple[str, list[EpisodePage]]], li
     decode = _decoder(run) if credit_known else None
     if credit_known and decode is None:
         missing.append("The tokenizer of the run cannot be loaded, so the credit of tokens is not shown.")
-    credited = unit_credit(run)
+    credited = unit_credit_recipe(run)
     scales = [largest_advantage(step.samples) for step in steps]
     return [
         (step.title, [episode_page(one, scale, decode, credited) for one in step.samples])

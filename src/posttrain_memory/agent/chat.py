@@ -1,6 +1,6 @@
-"""What a person sees of an agent's events: panels in a terminal, lines elsewhere. Nothing steers the terminal.
-
-A chat with a memory agent: in a terminal with panels, or line by line for scripts."""
+"""A chat with the memory agent: in a terminal with panels, or line by line for scripts. Terminal control characters
+are removed from all output.
+"""
 
 import sys
 import unicodedata
@@ -14,58 +14,58 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from posttrain.errors import InputError, PosttrainError, RunError
-from posttrain_memory.agent.session import Code, Event, GaveUp, MemoryAgent, Refused, Result, Said, Thought
+from posttrain_memory.agent.session import Answered, Code, Event, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.vault.limits import VaultError
 
 _LINES = 40
-"""Most lines of a result, a change or a refused message that a panel shows."""
+"""Maximum number of lines shown of a result, a diff or a rejected message."""
 _WITHHELD = "something is withheld by the privacy rules"
 
 
-def visible(text: str) -> str:
-    """`text` without signs that steer a terminal or hide: controls, escapes, signs that turn the direction of writing."""
+def printable(text: str) -> str:
+    """`text` without control characters, escape sequences and bidirectional marks."""
     lines = text.replace("\r\n", "\n").expandtabs(4)
     return "".join("�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") and c != "\n" else c for c in lines)
 
 
 def panel(event: Event) -> RenderableType:
-    """The panel of an event."""
+    """The panel for an event."""
     match event:
         case Thought(text):
-            return _framed(Text(visible(text), style="dim italic"), "thought", "dim")
+            return _framed(Text(printable(text), style="dim italic"), "thought", "dim")
         case Code(text):
-            return _framed(_coloured(visible(text), "python"), "code", "cyan")
+            return _framed(_coloured(printable(text), "python"), "code", "cyan")
         case Result(text):
-            return _framed(Text(_first(visible(_inside(text)))), "result", "blue")
+            return _framed(Text(_first_lines(printable(_without_tags(text)))), "result", "blue")
         case Refused(reason, message):
-            said = Text(f"\n{_first(visible(message.strip()), 8)}", style="dim")
-            return _framed(Group(Text(visible(reason)), said), "not understood", "yellow")
-        case Said(text, withheld):
-            return _framed(Text(visible(text)), "reply", "green", _WITHHELD if withheld else None)
+            excerpt = Text(f"\n{_first_lines(printable(message.strip()), 8)}", style="dim")
+            return _framed(Group(Text(printable(reason)), excerpt), "not understood", "yellow")
+        case Answered(text, withheld):
+            return _framed(Text(printable(text)), "reply", "green", _WITHHELD if withheld else None)
         case GaveUp(reason):
-            return _framed(Text(visible(reason)), "no reply", "red")
+            return _framed(Text(printable(reason)), "no reply", "red")
 
 
 def changed(diff: str) -> RenderableType:
-    """A panel with what a question changed."""
-    return _framed(_coloured(_first(visible(diff)), "diff"), "changed notes", "magenta", "/undo takes it back")
+    """A panel with the changes made by a question."""
+    return _framed(_coloured(_first_lines(printable(diff)), "diff"), "changed notes", "magenta", "/undo takes it back")
 
 
 def lines(event: Event) -> str:
-    """An event as plain lines, each with the name of the event in front; a reply without."""
+    """An event as plain lines, prefixed by its name; a reply has no prefix."""
     match event:
         case Thought(text):
-            return _marked("thought", text)
+            return _prefixed("thought", text)
         case Code(text):
-            return _marked("code", text)
+            return _prefixed("code", text)
         case Result(text):
-            return _marked("result", _inside(text))
+            return _prefixed("result", _without_tags(text))
         case Refused(reason, message):
-            return f"{_marked('refused', reason)}\n{_marked('message', message.strip())}"
-        case Said(text, withheld):
-            return visible(text) + (f"\n({_WITHHELD})" if withheld else "")
+            return f"{_prefixed('refused', reason)}\n{_prefixed('message', message.strip())}"
+        case Answered(text, withheld):
+            return printable(text) + (f"\n({_WITHHELD})" if withheld else "")
         case GaveUp(reason):
-            return _marked("no reply", reason)
+            return _prefixed("no reply", reason)
 
 
 def _framed(inside: RenderableType, title: str, colour: str, subtitle: str | None = None) -> Panel:
@@ -84,60 +84,62 @@ def _coloured(text: str, language: str) -> Syntax:
     return Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True)
 
 
-def _inside(result: str) -> str:
+def _without_tags(result: str) -> str:
     """A result without its tags."""
     return result.removeprefix("<result>\n").removesuffix("\n</result>")
 
 
-def _first(text: str, most: int = _LINES) -> str:
+def _first_lines(text: str, most: int = _LINES) -> str:
     rows = text.rstrip("\n").split("\n")
     more = [f"… {len(rows) - most} more lines"] if len(rows) > most else []
     return "\n".join([*rows[:most], *more])
 
 
-def _marked(name: str, text: str) -> str:
-    return "\n".join(f"{name} | {row}".rstrip() for row in visible(text).split("\n"))
+def _prefixed(name: str, text: str) -> str:
+    return "\n".join(f"{name} | {row}".rstrip() for row in printable(text).split("\n"))
 
 
 _HELP = """\
-/undo       take back what the last question changed
-/diff       show what the last question changed
+/undo       undo the changes of the last question
+/diff       show the changes of the last question
 /notes      list the notes
 /read PATH  show a note
-/new        begin a new conversation
-/filters    show the privacy rules that hold
+/new        start a new conversation
+/filters    show the privacy rules in force
 /help       show this
-/quit       leave; so does Ctrl-D
-Ctrl-C interrupts an answer. <filter>…</filter> in a question is a privacy rule for that question alone."""
+/quit       leave (or Ctrl-D)
+Ctrl-C interrupts an answer. <filter>…</filter> in a question is a privacy rule for that question only."""
 
 
-class Leave(Exception):
-    """The user wants to go."""
+class LeaveChat(Exception):
+    """The user leaves the chat."""
 
 
 def command(agent: MemoryAgent, line: str) -> str:
-    """What a line that begins with `/` does and says. InputError where it cannot be done; raises Leave to end."""
+    """Execute a line that begins with `/` and return its output. Raises InputError if it fails, and Leave to end the
+    chat.
+    """
     name, _, rest = line.partition(" ")
     does: dict[str, Callable[[], str]] = {
-        "/undo": lambda: f"taken back: {', '.join(agent.undo())}; the next question begins a new conversation",
+        "/undo": lambda: f"undone: {', '.join(agent.undo())}; the next question starts a new conversation",
         "/diff": lambda: agent.changes() or "the last question changed nothing",
-        "/notes": lambda: agent.seen().tree() or "there are no notes",
-        "/read": lambda: agent.seen().read(rest.strip()),
+        "/notes": lambda: agent.visible_vault().tree() or "there are no notes",
+        "/read": lambda: agent.visible_vault().read(rest.strip()),
         "/new": lambda: _new(agent),
         "/filters": lambda: _rules(agent),
         "/help": lambda: _HELP,
         "/quit": _leave,
     }
     if name not in does:
-        raise InputError(f"there is no command {name}; /help lists them")
+        raise InputError(f"unknown command {name}; /help lists the commands")
     if name == "/read" and not rest.strip():
-        raise InputError("/read takes the path of a note, for example /read user.md")
+        raise InputError("/read needs the path of a note, for example /read user.md")
     try:
-        return visible(does[name]().rstrip("\n"))
+        return printable(does[name]().rstrip("\n"))
     except VaultError as error:
         raise InputError(str(error)) from None
     except OSError as error:
-        raise RunError(f"the memory cannot be read: {error.strerror or type(error).__name__}") from None
+        raise RunError(f"the vault cannot be read: {error.strerror or type(error).__name__}") from None
 
 
 class TerminalChat:
@@ -147,10 +149,10 @@ class TerminalChat:
         self._agent, self._console = agent, console
 
     def run(self, about: str) -> None:
-        """Answer until the user leaves. `about` is shown first."""
+        """Answer questions until the user leaves. `about` is shown first."""
         with suppress(ImportError):
             import readline  # noqa: F401 - with it, `input` edits lines and remembers them
-        self._console.print(Text(visible(about), style="dim"))
+        self._console.print(Text(printable(about), style="dim"))
         while True:
             try:
                 self._console.print()
@@ -159,22 +161,22 @@ class TerminalChat:
                 self._console.print()
                 return
             try:
-                self._take(line)
-            except Leave:
+                self._handle(line)
+            except LeaveChat:
                 return
             except KeyboardInterrupt:
-                self._console.print(Text("interrupted; the next question begins a new conversation", style="yellow"))
+                self._console.print(Text("interrupted; the next question starts a new conversation", style="yellow"))
             except PosttrainError as error:
-                self._console.print(Text(visible(str(error)), style="red"))
+                self._console.print(Text(printable(str(error)), style="red"))
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if line.startswith("/"):
             self._console.print(Text(command(self._agent, line)))
         elif line:
             self._answer(line)
 
     def _answer(self, question: str) -> None:
-        """Show the events of a question as they come, below them how long it has taken so far."""
+        """Show the events of a question as they occur, with the elapsed time below."""
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         try:
             with Progress(*columns, console=self._console, transient=True, refresh_per_second=8) as waiting:
@@ -188,21 +190,23 @@ class TerminalChat:
 
 
 class LineChat:
-    """One question or command a line, for scripts: replies go to standard output, all else to standard error."""
+    """One question or command per line, for scripts: replies go to standard output, everything else to standard
+    error.
+    """
 
     def __init__(self, agent: MemoryAgent) -> None:
         self._agent = agent
 
     def run(self, asked: Iterable[str]) -> None:
-        """Answer every line; RunError at the end where some had no answer."""
+        """Answer every line. Raises RunError at the end if some had no answer."""
         count = without = 0
         for line in asked:
             if not line.strip():
                 continue
             count += 1
             try:
-                answered = self._take(line.strip())
-            except Leave:
+                answered = self._handle(line.strip())
+            except LeaveChat:
                 break
             except InputError as error:
                 _note(str(error))
@@ -211,31 +215,31 @@ class LineChat:
         if without:
             raise RunError(f"{without} of {count} lines had no answer; the messages above say why")
 
-    def _take(self, line: str) -> bool:
+    def _handle(self, line: str) -> bool:
         if line.startswith("/"):
             print(command(self._agent, line), flush=True)
             return True
         for event in self._agent.ask(line):
-            print(lines(event), file=sys.stdout if isinstance(event, Said) else sys.stderr, flush=True)
+            print(lines(event), file=sys.stdout if isinstance(event, Answered) else sys.stderr, flush=True)
         if self._agent.changes():
             _note("notes were changed; /diff shows how, and /undo takes it back")
         return not isinstance(event, GaveUp)
 
 
 def _note(text: str) -> None:
-    print(visible(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _rules(agent: MemoryAgent) -> str:
     if not agent.rules:
-        return "no privacy rule holds; start with --filter, or write <filter>…</filter> in a question"
+        return "no privacy rule in force; start with --filter, or write <filter>…</filter> in a question"
     return "\n".join(["for every question:", *(f"- {rule}" for rule in agent.rules)])
 
 
 def _new(agent: MemoryAgent) -> str:
     agent.new()
-    return "the next question begins a new conversation"
+    return "the next question starts a new conversation"
 
 
 def _leave() -> str:
-    raise Leave
+    raise LeaveChat

@@ -1,4 +1,4 @@
-"""Who speaks for the memory agent: a model in this process, or one behind an OpenAI-compatible server."""
+"""Chat clients of the memory agent: a model in this process, or one behind an OpenAI-compatible server."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,35 +12,35 @@ from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
 from posttrain.seeds import derive_seed
 
 STOPS = ("<result>",)
-"""Texts that end an answer: from there on, a model only makes up what its code would have returned."""
+"""Stop strings: a model that goes on past this tag invents the result of its code."""
 
 
 class ContextFull(RunError):
-    """The conversation leaves no room for an answer. A new one has room again."""
+    """The conversation has no room for another answer. A new conversation has."""
 
 
-class Speaker(Protocol):
+class ChatClient(Protocol):
     """One conversation at a time with a language model."""
 
     def begin(self, messages: Sequence[Message], primer: str) -> None:
-        """Forget what was said and begin with `messages`; `primer` is put in the model's mouth before each answer."""
+        """Start a new conversation with `messages`. Every answer begins with `primer`."""
         ...
 
     def answer(self) -> str:
-        """The model's next message, the primer in front. Raises RunError where there is none."""
+        """The model's next message, including the primer. Raises RunError if there is none."""
         ...
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """What the model is told next, after an answer of its own."""
+        """Add the messages that follow the model's last answer."""
         ...
 
     def close(self) -> None:
-        """Give back what the speaker holds."""
+        """Release the model and its resources."""
         ...
 
 
-class LocalSpeaker:
-    """A model in this process. Its conversation is that of a rollout: tokens are sampled and appended, never re-encoded."""
+class LocalChatClient:
+    """A model in this process. Tokens are sampled and appended as in a rollout, and never re-encoded."""
 
     def __init__(
         self,
@@ -51,10 +51,11 @@ class LocalSpeaker:
         stop_strings: Sequence[str] = STOPS,
         seed: int = 0,
     ) -> None:
-        """Loads `model`; InputError where it cannot be. `tokens_per_turn`: most tokens of an answer.
+        """Load `model`; raises InputError if that fails.
 
-        `tokens_per_episode`: most tokens of a conversation, lowered to what the model can read. `seed` names the
-        random numbers of a `sampling` that is not greedy: the same questions then get the same answers.
+        `tokens_per_turn` is the maximum number of tokens of an answer, and `tokens_per_episode` that of a
+        conversation, lowered to the model's context length. `seed` fixes the random numbers if `sampling` is not
+        greedy, so the same questions get the same answers.
         """
         from posttrain.data.rendering import Renderer
         from posttrain.engines.local.engine import LocalEngine
@@ -80,7 +81,7 @@ class LocalSpeaker:
         self._begun += 1
 
     def answer(self) -> str:
-        """The next answer; ContextFull where the conversation has no room for one."""
+        """The next answer. Raises ContextFull if the conversation has no room for one."""
         from posttrain.engines.protocol import Request
 
         conversation = self.conversation
@@ -88,8 +89,8 @@ class LocalSpeaker:
         room = self.tokens_per_episode - len(conversation.context)
         if room <= 0 and not conversation.turns:
             raise RunError(
-                f"the question has {len(conversation.context)} tokens with all that stands before it, and the model may "
-                f"read {self.tokens_per_episode}; ask a shorter one, or take the brief prompt"
+                f"the question has {len(conversation.context)} tokens including the prompt, but the limit is "
+                f"{self.tokens_per_episode}; ask a shorter question, or use --prompt brief"
             )
         if room <= 0:
             raise ContextFull(
@@ -113,11 +114,11 @@ class LocalSpeaker:
         self.conversation = None
 
 
-class RemoteSpeaker:
-    """A model behind an OpenAI-compatible server, which gets the whole conversation with every question.
+class RemoteChatClient:
+    """A model behind an OpenAI-compatible server, which receives the whole conversation with every question.
 
-    What the server gives as thinking apart from the text (`reasoning_content`) is put back in front of it as the
-    `<think>` block that the format asks for, where there is none and the format has `thinking`.
+    If the format has `thinking` and the server returns the thinking separately (`reasoning_content`), it is put back
+    in front of the text as a `<think>` block.
     """
 
     def __init__(
@@ -131,9 +132,8 @@ class RemoteSpeaker:
         seconds: float = 300.0,
         retries: int = 2,
     ) -> None:
-        """`key_variable`: environment variable that holds the key. `temperature` None: the server's own.
-
-        `seconds` limits a call; after a fault that may pass, the client asks `retries` times more.
+        """`key_variable` is the environment variable with the API key. With `temperature` None, the server's default
+        applies. `seconds` limits each call; transient failures are retried `retries` times.
         """
         self.model = model
         self._client = chat_client("the memory agent", url, seconds, retries, key_variable)
@@ -143,12 +143,12 @@ class RemoteSpeaker:
     def begin(self, messages: Sequence[Message], primer: str) -> None:
         if primer:
             raise InputError(
-                f"a server lets nobody write the beginning of an answer ({primer}); choose another `opened_by`"
+                f"a server cannot continue a prefilled answer ({primer}); set `opened_by` to policy or template"
             )
         self._messages = list(messages)
 
     def answer(self) -> str:
-        """The next answer; RunError where the server gives none."""
+        """The next answer. Raises RunError if the server gives none."""
         try:
             written = complete(
                 "the model",
@@ -160,7 +160,7 @@ class RemoteSpeaker:
                 stop=STOPS,
             )
         except ChatRequestError as failure:
-            raise RunError(f"{failure}; check that the server runs, the address and the name of the model") from None
+            raise RunError(f"{failure}; check that the server is running, its address, and the model's name") from None
         text = written.text
         if self._thinking and written.reasoning and not text.lstrip().startswith("<think>"):
             text = f"<think>{written.reasoning}</think>{text}"

@@ -1,4 +1,4 @@
-"""What was changed in a memory, as its journal has it, told to its user and taken back; no model is needed."""
+"""Listing and undoing the operations in a vault's journal; no model is needed."""
 
 import sys
 from collections import Counter
@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from posttrain.errors import InputError, RunError
-from posttrain_memory.agent.chat import visible
+from posttrain_memory.agent.chat import printable
 from posttrain_memory.vault.journal import Change, Entry
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import RESERVED, DiskStorage
@@ -16,33 +16,37 @@ from posttrain_memory.vault.vault import Vault
 
 
 def last_operations(folder: Path, count: int) -> list[str]:
-    """The last `count` operations of the memory in `folder`, newest first, a line each; InputError where it is none."""
-    with _opened(folder, read_only=True) as vault:
-        return [told(entry) for entry in vault.journal.entries()[: -count - 1 : -1]]
+    """The last `count` operations of the vault in `folder`, newest first, one line each. Raises InputError if it is
+    not a vault.
+    """
+    with _open_vault(folder, read_only=True) as vault:
+        return [describe(entry) for entry in vault.journal.entries()[: -count - 1 : -1]]
 
 
 def undo(folder: Path, count: int) -> list[str]:
-    """Take back the last `count` operations of the memory in `folder`, all or none; they are told as above.
+    """Undo the last `count` operations of the vault in `folder`, all or none. Returns one line for each.
 
-    InputError where there are not so many, or where a note was changed otherwise since.
+    Raises InputError if there are fewer operations, or if a note has been changed by something else since.
     """
-    with _opened(folder, read_only=False) as vault:
+    with _open_vault(folder, read_only=False) as vault:
         entries = vault.journal.entries()
         if len(entries) < count:
-            raise InputError(f"the journal of {folder} has {len(entries)} operations; undo no more than that")
+            raise InputError(f"the journal of {folder} has {len(entries)} operations; choose --count accordingly")
         try:
-            return [told(entry) for entry in vault.journal.undo(entries[-count].number)]
+            return [describe(entry) for entry in vault.journal.undo(entries[-count].number)]
         except VaultError as error:
-            raise InputError(f"{folder} cannot be taken back: {error}") from None
+            raise InputError(f"the changes in {folder} cannot be undone: {error}") from None
 
 
-def told(entry: Entry) -> str:
-    """An operation as a line: its number, local time, name, and what became of each note."""
+def describe(entry: Entry) -> str:
+    """An operation as one line: number, local time, name, and the change of each note."""
     when = "(time unknown)" if entry.time is None else f"{datetime.fromtimestamp(entry.time):%Y-%m-%d %H:%M:%S}"
-    return visible(f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(map(_became, entry.changes))}")
+    return printable(
+        f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(map(_describe_change, entry.changes))}"
+    )
 
 
-def _became(change: Change) -> str:
+def _describe_change(change: Change) -> str:
     if change.before is None:
         return f"{change.path} (made)"
     if change.after is None:
@@ -52,14 +56,14 @@ def _became(change: Change) -> str:
 
 
 @contextmanager
-def _opened(folder: Path, read_only: bool) -> Iterator[Vault]:
-    """The vault in `folder`, which may lack its `user.md`: taking that back is what undo is for."""
+def _open_vault(folder: Path, read_only: bool) -> Iterator[Vault]:
+    """The vault in `folder`. It may lack `user.md`, because undoing its removal is a use of undo."""
     if not (folder / RESERVED).is_dir():
-        raise InputError(f"{folder} has no journal ({RESERVED}), so no memory was changed there; name that of a memory")
+        raise InputError(f"{folder} has no journal ({RESERVED}); name the folder of a vault that has been changed")
     try:
         with closing(Vault(DiskStorage(folder, read_only=read_only))) as vault:
-            if vault.journal.remark:
-                print(f"posttrain: {vault.journal.remark}", file=sys.stderr, flush=True)
+            if vault.journal.warning:
+                print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
             yield vault
     except OSError as error:
         raise RunError(f"{folder} cannot be read or written: {error.strerror or type(error).__name__}") from None

@@ -1,4 +1,4 @@
-"""From what a user names on the command line to a vault, a model that speaks, and settings."""
+"""Opens what the command line names: a vault, a chat client, and the agent's settings."""
 
 import os
 import sys
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.errors import InputError
-from posttrain_memory.agent.clients import LocalSpeaker, RemoteSpeaker, Speaker
+from posttrain_memory.agent.clients import ChatClient, LocalChatClient, RemoteChatClient
 from posttrain_memory.interpreter.pool import InterpreterLimits
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
-from posttrain_memory.vault.paths import START
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.vault.storage import DiskStorage
 from posttrain_memory.vault.vault import Vault
 
@@ -19,74 +19,75 @@ _FIRST = "# User\n"
 
 
 def open_vault(folder: Path, new: bool = False, read_only: bool = False) -> Vault:
-    """The memory in `folder`, locked for writing unless `read_only`. `new`: make what is missing of it: the folder, and an
-    empty `user.md`. InputError where something is missing otherwise, or another process writes to it.
+    """The vault in `folder`, locked for writing unless `read_only`.
+
+    With `new`, a missing folder and a missing `user.md` are created. Raises InputError if something is missing, or if
+    another process is writing to the vault.
     """
     if new and read_only:
-        raise InputError("--new makes a memory and --read-only changes nothing; leave one out")
+        raise InputError("--new cannot be combined with --read-only; drop one")
     if new:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"{folder} cannot be made: {error.strerror}; name another folder") from None
+            raise InputError(f"{folder} cannot be created: {error.strerror}; name another folder") from None
     if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; name that of a memory, or add --new to make one")
+        raise InputError(f"there is no folder {folder}; name the folder of a vault, or create one with --new")
     vault = Vault(DiskStorage(folder, read_only=read_only))
-    if vault.journal.remark:
-        print(f"posttrain: {vault.journal.remark}", file=sys.stderr, flush=True)
+    if vault.journal.warning:
+        print(f"posttrain: {vault.journal.warning}", file=sys.stderr, flush=True)
     try:
-        known = START in vault.paths()
+        known = USER in vault.paths()
         if new and not known:
-            vault.create(START, _FIRST)
+            vault.create(USER, _FIRST)
         elif not known:
-            raise InputError(
-                f"{folder} has no {START} and is no memory; name another folder, or add --new to make it one"
-            )
+            raise InputError(f"{folder} has no {USER}, so it is not a vault; name another folder, or add --new")
     except VaultError as error:
         vault.close()
-        raise InputError(f"{folder} cannot be used as a memory: {error}") from None
+        raise InputError(f"{folder} cannot be used as a vault: {error}") from None
     except BaseException:
         vault.close()
         raise
     return vault
 
 
-def open_speaker(
+def open_chat_client(
     model: str | None,
     url: str | None = None,
     key_variable: str | None = None,
     temperature: float | None = None,
     thinking: bool = True,
-) -> Speaker:
-    """The model at the path or hub id `model`, or the one of that name at the server `url`.
+) -> ChatClient:
+    """A client for the model at the path or hub id `model`, or for the model of that name at the server `url`.
 
-    `temperature` None is greedy for a model here, and the server's own choice otherwise. InputError where it cannot be.
+    With `temperature` None, a local model decodes greedily and a server uses its default. Raises InputError if the
+    model cannot be loaded or the arguments do not fit together.
     """
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
 
     if model is None:
-        raise InputError("no model is named; give --model PATH, or --url URL --model NAME for one behind a server")
+        raise InputError("no model given; use --model PATH, or --url URL --model NAME for a server")
     if url is None and key_variable is not None:
-        raise InputError("--key belongs to a server; give --url, too, or leave it out")
+        raise InputError("--key requires --url; add --url or drop --key")
     if url is None:
-        return LocalSpeaker(ModelRecipe(path=model, dtype="auto"), SamplingRecipe(temperature=temperature or 0.0))
+        return LocalChatClient(ModelRecipe(path=model, dtype="auto"), SamplingRecipe(temperature=temperature or 0.0))
     if not url.startswith(("http://", "https://")):
-        raise InputError(f"--url {url} is no address of a server; write for example http://localhost:8000/v1")
+        raise InputError(f"--url {url} is not a server address; use for example http://localhost:8000/v1")
     if key_variable is not None and not os.environ.get(key_variable):
-        raise InputError(f"--key names the environment variable {key_variable}, which is not set; export it")
-    return RemoteSpeaker(url, model, key_variable, temperature, thinking=thinking)
+        raise InputError(f"--key names the environment variable {key_variable}, which is not set; set it")
+    return RemoteChatClient(url, model, key_variable, temperature, thinking=thinking)
 
 
-def settings_in_use(
+def live_settings(
     max_turns: int | None = None,
     thinking: bool = True,
     prompt: Literal["full", "brief"] = "full",
     opened_by: Literal["policy", "environment", "template"] = "policy",
 ) -> AgentRecipe:
-    """Settings of an agent that somebody uses: those of training, but the clock that its code sees shows the time now."""
+    """The agent's settings for use: as in training, except that the code's clock shows the current time."""
     if not thinking and opened_by != "policy":
-        raise InputError("--opened-by means nothing with --no-thinking; leave one out")
+        raise InputError("--opened-by has no effect with --no-thinking; drop one")
     now = datetime.now().isoformat(timespec="seconds")
     given = {} if max_turns is None else {"max_turns": max_turns}
     return AgentRecipe(

@@ -1,4 +1,6 @@
-"""The memory agent in use: questions to a model that reads and changes a vault, with the rules of training in force."""
+"""The memory agent in use: answers questions with a model that reads and changes a vault, under the same limits and
+privacy rules as in training.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,12 +8,12 @@ from dataclasses import dataclass
 from posttrain.environments.game import Rejected
 from posttrain.environments.protocol import Message
 from posttrain.errors import InputError, RunError
-from posttrain_memory.agent.clients import ContextFull, Speaker
+from posttrain_memory.agent.clients import ChatClient, ContextFull
 from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.interpreter.session import Desk
+from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.parser import Reply, parse
-from posttrain_memory.privacy.filter import Filter, split_question
-from posttrain_memory.prompts import first_messages, last_call, refusal, system_prompt
+from posttrain_memory.privacy.filter import PrivacyFilter, split_question
+from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
@@ -20,7 +22,7 @@ from posttrain_memory.vault.vault import Vault
 
 @dataclass(frozen=True)
 class Thought:
-    """What the model thought before it acted or replied."""
+    """The model's thought before its code or reply."""
 
     text: str
 
@@ -34,22 +36,22 @@ class Code:
 
 @dataclass(frozen=True)
 class Result:
-    """What the model was told about its code."""
+    """The result of the code as returned to the model."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A message that was not understood. Nothing was run, and the model was told the reason."""
+    """A message that could not be parsed. Nothing was run, and the model received the reason."""
 
     reason: str
     message: str
 
 
 @dataclass(frozen=True)
-class Said:
-    """The reply to the user, and whether something that privacy rules hide was taken out of it."""
+class Answered:
+    """The reply to the user. `withheld`: privacy rules removed part of it."""
 
     text: str
     withheld: bool
@@ -57,87 +59,91 @@ class Said:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """There is no reply; `reason` is a sentence that says why."""
+    """There is no reply. `reason` is a sentence that says why."""
 
     reason: str
 
 
-Event = Thought | Code | Result | Refused | Said | GaveUp
+Event = Thought | Code | Result | Refused | Answered | GaveUp
 
 
 class MemoryAgent:
-    """A vault, a speaker, and privacy rules that hold for every question. One question at a time, from one thread."""
+    """A vault, a chat client, and privacy rules that apply to every question. Not thread-safe; one question at a
+    time.
+    """
 
     def __init__(
         self,
         vault: Vault,
-        speaker: Speaker,
+        chat_client: ChatClient,
         interpreter: Interpreter,
         settings: AgentRecipe | None = None,
         rules: Sequence[str] = (),
     ) -> None:
-        """`rules` are texts of privacy rules, without their tags; InputError where one is not understood."""
+        """`rules` are privacy rules without their tags. Raises InputError if one is not understood."""
         self.vault = vault
         self.settings = settings or AgentRecipe()
         self.rules = tuple(rules)
-        self._speaker, self._interpreter = speaker, interpreter
-        self._open = False
-        """A conversation is under way that the next question may go on with."""
+        self._chat_client, self._interpreter = chat_client, interpreter
+        self._continuable = False
+        """Whether the next question may continue the current conversation."""
         self._undoable: list[int] = []
-        """Of each question that changed something, the number of its first operation in the journal."""
+        """For each question that changed notes, the number of its first operation in the journal."""
         self._diff = ""
         problem = self._filter(self.rules).problem
         if problem is not None:
             raise InputError(_not_understood(problem.sentence, problem.reason))
 
     def ask(self, question: str) -> Iterator[Event]:
-        """The events of one question, as they happen; the last is Said or GaveUp.
+        """Yield the events of a question as they occur; the last is Answered or GaveUp.
 
-        A question with privacy rules of its own (`<filter>…</filter>`) is a conversation of its own. Any other goes
-        on with the conversation, unless the last one ended without a reply. With rules, all events are as the model
-        saw them, and looked through once more. Raises RunError where the interpreter, the server or the disk fails,
-        and InputError for a question without words; what was changed until then can be undone.
+        A question with its own privacy rules (`<filter>…</filter>`) is a separate conversation. Any other question
+        continues the conversation, unless the last one ended without a reply. With rules, all events show what the
+        model saw, redacted once more.
+
+        Raises InputError for an empty question, and RunError if the interpreter, the server or the disk fails.
+        Changes made before a failure can be undone.
         """
-        words, own = split_question(question)
+        words, question_rules = split_question(question)
         if not words:
-            raise InputError("the question has no words; ask something")
-        going_on, self._open = self._open and not own, False
-        rules = [*self.rules, *own]
+            raise InputError("the question is empty")
+        continues, self._continuable = self._continuable and not question_rules, False
+        rules = [*self.rules, *question_rules]
         before, self._diff = self.vault.journal.mark(), ""
         try:
-            desk = self._desk(rules)
-            problem = desk.filter.problem
+            session = self._session(rules)
+            problem = session.filter.problem
             if problem is not None:
                 yield GaveUp(_not_understood(problem.sentence, problem.reason))
                 return
-            self._put(words, rules, going_on)
-            for event in self._turns(desk):
-                # What follows a question with its own rules must not know what it knew.
-                self._open = isinstance(event, Said) and not own
+            self._send_question(words, rules, continues)
+            for event in self._turns(session):
+                # A question after one with its own rules must not know what that one revealed.
+                self._continuable = isinstance(event, Answered) and not question_rules
                 yield event
         except VaultError as error:
-            raise RunError(f"the memory cannot be used: {error}") from None
+            raise RunError(f"the vault cannot be used: {error}") from None
         except OSError as error:
-            raise RunError(f"the memory cannot be read or written: {error.strerror or type(error).__name__}") from None
+            raise RunError(f"the vault cannot be read or written: {error.strerror or type(error).__name__}") from None
         finally:
             self._remember(before)
 
     def new(self) -> None:
-        """Let the next question begin a new conversation."""
-        self._open = False
+        """Start a new conversation with the next question."""
+        self._continuable = False
 
     def changes(self) -> str:
-        """What the last question changed, as a unified diff; "" where it changed nothing or was undone."""
+        """The changes of the last question as a unified diff; "" if there are none or they were undone."""
         return self._diff
 
     def undo(self) -> list[str]:
-        """Take back all changes of the last question that changed something; the paths of the notes.
+        """Undo all changes of the last question that changed notes, and return their paths.
 
-        The next question begins a new conversation, for the model would go on as if nothing were undone. InputError
-        where there are none, or where one of these notes was changed otherwise since; then nothing is done.
+        The next question starts a new conversation, because the model does not know of the undo. Raises InputError,
+        and changes nothing, if there is nothing to undo or one of the notes has been changed by something else since.
         """
         if not self._undoable:
-            raise InputError("there is nothing to undo: no question of this session changed a note")
+            raise InputError("nothing to undo: no question of this session changed a note")
         first = self._undoable[-1]
         try:
             changes = self.vault.journal.changes(first - 1)
@@ -147,63 +153,65 @@ class MemoryAgent:
         except OSError as error:
             raise RunError(f"the changes could not be undone: {error.strerror or type(error).__name__}") from None
         self._undoable.pop()
-        self._diff, self._open = "", False
+        self._diff, self._continuable = "", False
         return [change.path for change in changes]
 
-    def seen(self) -> Vault:
-        """The vault as the standing rules show it: itself without any, else a copy without what they hide."""
+    def visible_vault(self) -> Vault:
+        """The vault as seen under the agent's rules: the vault itself without rules, otherwise a copy without the
+        hidden parts.
+        """
         if not self.rules:
             return self.vault
         return Vault(MemoryStorage(self._filter(self.rules).view), self.vault.limits)
 
     def close(self) -> None:
-        """Give back the vault and the speaker; the interpreter is the caller's."""
-        self._speaker.close()
+        """Close the vault and the client. The interpreter belongs to the caller."""
+        self._chat_client.close()
         self.vault.close()
 
-    def _turns(self, desk: Desk) -> Iterator[Event]:
-        """Turns until a reply, or until none are left; as those of an episode in training."""
+    def _turns(self, session: ToolSession) -> Iterator[Event]:
+        """Play turns until a reply or the turn limit, as in a training episode."""
         for left in range(self.settings.max_turns - 1, -1, -1):
             try:
-                answer = self._speaker.answer()
+                answer = self._chat_client.answer()
             except ContextFull as full:
-                yield GaveUp(f"{full}; ask again, and a new conversation begins")
+                yield GaveUp(f"{full}; the next question starts a new conversation")
                 return
-            found = parse(answer, self.settings.thinking)
-            if isinstance(found, Rejected):
-                yield Refused(desk.let_out(found.reason), desk.let_out(answer))
-                message = refusal(found.reason, left)
+            parsed = parse(answer, self.settings.thinking)
+            if isinstance(parsed, Rejected):
+                yield Refused(session.redact(parsed.reason), session.redact(answer))
+                message = refusal(parsed.reason, left)
             else:
-                if found.thought.strip():
-                    yield Thought(desk.let_out(found.thought.strip()))
-                if isinstance(found, Reply):
-                    said = desk.let_out(found.text.strip())
-                    yield Said(said, said != found.text.strip())
+                if parsed.thought.strip():
+                    yield Thought(session.redact(parsed.thought.strip()))
+                if isinstance(parsed, Reply):
+                    reply = session.redact(parsed.text.strip())
+                    yield Answered(reply, reply != parsed.text.strip())
                     return
-                yield Code(desk.let_out(found.code.strip("\n")))
+                yield Code(session.redact(parsed.code.strip("\n")))
                 if left:
-                    message = self._ran(desk, found.code, left)
-                    yield Result(desk.let_out(message["content"]))
+                    message = self._run_code(session, parsed.code, left)
+                    yield Result(session.redact(message["content"]))
             if left:
-                self._speaker.observe([message])
-        yield GaveUp(f"no reply within {self.settings.max_turns} messages; ask again, or for less at a time")
+                self._chat_client.observe([message])
+        yield GaveUp(f"no reply within {self.settings.max_turns} messages; ask again, or ask for less at once")
 
-    def _ran(self, desk: Desk, code: str, left: int) -> Message:
-        message = desk.run(code)
-        return last_call(message) if left == 1 else message
+    def _run_code(self, session: ToolSession, code: str, left: int) -> Message:
+        message = session.run(code)
+        return with_last_turn_notice(message) if left == 1 else message
 
-    def _put(self, words: str, rules: Sequence[str], going_on: bool) -> None:
-        """Put the question to the speaker, in the words that make its text harmless wherever it stands."""
+    def _send_question(self, words: str, rules: Sequence[str], continues: bool) -> None:
+        """Send the question to the client, in the neutralised form used everywhere."""
         settings = self.settings
         system = system_prompt(settings.max_turns, settings.thinking, settings.prompt)
         messages = first_messages(system, words, rules)
-        if going_on:
-            self._speaker.observe(messages[1:])
+        if continues:
+            self._chat_client.observe(messages[1:])
         else:
-            self._speaker.begin(messages, "<think>" if settings.opened_by == "environment" else "")
+            self._chat_client.begin(messages, "<think>" if settings.opened_by == "environment" else "")
 
-    def _desk(self, rules: Sequence[str]) -> Desk:
-        return Desk(
+    def _session(self, rules: Sequence[str]) -> ToolSession:
+        return ToolSession(
             self.vault,
             self._interpreter,
             rules,
@@ -211,14 +219,14 @@ class MemoryAgent:
             result_chars=self.settings.result_chars,
         )
 
-    def _filter(self, rules: Sequence[str]) -> Filter:
+    def _filter(self, rules: Sequence[str]) -> PrivacyFilter:
         try:
-            return Filter(rules, self.vault.files() if rules else {})
+            return PrivacyFilter(rules, self.vault.files() if rules else {})
         except VaultError as error:
-            raise RunError(f"the memory cannot be used with privacy rules: {error}; mend or move that note") from None
+            raise RunError(f"the vault cannot be used with privacy rules: {error}; correct or move that note") from None
 
     def _remember(self, before: int) -> None:
-        """Keep what was changed since the mark `before`, for `undo` and `changes`."""
+        """Record the changes since the mark `before`, for `undo` and `changes`."""
         journal = self.vault.journal
         kept = [entry.number for entry in journal.entries()]
         if before not in kept if before else len(kept) >= self.vault.limits.journal_entries:
@@ -230,4 +238,4 @@ class MemoryAgent:
 
 
 def _not_understood(sentence: str, reason: str) -> str:
-    return f"the privacy rule “{sentence}” is not understood ({reason}), so nothing is read; write it in other words"
+    return f"the privacy rule “{sentence}” is not understood ({reason}), so nothing was read; rephrase it"

@@ -1,9 +1,9 @@
-"""Runs a model's code: a pool of processes without any access to the host, and functions of ours that it may call.
+"""Runs model-written code in a pool of isolated processes, with access to selected functions of the parent.
 
-The code runs in pydantic-monty, an interpreter of a part of Python that has no file system, network, environment or
-imports beyond a few pure modules. Each worker (`worker.py`) is a process of its own group with an empty
-environment and limits on memory, and it drives one process of the interpreter. What a worker says is a bounded JSON
-message, checked here; a worker that crashes, hangs or says anything else is killed, and the next turn gets a new one.
+The code runs in pydantic-monty, an interpreter for a subset of Python without file system, network, environment or
+imports beyond a few pure modules. Each worker (`worker.py`) is a process group of its own with an empty environment
+and a memory limit, and drives one interpreter process. Messages from a worker are bounded JSON and validated here. A
+worker that crashes, hangs or sends anything else is killed and replaced on the next turn.
 """
 
 import importlib.util
@@ -25,9 +25,9 @@ from pydantic import Field
 
 from posttrain.errors import RunError
 from posttrain.recipe.base import BaseConfig
-from posttrain_memory.interpreter.tools import call
 from posttrain_memory.interpreter.worker import Channel
 from posttrain_memory.vault.limits import VaultError
+from posttrain_memory.vault.tools import call
 
 _KINDS = frozenset(
     [
@@ -41,47 +41,49 @@ _KINDS = frozenset(
         "ValueError",
     ]
 )
-"""The exceptions as which a model's code sees a `VaultError`."""
+"""Exception types as which model code may receive a `VaultError`."""
 _PROCESS_BYTES = 1 << 30
-"""Address space of a worker beyond its values, most of it reserved and never used."""
+"""Address space of a worker beyond its values, in bytes. Most of it is reserved and never used."""
 _STOPPED = "the code was stopped: it took too much time or memory"
 _SLOW = "TimeoutError: the code was stopped: its calls of tools took too much time; make fewer of them in one block"
 
 
 class InterpreterLimits(BaseConfig):
-    """What one block of a model's code may take."""
+    """Resource limits of one block of model code."""
 
     timeout: float = Field(5.0, gt=0)
-    """Longest run, in seconds of its own time; waiting for a tool does not count."""
+    """Maximum execution time, in seconds of the code's own time. Waiting for a tool does not count."""
     tool_timeout: float = Field(20.0, gt=0)
-    """Longest time of all tools together, in seconds of the clock; what they did until then stays."""
+    """Maximum total time of tool calls, in seconds of wall-clock time. Their effects until then remain."""
     memory_bytes: int = Field(67_108_864, ge=1_048_576)
-    """Most memory of its values, in bytes."""
+    """Maximum memory of the code's values, in bytes."""
     recursion: int = Field(100, ge=10)
-    """Deepest nesting of calls."""
+    """Maximum recursion depth."""
     code_chars: int = Field(20_000, ge=1)
-    """Longest code, in characters."""
+    """Maximum length of the code, in characters."""
     calls: int = Field(50, ge=1)
-    """Most calls of tools."""
+    """Maximum number of tool calls."""
     output_chars: int = Field(20_000, ge=100)
-    """Most characters of the values, and of the printed text, that come back; the rest is cut with a remark."""
+    """Maximum number of returned characters, for the values and for the printed text each. The rest is cut, with a
+    notice.
+    """
     now: str = "2026-01-01T09:00:00"
-    """What the clock shows, always, so that a run can be repeated."""
+    """The fixed time that the code's clock shows, so that runs are reproducible."""
     seed: int = 0
     """Seed of the `random` module."""
 
 
 class InterpreterFault(RunError):
-    """The interpreter itself does not work; no code is to blame."""
+    """The interpreter itself failed; the model code is not the cause."""
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What came of a block of code.
+class RunResult:
+    """The result of a block of code.
 
-    `values`: what it assigned at its top level, in its order, as JSON-like values; names that begin with an underscore
-    are left out, and `_` is the value of an expression that ends the code. `printed`: its output. `error`: one line
-    that says what went wrong and where, or None; what was assigned and done before stays. `calls`: tools called.
+    `values`: top-level assignments in order, as JSON-like values, without names that begin with an underscore; `_` is
+    the value of a final expression. `printed`: the output. `error`: one line with the problem and its location, or
+    None; the effects before the error remain. `calls`: number of tool calls.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Ran:
 
 
 class Interpreter:
-    """A pool of `workers` processes, started when first needed. `run` may be called from many threads at once."""
+    """A pool of `workers` processes, started on first use. `run` is thread-safe."""
 
     def __init__(self, limits: InterpreterLimits | None = None, workers: int = 1) -> None:
         self.limits = limits or InterpreterLimits()
@@ -101,26 +103,26 @@ class Interpreter:
         for _ in range(workers):
             self._free.put(None)
 
-    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> Ran:
-        """Run `code`, which may call `functions` by their names; they run here, one after the other.
+    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> RunResult:
+        """Run `code`, which may call `functions` by name; they execute here, one at a time.
 
-        A `VaultError` of a function is raised in the code. Any other exception of a function is a fault of ours: it
-        ends the run and is raised here. InterpreterFault where no worker can be started.
+        A `VaultError` of a function is raised inside the code. Any other exception of a function is a bug on this
+        side: it ends the run and is raised here. Raises InterpreterFault if no worker can be started.
         """
         if self._closed:
             raise RuntimeError("the interpreter is closed")
         if len(code) > self.limits.code_chars:
-            return Ran(error=f"the code is longer than {self.limits.code_chars} characters")
+            return RunResult(error=f"the code is longer than {self.limits.code_chars} characters")
         worker = self._free.get()
         try:
             if worker and not worker.alive():
-                # It died while nobody used it, so no code is to blame.
+                # The worker died while idle, so the code is not the cause.
                 worker.kill()
                 worker = None
             worker = worker or _Worker(self.limits)
             return worker.run(code, functions)
         except BaseException:
-            # A worker left in the middle of a turn cannot take another.
+            # A worker that was interrupted during a turn cannot be reused.
             if worker:
                 worker.kill()
             raise
@@ -128,7 +130,7 @@ class Interpreter:
             self._free.put(worker if worker and worker.alive() else None)
 
     def close(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         self._closed = True
         for _ in range(self._workers):
             with suppress(queue.Empty):
@@ -144,7 +146,7 @@ class Interpreter:
 
 
 class _Worker:
-    """The trusted end of one worker."""
+    """The parent side of one worker process."""
 
     def __init__(self, limits: InterpreterLimits) -> None:
         self._limits = limits
@@ -156,7 +158,7 @@ class _Worker:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Nothing of ours, keys of services least of all, is there to be read.
+                # The environment holds nothing of the parent's, in particular no API keys.
                 env=_environment(),
                 cwd="/",
                 start_new_session=True,
@@ -170,35 +172,33 @@ class _Worker:
             raise InterpreterFault(f"the interpreter does not start ({error or type(error).__name__})") from None
         if answer != {"ready": True}:
             self.kill()
-            raise InterpreterFault(
-                f"the interpreter does not start: {answer.get('fault')}; is pydantic-monty installed?"
-            )
-        self._socket.settimeout(_wall(limits) + 10)
+            raise InterpreterFault(f"the interpreter does not start: {answer.get('fault')}")
+        self._socket.settimeout(_hang_seconds(limits) + 10)
 
     def alive(self) -> bool:
         if self._process.returncode is not None:
             return False
-        # It is not reaped here, so that its number stays its own until `kill`.
+        # The process is not reaped here, so that its id stays reserved until `kill`.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def kill(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and everything it started."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._socket.close()
 
-    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> Ran:
-        """One turn. A worker that broke its word is dead afterwards, and the code gets the blame."""
+    def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> RunResult:
+        """Run one turn. A worker that violates the protocol is killed, and the turn reports an error of the code."""
         calls, spent = 0, 0.0
         try:
-            # A lone surrogate is no text that can be sent.
-            self._say({"code": code.encode(errors="replace").decode(), "functions": list(functions)})
+            # A lone surrogate cannot be encoded.
+            self._send({"code": code.encode(errors="replace").decode(), "functions": list(functions)})
             while True:
-                message = self._hear()
+                message = self._receive()
                 if "done" in message:
-                    return _ran(message["done"], calls)
+                    return _checked_result(message["done"], calls)
                 if "fault" in message:
                     raise InterpreterFault(f"the interpreter failed: {message['fault']}")
                 calls += 1
@@ -206,20 +206,20 @@ class _Worker:
                 answer = self._answer(message, functions, calls)
                 spent += time.monotonic() - begun
                 if spent > self._limits.tool_timeout:
-                    # An error in the code could be caught by it, and go on as before.
+                    # An exception inside the code could be caught there, so the worker is killed instead.
                     self.kill()
-                    return Ran(error=_SLOW, calls=calls)
-                self._say(answer)
-        except _Broken:
+                    return RunResult(error=_SLOW, calls=calls)
+                self._send(answer)
+        except _WorkerFailed:
             self.kill()
-            return Ran(error=_STOPPED, calls=calls)
+            return RunResult(error=_STOPPED, calls=calls)
 
     def _answer(
         self, message: dict[str, Any], functions: Mapping[str, Callable[..., object]], n: int
     ) -> dict[str, object]:
         name, args, kwargs = message.get("call"), message.get("args"), message.get("kwargs")
         if not isinstance(name, str) or not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise _Broken
+            raise _WorkerFailed
         if n > self._limits.calls:
             return {"error": f"more than {self._limits.calls} calls of tools in one block", "kind": "RuntimeError"}
         try:
@@ -227,42 +227,44 @@ class _Worker:
         except VaultError as error:
             return {"error": str(error), "kind": error.kind if error.kind in _KINDS else "ValueError"}
 
-    def _say(self, message: dict[str, object]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         try:
             self._channel.send(message)
         except OSError:
-            raise _Broken from None
+            raise _WorkerFailed from None
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         try:
             message = self._channel.receive()
         except (OSError, EOFError, ValueError, RecursionError):
-            raise _Broken from None
+            raise _WorkerFailed from None
         if not isinstance(message, dict):
-            raise _Broken
+            raise _WorkerFailed
         return message
 
 
-class _Broken(Exception):
-    """The worker is gone, silent for too long, or said what it never says."""
+class _WorkerFailed(Exception):
+    """The worker has exited, timed out, or violated the protocol."""
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a worker: where the interpreter is, if somebody says so, and few arenas, to fit its memory."""
+    """The environment of a worker: the interpreter's location if one is configured, and few malloc arenas, to stay
+    within its memory limit.
+    """
     named = {name: os.environ[name] for name in ("MONTY_BIN",) if name in os.environ}
     return {"MALLOC_ARENA_MAX": "2", **named}
 
 
 def _settings(limits: InterpreterLimits) -> dict[str, object]:
-    """What a worker is told once."""
-    found = importlib.util.find_spec("pydantic_monty")
-    if found is None or found.origin is None:
+    """The settings that a worker receives once."""
+    spec = importlib.util.find_spec("pydantic_monty")
+    if spec is None or spec.origin is None:
         raise InterpreterFault("the package pydantic_monty is missing; run `pip install 'posttrain[memory]'`")
     return {
-        "path": [str(Path(found.origin).parents[1])],
+        "path": [str(Path(spec.origin).parents[1])],
         "process_bytes": _PROCESS_BYTES + 4 * limits.memory_bytes,
         "turns_per_process": 10_000,
-        "wall_seconds": _wall(limits),
+        "wall_seconds": _hang_seconds(limits),
         "processor_seconds": limits.timeout + 1,
         "output_chars": limits.output_chars,
         "now": limits.now,
@@ -271,34 +273,34 @@ def _settings(limits: InterpreterLimits) -> dict[str, object]:
             "max_feed_duration_secs": limits.timeout,
             "max_memory": limits.memory_bytes,
             "max_recursion_depth": limits.recursion,
-            # Looking up the name of a tool counts too, and so does a call beyond those that are allowed.
+            # Each lookup of a tool's name counts as well, and so does a call above the limit.
             "max_suspensions": 4 * limits.calls + 100,
         },
     }
 
 
-def _wall(limits: InterpreterLimits) -> float:
-    """Seconds until a silent worker counts as hung; long, because others may hold up the machine."""
+def _hang_seconds(limits: InterpreterLimits) -> float:
+    """Seconds without a message after which a worker counts as hung; generous, because the machine may be busy."""
     return 4 * limits.timeout + 20
 
 
-def _ran(done: object, calls: int) -> Ran:
-    """The checked outcome of a turn."""
+def _checked_result(done: object, calls: int) -> RunResult:
+    """The validated outcome of a turn."""
     if not isinstance(done, dict):
-        raise _Broken
+        raise _WorkerFailed
     values, printed, error = done.get("values"), done.get("printed"), done.get("error")
     if not isinstance(values, dict) or not isinstance(printed, str) or not isinstance(error, dict | None):
-        raise _Broken
-    return Ran(values, _plain(printed), _explained(error) if error else None, calls)
+        raise _WorkerFailed
+    return RunResult(values, _plain(printed), _describe_error(error) if error else None, calls)
 
 
 def _plain(text: str) -> str:
-    """`text` without the control characters that steer a terminal, which a note may hold and code may print."""
+    """`text` without the control characters that terminals interpret; notes may contain them and code may print them."""
     return "".join("�" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
-def _explained(error: dict[str, Any]) -> str:
-    """One line on what went wrong, in words that tell a model what to do instead."""
+def _describe_error(error: dict[str, Any]) -> str:
+    """One line that describes the error and tells the model what to do instead."""
     kind, message, line = str(error.get("type")), str(error.get("message")), error.get("line")
     message = _plain(" ".join(message.split())[:300])
     where = f"line {line}: " if isinstance(line, int) else ""

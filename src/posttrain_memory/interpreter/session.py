@@ -1,6 +1,6 @@
-"""One question to a memory agent and the vault it may use: what its code can reach, what it is shown, what is let out.
+"""Tool access of a model for one question: what its code can reach, what it sees, and what the user sees.
 
-Environment, chat and server all go through here, so the limits and the privacy rules hold in each.
+The environment, the chat and the MCP server all use this class, so limits and privacy rules hold in each of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,23 +9,22 @@ from typing import Any
 
 from posttrain.environments.protocol import Message
 from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.interpreter.tools import call, tools
-from posttrain_memory.privacy.filter import Filter
+from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.prompts import result
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.links import parse_link
-from posttrain_memory.vault.paths import note_path
+from posttrain_memory.vault.paths import USER, note_path
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.tools import call, tools
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.graph import USER
 
 CHANGING = ("create_file", "update_file", "append_file", "delete_file", "move_file")
-"""The functions that change notes."""
+"""The tools that change notes."""
 _READING = ("read_file", "follow_link")
 
 
-class Desk:
-    """Runs an agent's code over a vault for one question."""
+class ToolSession:
+    """Runs a model's code over a vault for one question."""
 
     def __init__(
         self,
@@ -36,26 +35,30 @@ class Desk:
         tool_calls: int = 60,
         result_chars: int = 4_000,
     ) -> None:
-        """`rules` are the user's privacy rules. With any, the code works on a copy of the vault without what they hide,
-        and notes cannot be changed. `theme`: that of a made-up world, if it is known. `tool_calls`: most calls in all.
+        """With privacy rules (`rules`), the code sees a copy of the vault without the hidden parts, and cannot change
+        notes. `theme` is the theme of a generated world, if known. `tool_calls` is the maximum number of calls in
+        total.
         """
         self.vault = vault
-        self.filter = Filter(rules, vault.files() if rules else {}, theme)
+        self.filter = PrivacyFilter(rules, vault.files() if rules else {}, theme)
         self.calls = 0
-        """Calls of tools so far."""
+        """Number of tool calls so far."""
         self.checked_first = False
-        """Whether the first of them read `user.md`, or a part of it."""
+        """Whether the first call read `user.md` or a section of it."""
         self._interpreter = interpreter
         self._most, self._chars = tool_calls, result_chars
         self._seen = Vault(MemoryStorage(self.filter.view), vault.limits) if self.filter.active else vault
         self._functions = {name: self._guarded(name, function) for name, function in tools(self._seen).items()}
 
     def run(self, code: str) -> Message:
-        """Run a block of code; its result, as the next message to the model. Raises where we are at fault."""
+        """Run a block of code and return its result as the next message to the model.
+
+        Raises InterpreterFault if the interpreter fails, and any exception of a tool that is not a VaultError.
+        """
         ran = self._interpreter.run(code, self._functions)
         return result(ran.values, ran.printed, ran.error, self._chars)
 
-    def let_out(self, reply: str) -> str:
+    def redact(self, reply: str) -> str:
         """The reply as the user may see it."""
         return self.filter.clean(reply) if self.filter.active else reply
 
@@ -68,15 +71,15 @@ class Desk:
             first = self.calls == 1
             if self.filter.active and name in CHANGING:
                 raise VaultError("notes cannot be changed while a privacy rule holds", "PermissionError")
-            found = call({name: function}, name, list(args), kwargs)
+            returned = call({name: function}, name, list(args), kwargs)
             if first and name in _READING:
                 self.checked_first = self._is_user(name, str(next(iter([*args, *kwargs.values()]))))
-            return found
+            return returned
 
         return guarded
 
     def _is_user(self, name: str, where: str) -> bool:
-        """Whether what was read, at a path or over a link, is in `user.md`."""
+        """Whether a path or link refers to `user.md`."""
         if name == "follow_link":
             return self._seen.resolve(parse_link(where).target) == USER
         return note_path(where, self.vault.limits) == USER

@@ -1,11 +1,11 @@
-"""The untrusted half of the interpreter: a process that runs a model's code in pydantic-monty.
+"""The isolated side of the interpreter: a process that runs model code in pydantic-monty.
 
-It is started as a script, with an empty environment, and speaks messages of JSON behind four bytes of length with the
-trusted half over its standard input, a socket. It knows no vault and no paths. Values of the sandbox become Python
-objects here and not on the trusted side, because a few hundred bytes of code make values that take more memory than
-there is; then the limits of this process end it, and it alone.
+It is started as a script with an empty environment, and exchanges length-prefixed JSON messages with the parent over
+a socket on its standard input. It has no access to the vault.
 
-It imports nothing of the package.
+Values of the sandbox become Python objects here rather than in the parent, because a few hundred bytes of code can
+build values larger than memory. The limits of this process then end it alone. This module imports nothing from the
+package.
 """
 
 import json
@@ -21,15 +21,15 @@ from datetime import datetime
 from typing import Any
 
 LARGEST = 4 * 1024 * 1024
-"""Largest message, in bytes."""
+"""Maximum size of a message, in bytes."""
 _NO_VALUE = re.compile(r"<(function|module|class|built-in|coroutine|generator|bound method)\b.*>", re.DOTALL)
-"""How the interpreter shows things that are no data."""
+"""How the interpreter represents functions, modules and other objects that are not data."""
 _LAST = "_"
-"""The name of the value of an expression that ends the code."""
+"""The name of the value of a final expression."""
 
 
 class Channel:
-    """Messages of JSON over a socket, each behind four bytes of its length."""
+    """JSON messages over a socket, each prefixed by its length in four bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -37,14 +37,16 @@ class Channel:
         self._encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
     def receive(self) -> Any:
-        """The next message; EOFError where there is none any more, ValueError where it is too large or no JSON."""
+        """The next message. Raises EOFError at the end of the stream, and ValueError if the message is too large or
+        not JSON.
+        """
         size = int.from_bytes(self._exactly(4))
         if size > LARGEST:
             raise ValueError(f"a message of {size} bytes")
         return json.loads(self._exactly(size))
 
     def send(self, message: object) -> None:
-        """Send a message. ValueError where it is larger than `LARGEST` or holds what is no JSON."""
+        """Send a message. Raises ValueError if it is larger than `LARGEST` or cannot be encoded as JSON."""
         data = self._encode(message).encode()
         if len(data) > LARGEST:
             raise ValueError(f"a message of {len(data)} bytes")
@@ -56,20 +58,20 @@ class Channel:
             if not piece:
                 raise EOFError
             self._read += piece
-        found, self._read = self._read[:size], self._read[size:]
-        return found
+        message, self._read = self._read[:size], self._read[size:]
+        return message
 
 
 class Unsupported(Exception):
-    """The code waits for something that nobody will give it."""
+    """The code waits for an external result that is never provided."""
 
 
-class Unshown(Exception):
-    """A value of the code has no form outside of the interpreter."""
+class Unconvertible(Exception):
+    """A value of the code cannot be converted."""
 
 
-class Printed:
-    """What the code printed, at most `most` characters of it."""
+class PrintBuffer:
+    """Collects printed text, up to `most` characters."""
 
     def __init__(self, most: int) -> None:
         self.text, self.left_out, self._most = "", 0, most
@@ -80,14 +82,14 @@ class Printed:
         self.left_out += max(0, len(text) - room)
 
 
-class Bounded:
-    """Makes JSON of the sandbox's values; text beyond `most` characters in all is cut and replaced by a remark."""
+class JsonConverter:
+    """Converts sandbox values to JSON. Text beyond `most` characters in total is replaced by a notice."""
 
     def __init__(self, most: int) -> None:
         self._left = most
 
     def value(self, value: object, depth: int = 0) -> object:
-        """`value` as JSON; what JSON has no word for as text."""
+        """`value` as JSON; types without a JSON form become text."""
         self._left -= 2
         if value is None or isinstance(value, bool):
             return value
@@ -140,7 +142,7 @@ class Bounded:
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Limit this process and what it starts: memory, files, no core dumps."""
+    """Limit memory and files of this process and its children, and disable core dumps."""
     memory = settings["process_bytes"]
     for limit, most in (
         (resource.RLIMIT_AS, memory),
@@ -154,36 +156,36 @@ def confine(settings: dict[str, Any]) -> None:
 
 
 def turn(pool: Any, job: dict[str, Any], settings: dict[str, Any], channel: Channel) -> dict[str, Any]:
-    """Run the code of a job and say what came of it: values, printed, error (type, message, line)."""
-    printed = Printed(settings["output_chars"])
-    # That no process of the interpreter can be had is a fault of ours; all that follows is a matter of the code.
+    """Run the code of a job. Returns a dict with `values`, `printed` and `error` (type, message, line)."""
+    printed = PrintBuffer(settings["output_chars"])
+    # Failing to get an interpreter process is a fault of ours. Everything after that depends on the code.
     with pool.checkout(limits=settings["limits"], os_policy=settings["policy"]) as session:
-        values, error = _played(session, job, settings, printed, channel)
+        values, error = _run_job(session, job, settings, printed, channel)
     text = printed.text + (f"… ({printed.left_out} more characters)" if printed.left_out else "")
     return {"values": values, "printed": text, "error": error}
 
 
-def _played(
-    session: Any, job: dict[str, Any], settings: dict[str, Any], printed: Printed, channel: Channel
+def _run_job(
+    session: Any, job: dict[str, Any], settings: dict[str, Any], printed: PrintBuffer, channel: Channel
 ) -> tuple[dict[str, object], dict[str, Any] | None]:
-    """Values and error of a job."""
+    """The values and the error of a job."""
     from pydantic_monty import MontyCrashedError, MontyError
 
     error = None
     try:
         try:
-            last = _driven(session.feed_start(job["code"], print_callback=printed), job["functions"], channel)
+            last = _drive(session.feed_start(job["code"], print_callback=printed), job["functions"], channel)
         except MontyCrashedError:
             raise
         except MontyError as raised:
-            error, last = _described(raised), None
-        # A limit stops the interpreter in the middle of something; what it holds then is not to be trusted.
+            error, last = _describe(raised), None
+        # A limit stops the interpreter mid-operation, so its values cannot be relied on.
         if error and error["type"] in ("TimeoutError", "MemoryError", "RecursionError"):
             return {}, error
         return _values(session, job["functions"], last, settings), error
     except Unsupported:
         return {}, {"type": "NotImplementedError", "message": "waiting", "line": None}
-    except Unshown:
+    except Unconvertible:
         return {}, {"type": "ValueError", "message": "a value of the code cannot be shown", "line": None}
     except (MemoryError, RecursionError):
         return {}, {"type": "MemoryError", "message": "", "line": None}
@@ -191,41 +193,41 @@ def _played(
         return {}, error or {"type": "Crash", "message": type(raised).__name__, "line": None}
 
 
-def _driven(at: Any, names: list[str], channel: Channel) -> object:
-    """The value of a run that is followed to its end; calls of `names` are answered by the trusted side.
+def _drive(at: Any, names: list[str], channel: Channel) -> object:
+    """Run the code to its end and return its value. Calls of `names` are forwarded to the parent.
 
-    Taking each step here costs a third of what handing the interpreter functions costs.
+    Stepping through calls here takes a third of the time of registering functions with the interpreter.
     """
     from pydantic_monty import FunctionSnapshot, MontyComplete, NameLookupSnapshot
 
     while not isinstance(at, MontyComplete):
         if isinstance(at, NameLookupSnapshot):
             name = at.variable_name
-            at = at.resume(value=_named(name)) if name in names else at.resume()
+            at = at.resume(value=_placeholder(name)) if name in names else at.resume()
         elif not isinstance(at, FunctionSnapshot):
             raise Unsupported
         elif at.is_os_function:
             at = at.resume_not_handled()
         elif at.function_name in names and at.object_id is None:
-            args, kwargs = _taken(at, "args"), _taken(at, "kwargs")
+            args, kwargs = _convert(at, "args"), _convert(at, "kwargs")
             at = at.resume(_answer(channel, at.function_name, args, kwargs))
         else:
             at = at.resume({"exc_type": "NameError", "message": f"name {at.function_name[:60]!r} is not defined"})
-    return _taken(at, "output")
+    return _convert(at, "output")
 
 
-def _taken(at: Any, name: str) -> Any:
-    """A value brought over from the interpreter. That this fails is a matter of the code, not a fault of ours."""
+def _convert(at: Any, name: str) -> Any:
+    """A value converted from the interpreter. A failure here is caused by the code."""
     try:
         return getattr(at, name)
     except (MemoryError, RecursionError):
         raise
     except Exception:
-        raise Unshown from None
+        raise Unconvertible from None
 
 
-def _named(name: str) -> Callable[..., object]:
-    """What stands for a function of the trusted side where code uses its name without calling it."""
+def _placeholder(name: str) -> Callable[..., object]:
+    """A stand-in for a parent function that the code mentions without calling it."""
 
     def function(*args: object, **kwargs: object) -> object:
         raise RuntimeError
@@ -235,9 +237,9 @@ def _named(name: str) -> Callable[..., object]:
 
 
 def _answer(channel: Channel, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """What the trusted side returns or raises, as the interpreter takes it."""
+    """What the parent returns or raises, in the form the interpreter expects."""
     given = (*args, *kwargs.values())
-    # Numbers that JSON cannot hold are no more texts than those that it can.
+    # NaN and infinity have no JSON form, so they are refused like other types.
     if any(isinstance(value, float) and not math.isfinite(value) for value in given) or not all(
         isinstance(value, str | int | float | None) for value in given
     ):
@@ -253,32 +255,32 @@ def _answer(channel: Channel, name: str, args: tuple[object, ...], kwargs: dict[
 
 
 def _values(session: Any, names: list[str], last: object, settings: dict[str, Any]) -> dict[str, object]:
-    """What the code assigned, in its order, and the value of the expression at its end."""
+    """The code's assignments in order, and the value of its final expression."""
     from pydantic_monty import MontyComplete, MontyError
 
     try:
-        at = session.feed_start("locals()", print_callback=Printed(0))
-        found = _taken(at, "output") if isinstance(at, MontyComplete) else {}
+        at = session.feed_start("locals()", print_callback=PrintBuffer(0))
+        values = _convert(at, "output") if isinstance(at, MontyComplete) else {}
     except MontyError:
-        found = {}
-    if not isinstance(found, dict):
-        found = {}
-    found = {str(name): value for name, value in found.items() if name not in names and not str(name).startswith("_")}
+        values = {}
+    if not isinstance(values, dict):
+        values = {}
+    values = {str(name): value for name, value in values.items() if name not in names and not str(name).startswith("_")}
     if last is not None:
-        found[_LAST] = last
-    kept = {name: v for name, v in found.items() if not (isinstance(v, str) and _NO_VALUE.fullmatch(v[:200]))}
-    return Bounded(settings["output_chars"]).values(kept)
+        values[_LAST] = last
+    kept = {name: v for name, v in values.items() if not (isinstance(v, str) and _NO_VALUE.fullmatch(v[:200]))}
+    return JsonConverter(settings["output_chars"]).values(kept)
 
 
-def _described(raised: Any) -> dict[str, Any]:
-    """Type, message and line of an exception of the sandbox."""
+def _describe(raised: Any) -> dict[str, Any]:
+    """Type, message and line of a sandbox exception."""
     name, _, message = raised.display(format="type-msg").partition(": ")
     frames = raised.traceback() if hasattr(raised, "traceback") else []
     return {"type": name[:60], "message": message[:400], "line": frames[-1].line if frames else None}
 
 
 def policy(settings: dict[str, Any]) -> dict[str, Any]:
-    """Clock and chance stand still: the same code gives the same values wherever and whenever it runs."""
+    """Clock and randomness are fixed, so the same code gives the same values on every run."""
     return {
         "datetime": datetime.fromisoformat(settings["now"]),
         "sleep": "zero",
@@ -287,7 +289,7 @@ def policy(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve jobs until the trusted side hangs up."""
+    """Process jobs until the parent closes the connection."""
     channel = Channel(socket.socket(fileno=os.dup(0)))
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -309,7 +311,7 @@ def main() -> None:
             channel.send({"ready": True})
             while True:
                 job = channel.receive()
-                # Time of the processor, so that a process that others hold up is not ended.
+                # CPU time rather than wall-clock time, so that a busy machine does not end the process.
                 signal.setitimer(signal.ITIMER_PROF, settings["processor_seconds"])
                 answer = turn(pool, job, settings, channel)
                 signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""The MCP server over HTTP: on the loopback address alone, for who has the token, and never for a web page."""
+"""The MCP server over HTTP: on the loopback address only, for clients with the token, and never for web pages."""
 
 import hmac
 import os
@@ -14,39 +14,40 @@ if TYPE_CHECKING:
     from mcp.server import Server
 
 ADDRESS = "127.0.0.1"
-"""There is no option to listen elsewhere: the memory of a person is nothing for a network."""
+"""The address cannot be configured, because personal notes should not be exposed to a network."""
 PATH = "/mcp"
 _TOKEN_CHARS = 16
-"""Shortest token that a user may choose."""
+"""Minimum length of a token chosen by the user."""
 _BODY_BYTES = 262_144
-"""Largest body of a request; a larger one gets 413."""
+"""Maximum size of a request body in bytes; larger ones get status 413."""
 _CONNECTIONS = 64
-"""Most connections at once."""
+"""Maximum number of simultaneous connections."""
 
 App = Callable[
     [MutableMapping[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]
 ]
 
 
-def token_of(variable: str | None) -> str:
-    """The token from the environment variable, or one made at random; InputError where the variable holds none."""
+def read_token(variable: str | None) -> str:
+    """The token from the environment variable, or a random one. Raises InputError if the variable holds no valid
+    token.
+    """
     if variable is None:
         return secrets.token_urlsafe(32)
     token = os.environ.get(variable, "")
     if len(token) < _TOKEN_CHARS or not all("!" <= sign <= "~" for sign in token):
         raise InputError(
-            f"--token-variable names {variable}, which holds no token of at least {_TOKEN_CHARS} visible ASCII "
-            "characters; export one, or leave the option out and a token is made"
+            f"--token-variable names {variable}, which does not hold a token of at least {_TOKEN_CHARS} visible ASCII "
+            "characters; set one, or drop the option to get a random token"
         )
     return token
 
 
 class Guard:
-    """An ASGI application that lets to `app` what a client on this machine with the token sends.
+    """ASGI middleware that passes on only requests from a client on this machine with the token.
 
-    Each refusal has its status and one sentence: 403 for a Host that is not this address, as behind a name that a web
-    page turned to it, and for any Origin, which only web pages send; 401 without the token. Bodies are not read for it;
-    the size of those that are let in is the matter of `app`.
+    Other requests get a status and one sentence: 403 for a Host header that is not this address (DNS rebinding) and
+    for any Origin header (web pages), 401 without the token. Bodies are not read here; `app` limits their size.
     """
 
     def __init__(self, app: App, port: int, token: str) -> None:
@@ -82,29 +83,33 @@ class Guard:
             return 403, "the Host header is not the address of this server"
         if of(b"origin"):
             return 403, "web pages may not use this server"
-        # The name of the scheme may be written in any case, the token may not.
+        # The scheme is case-insensitive, the token is not.
         scheme, _, token = tokens[0].partition(b" ") if len(tokens) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(token, self._token):
             return 401, "send the token that the server printed at its start, as `Authorization: Bearer TOKEN`"
         return None
 
 
-def listener(port: int) -> socket.socket:
-    """A socket that listens on `port` of the loopback address, 0 for any that is free; InputError where it is taken."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def open_listener(port: int) -> socket.socket:
+    """A socket listening on `port` of the loopback address; 0 picks a free port. Raises InputError if the port is in
+    use.
+    """
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((ADDRESS, port))
-        # From here on clients may come, and wait where they must until a model is loaded.
-        found.listen(_CONNECTIONS)
+        server.bind((ADDRESS, port))
+        # Clients can connect from here on, and wait until the model is loaded.
+        server.listen(_CONNECTIONS)
     except OSError as error:
-        found.close()
-        raise InputError(f"port {port} of {ADDRESS} cannot be used: {error.strerror}; give --http another") from None
-    return found
+        server.close()
+        raise InputError(
+            f"port {port} of {ADDRESS} cannot be used: {error.strerror}; choose another with --http"
+        ) from None
+    return server
 
 
 def serve_http(server: "Server[Any]", on: socket.socket, token: str) -> None:
-    """Serve any number of clients until a signal ends the process. Says on stderr where, and with which token."""
+    """Serve any number of clients until a signal ends the process. Prints the address to stderr."""
     import uvicorn
 
     port = on.getsockname()[1]
@@ -121,5 +126,5 @@ def serve_http(server: "Server[Any]", on: socket.socket, token: str) -> None:
         limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=2,
     )
-    print(f"posttrain: the memory is at http://{ADDRESS}:{port}{PATH}", file=sys.stderr, flush=True)
+    print(f"posttrain: serving the vault at http://{ADDRESS}:{port}{PATH}", file=sys.stderr, flush=True)
     uvicorn.Server(config).run(sockets=[on])

@@ -1,4 +1,6 @@
-"""Kinds of values that privacy rules name: how they look, and what their labels are called. In doubt, it is one."""
+"""Categories of values that privacy rules can name: what they look like and what their labels are. Doubtful cases
+count as members.
+"""
 
 import re
 from functools import cache
@@ -27,7 +29,7 @@ LABELS: dict[str, frozenset[str]] = {
         "number": "number numbers figure figures count counts quantity total",
     }.items()
 }
-"""Category -> the words of labels whose value is taken to be of it, whatever it looks like."""
+"""Category -> words of labels whose value belongs to it, whatever it looks like."""
 TITLES: dict[str, frozenset[str]] = {
     "phone": frozenset(re.findall(r"\S+", "phone phones telephone telephones contact contacts")),
     "email": frozenset(re.findall(r"\S+", "email emails mail contact contacts")),
@@ -40,7 +42,7 @@ TITLES: dict[str, frozenset[str]] = {
     ),
     "number": frozenset(re.findall(r"\S+", "number numbers figures")),
 }
-"""Category -> the words of headings under which all is taken to be of it."""
+"""Category -> words of headings whose whole section belongs to it."""
 
 _SIGNS = r"[$€£¥₹₽₩₺₴₫₪₱₦฿₿¢₡₲₵₸₭₮]"
 _CODES = (
@@ -119,17 +121,17 @@ _NUMBER = re.compile(
     r"|\b(?=[MDCLXVI]{2,}\b)M{0,3}(?:CM|CD|D?C{0,3})(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3})\b"
 )
 _STREET = re.compile(
-    r"\b\d{1,4}[a-z]? (?:[A-Z][\w'-]+ ){1,3}(?:Street|Road|Lane|Avenue|Square|Way|Drive|Court|EpisodeRequest|Row|Quay|Hill|Terrace"
+    r"\b\d{1,4}[a-z]? (?:[A-Z][\w'-]+ ){1,3}(?:Street|Road|Lane|Avenue|Square|Way|Drive|Court|Place|Row|Quay|Hill|Terrace"
     r"|Close|Walk|Alley)\b"
 )
 _WIDE = {"money": (_MONEY,), "date": (_DATE,), "email": (_EMAIL,), "address": (_ADDRESS, _STREET), "number": (_NUMBER,)}
 
 
 def of_category(category: str, text: str, wide: bool = True) -> list[Span]:
-    """Where `text` holds values of a category by their looks; not `wide`: only those of made-up worlds."""
+    """Spans of `text` that look like values of a category. Without `wide`, only the forms used in generated worlds."""
     if category == "address" and not wide:
         return [match.span() for match in _STREET.finditer(text)]
-    spans = [] if category == "address" else [(found.start, found.end) for found in find(category, text)]
+    spans = [] if category == "address" else [(item.start, item.end) for item in find(category, text)]
     if not wide:
         return spans
     if category == "phone":
@@ -141,7 +143,7 @@ def of_category(category: str, text: str, wide: bool = True) -> list[Span]:
 
 
 def in_category(category: str, fact: Fact, exactly: bool, wide: bool) -> bool:
-    """Whether the value of a fact is of a category: by its type, or where it is forbidden by its label, too."""
+    """Whether the value of a fact belongs to a category: by its type, or, unless `exactly`, also by its label."""
     if fact.kind == "link":
         return False
     if wide and not exactly:
@@ -161,7 +163,7 @@ def in_category(category: str, fact: Fact, exactly: bool, wide: bool) -> bool:
 
 @cache
 def stem(word: str) -> str:
-    """What the forms of a word have in common, roughly: `allergies`, `allergy` and `allergic` have one stem."""
+    """An approximate common stem of word forms: `allergies`, `allergy` and `allergic` share one."""
     word = word.casefold()
     for plural, single in (("ies", "y"), ("sses", "ss"), ("ches", "ch"), ("s", "")):
         if word.endswith(plural) and not word.endswith("ss") and len(word) - len(plural) >= 2:

@@ -1,6 +1,5 @@
-"""What the notes of a vault state, and where: read without knowing what the notes are about, or with a theme of worlds.
-
-Privacy filters hide what is read here, so a fact is kept with the characters that it takes up.
+"""The facts that the notes of a vault state, with their character positions, read with or without a theme. Privacy
+rules hide facts at these positions.
 """
 
 import re
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from posttrain_memory.vault.links import Notes
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import Theme, plain_label, themes
 from posttrain_memory.worlds.truth import parse, title
 from posttrain_memory.worlds.values import canonical, links
@@ -22,10 +22,10 @@ _KINDS = ("email", "date", "money", "phone", "number")
 
 @dataclass(frozen=True)
 class Fact:
-    """One statement: `label` of the note `about` is `value`, in the note `note`.
+    """One statement in the note `note`: `label` of the note `about` is `value`.
 
-    `labels` are the plain label and its other names. `kind` is a type of values; `link` that of a link to the note
-    `value`. The statement takes up the characters `start` to `end` of its note, the value `value_start` to `value_end`.
+    `labels` are the plain label and its synonyms. `kind` is a type of value, or `link` if `value` is the path of a
+    note. The statement spans characters `start` to `end` of its note, the value `value_start` to `value_end`.
     """
 
     note: str
@@ -40,7 +40,9 @@ class Fact:
 
 
 def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
-    """The facts of a vault (path -> text): all lines with a label, and with a known theme also what its sentences state."""
+    """The facts of a vault (path -> text): all labelled lines and, with a known theme, also the sentences of that
+    theme.
+    """
     known = list(_themed(files, themes()[theme])) if theme in themes() else []
     taken = {(fact.note, place) for fact in known for place in range(fact.value_start, fact.value_end)}
     others = [fact for fact in _labelled(files) if (fact.note, fact.value_start) not in taken]
@@ -48,41 +50,41 @@ def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
 
 
 def names_of(files: Mapping[str, str]) -> dict[str, str]:
-    """Name in lower case -> path, by the titles and the file names of notes."""
-    found = {}
+    """Lower-case name -> path, from the titles and file names of notes."""
+    paths = {}
     for path, text in files.items():
-        if path != "user.md":
+        if path != USER:
             stem = path.removesuffix(".md").rsplit("/", 1)[-1]
-            found[" ".join(re.sub(r"[_-]+", " ", stem).casefold().split())] = path
+            paths[" ".join(re.sub(r"[_-]+", " ", stem).casefold().split())] = path
         if title(text):
-            found[" ".join(title(text).casefold().split())] = path
-    return {name: path for name, path in found.items() if name}
+            paths[" ".join(title(text).casefold().split())] = path
+    return {name: path for name, path in paths.items() if name}
 
 
-def leading(files: Mapping[str, str]) -> Callable[[str], str | None]:
-    """Target of a link -> the note that it means to the vault, or None where it means none or more than one."""
+def link_resolver(files: Mapping[str, str]) -> Callable[[str], str | None]:
+    """A function from a link target to the note it resolves to, or None if it resolves to none or to several."""
     notes = Notes(files)
-    return lambda target: target if target in files else notes.leads(target)
+    return lambda target: target if target in files else notes.resolve_or_none(target)
 
 
 def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
     for place in parse(files, theme.name).places:
-        said = place.statement
-        attribute = theme.attributes.get(said.key)
+        statement = place.statement
+        attribute = theme.attributes.get(statement.key)
         if attribute is not None:
             labels = {attribute.label, *attribute.aliases}
-            kind = attribute.type if not said.value.startswith("?") else "text"
+            kind: str = attribute.type if not statement.value.startswith("?") else "text"
         else:
-            relation = theme.relation(said.key)
-            backwards = said.key.endswith("~")
+            relation = theme.relation(statement.key)
+            backwards = statement.key.endswith("~")
             labels = {relation.inverse, relation.inverse_plural} if backwards else {relation.label, relation.plural}
-            kind = "link" if not said.value.startswith("?") else "text"
+            kind = "link" if not statement.value.startswith("?") else "text"
         yield Fact(
-            said.note,
-            said.about,
+            statement.note,
+            statement.about,
             frozenset(map(plain_label, labels)),
             kind,
-            said.value.removeprefix("?"),
+            statement.value.removeprefix("?"),
             place.start,
             place.end,
             place.value_start,
@@ -91,33 +93,33 @@ def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
 
 
 def _labelled(files: Mapping[str, str]) -> Iterable[Fact]:
-    leads = leading(files)
+    resolve_or_none = link_resolver(files)
     for path, text in files.items():
         start = 0
         for line in text.split("\n"):
             match = _ROW.match(line) or (None if line.lstrip().startswith("#") else _LABELLED.match(line))
             if match:
-                yield from _of_line(path, match, line, start, leads)
+                yield from _of_line(path, match, line, start, resolve_or_none)
             start += len(line) + 1
 
 
 def _of_line(
-    path: str, match: re.Match[str], line: str, start: int, leads: Callable[[str], str | None]
+    path: str, match: re.Match[str], line: str, start: int, resolve_or_none: Callable[[str], str | None]
 ) -> Iterable[Fact]:
     about = path
     link = match.groupdict().get("link")
     if link:
-        about = leads(links(link)[0][2]) or path
+        about = resolve_or_none(links(link)[0][2]) or path
     labels, (first, last) = frozenset([plain_label(match["label"])]), match.span("value")
     end = start + len(line)
     for begin, stop, target, _ in links(match["value"]):
-        value = leads(target) or target
+        value = resolve_or_none(target) or target
         yield Fact(path, about, labels, "link", value, start, end, start + first + begin, start + first + stop)
     if links(match["value"]) or not match["value"]:
         return
     for kind in _KINDS:
-        found = canonical(kind, match["value"])
-        if found is not None:
-            yield Fact(path, about, labels, kind, found, start, end, start + first, start + last)
+        parsed_value = canonical(kind, match["value"])
+        if parsed_value is not None:
+            yield Fact(path, about, labels, kind, parsed_value, start, end, start + first, start + last)
             return
     yield Fact(path, about, labels, "text", match["value"].strip(), start, end, start + first, start + last)

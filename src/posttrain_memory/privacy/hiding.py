@@ -1,4 +1,4 @@
-"""What privacy rules hide: facts that were read, and pieces of notes that may tell the same in other forms."""
+"""Decides what privacy rules hide: recognised facts, and parts of notes that may state the same in another form."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,8 +43,8 @@ _LONGEST = 12
 _TYPED = ("email", "date", "money", "phone")
 
 
-class Ruling:
-    """What the rules say of facts and pieces. Rules that forbid are taken widely, those that allow exactly."""
+class RuleMatcher:
+    """Applies rules to facts and pieces of notes. Forbidding rules are read broadly, permissions exactly."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Ruling:
         pages: Pages,
         texts: Mapping[str, str],
     ) -> None:
-        """`allowing`: what alone may be told, by the text that says so; a fact must be allowed by each. `texts`: the notes,
-        path -> text, that `pages` divides.
+        """`allowing` holds the permissions of each text; a fact must be permitted by every one of them. `texts` are
+        the notes (path -> text) that `pages` divides into pieces.
         """
         self.allowing = allowing
         self.abouts = frozenset(rule.about for rule in rules if rule.about)
@@ -75,7 +75,7 @@ class Ruling:
             for rule in self._forbidding
             if (rule.label or rule.category) and rule.about is not None
         }
-        """Rules about one note -> whether it states what they mean, so that not all of it is to be hidden."""
+        """Rules about one note -> whether it states the fact they mean. If not, all of the note is hidden."""
         self._own = frozenset(
             stem(word)
             for rule in rules
@@ -84,7 +84,7 @@ class Ruling:
         )
 
     def hides(self, fact: Fact) -> bool:
-        """Whether the rules forbid to say this fact."""
+        """Whether the rules forbid a fact."""
         if any(self._names(rule, fact) for rule in self._forbidding):
             return True
         if fact.kind == "link":
@@ -92,7 +92,7 @@ class Ruling:
         return any(not any(self._names(rule, fact) for rule in allowing) for allowing in self.allowing)
 
     def everywhere(self, value: Value) -> bool:
-        """Whether a value that means little by itself is hidden in all notes, for it is hidden of all."""
+        """Whether a value with little meaning of its own is hidden in all notes, because the rule covers all notes."""
         return (
             self._theme is None
             and value.kind == "text"
@@ -101,18 +101,18 @@ class Ruling:
         )
 
     def says(self, word: str) -> bool:
-        """Whether the rules themselves have a word, in some form."""
+        """Whether the rules contain a word, in some form."""
         return _has(self._own, stem(word))
 
     def words(self, text: str) -> Iterator[Value]:
-        """The words and digits of a hidden text that may tell what it says; not those that the rules themselves have."""
+        """The words and digits of a hidden text that could reveal it, except those that the rules themselves contain."""
         for word in re.findall(r"[^\W_]{3,}", text):
             known = word.casefold() in _DULL or self.says(word)
             if not known and (len(word) > 3 or not word.islower()):
                 yield Value("word", word)
 
     def pieces(self, path: str, text: str, page: Page) -> Iterator[tuple[int, Span]]:
-        """The numbers of the pieces of a note that may tell what a rule forbids, and what of each is hidden."""
+        """The indices of the pieces of a note that may state something forbidden, and the span to hide in each."""
         notes = set()
         for rule in self._forbidding:
             if rule.label is None and rule.category is None:
@@ -129,8 +129,8 @@ class Ruling:
                 yield number, (piece.start, piece.end)
 
     def unread(self, path: str, text: str, page: Page, facts: Sequence[Fact]) -> Iterator[Span]:
-        """Sentences that may state a forbidden fact in words of their own: those with a word of its label, and all of its
-        note, and about it, where no labelled fact of it was found.
+        """Sentences that may state a forbidden fact in free text: those with a word of its label, and all sentences
+        of its note and about it if no labelled fact of it was recognised.
         """
         for rule in self._forbidding:
             if not rule.label and not rule.category:
@@ -138,9 +138,9 @@ class Ruling:
             known = self._found.get(rule, False)
             words = set((rule.label or CATEGORIES[rule.category or "phone"][0]).split()) - COMMON
             for start, end in prose(text, facts):
-                said = set(re.findall(r"\w+", text[start:end].casefold()))
+                sentence_words = set(re.findall(r"\w+", text[start:end].casefold()))
                 about = rule.about is None or page.concerns((start, end), rule.about)
-                if about and (words & said or (rule.about is not None and not known)):
+                if about and (words & sentence_words or (rule.about is not None and not known)):
                     yield start, end
             if path == rule.about and not known:
                 name = title(text)
@@ -150,10 +150,14 @@ class Ruling:
                     ):
                         yield piece.start, piece.end
 
-    def rest(self, text: str, page: Page, told: Sequence[Fact], names: Mapping[str, str], path: str) -> Iterator[Span]:
-        """All of a note but what alone may be told: facts, and the names of notes in its title and its links."""
+    def rest(
+        self, text: str, page: Page, permitted: Sequence[Fact], names: Mapping[str, str], path: str
+    ) -> Iterator[Span]:
+        """Everything in a note except the permitted facts and the names of notes in its title and links."""
         kept = [
-            (fact.start, fact.end) for fact in told if fact.kind != "link" and self._plainly_governed(fact, text, page)
+            (fact.start, fact.end)
+            for fact in permitted
+            if fact.kind != "link" and self._plainly_governed(fact, text, page)
         ]
         for start, end, target, alias in links(text):
             stem_ = re.sub(r"[_-]+", " ", target.removesuffix(".md").rpartition("/")[2]).casefold()
@@ -172,26 +176,26 @@ class Ruling:
             for start, end in kept[at:]:
                 if start >= line.end():
                     break
-                yield from _lettered(text, place, max(place, start))
+                yield from _trimmed(text, place, max(place, start))
                 place = max(place, end)
-            yield from _lettered(text, place, line.end())
+            yield from _trimmed(text, place, line.end())
 
     def _plainly_governed(self, fact: Fact, text: str, page: Page) -> bool:
-        """Whether nothing above a fact says that it may be somebody else's."""
+        """Whether nothing above a fact suggests that it belongs to another note."""
         if all(rule.about is None for allowing in self.allowing for rule in allowing):
             return True
-        own = set().union(*(label.split() for label in fact.labels))
+        label_words = set().union(*(label.split() for label in fact.labels))
         for piece in page.pieces:
             if piece.start <= fact.value_start < max(piece.end, piece.start + 1):
                 above = piece.above if piece.kind not in ("cell", "head") else ()
                 for other in (*piece.headings, *above):
                     words = set(re.findall(r"\w+", other.casefold()))
-                    if other != title(text) and words - _NEUTRAL - own - _usual_headings():
+                    if other != title(text) and words - _NEUTRAL - label_words - _usual_headings():
                         return False
         return True
 
     def _names(self, rule: Rule, fact: Fact) -> bool:
-        """Whether `rule` is about `fact`: forbidden ones widely, allowed ones only exactly."""
+        """Whether `rule` covers `fact`: broadly for forbidding rules, exactly for permissions."""
         if (
             rule.about is not None
             and rule.about != fact.about
@@ -203,51 +207,53 @@ class Ruling:
         if rule.label is None:
             return True
         if rule.about != fact.about and rule.about is not None:
-            # A link back says the same as a forbidden relation.
+            # A link back states the same as a forbidden relation.
             return not rule.allow and rule.label in self._turned.get((rule.about, fact.about), ())
         if rule.label in fact.labels:
             return True
-        return not rule.allow and (self._resembles(rule.label, fact) or self._may_be_called(rule, fact))
+        return not rule.allow and (self._resembles(rule.label, fact) or self._may_be_synonym(rule, fact))
 
-    def _may_be_called(self, rule: Rule, fact: Fact) -> bool:
-        """Without a theme: whether the fact has another name of the forbidden label, or, where its note has no fact of
-        any of these names, whether it is one of that note, for its name may be one that nobody knows.
+    def _may_be_synonym(self, rule: Rule, fact: Fact) -> bool:
+        """Without a theme: whether a synonym of the forbidden label names the fact, or the note has no fact with any
+        of these names, so that any of its facts may be the one meant.
         """
         if self._theme is not None or rule.label is None:
             return False
         return bool(_also(rule.label) & fact.labels) or (rule.about is not None and not self._found.get(rule, False))
 
     def _is_found(self, rule: Rule) -> bool:
-        """Whether the note that a rule is about has a fact that the rule means, by one of its names."""
-        own = self._about.get(rule.about or "", [])
+        """Whether the note that a rule is about has the fact that the rule means, under one of its names."""
+        note_facts = self._about.get(rule.about or "", [])
         if rule.category is not None:
-            return any(in_category(rule.category, fact, False, self._theme is None) for fact in own)
+            return any(in_category(rule.category, fact, False, self._theme is None) for fact in note_facts)
         names = _also(rule.label or "")
-        return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in own)
+        return any(names & fact.labels or self._resembles(rule.label or "", fact) for fact in note_facts)
 
     def _is_told(self, rule: Rule, page: Page, text: str) -> bool:
-        """Whether a piece of a note states what a rule means under a label, a heading or a head of its own."""
+        """Whether a piece of a note states what a rule means, under a label, heading or column of its own."""
         if self._theme is not None:
             return False
         for piece in page.pieces:
             start = self._from(rule, piece, text)
             if start is not None and piece.kind != "heading" and re.search(r"\w", text[start : piece.end]):
-                own = rule.label is None or (bool(piece.label) and _tells(self._terms[rule], piece.label))
+                labelled = rule.label is None or (bool(piece.label) and _mentions(self._terms[rule], piece.label))
                 above = rule.label is not None and piece.kind in ("item", "cell")
-                if own or (above and any(_tells(self._terms[rule], one) for one in (*piece.headings, *piece.above))):
+                if labelled or (
+                    above and any(_mentions(self._terms[rule], one) for one in (*piece.headings, *piece.above))
+                ):
                     return True
         return False
 
     def _resembles(self, label: str, fact: Fact) -> bool:
-        """Whether a forbidden label that no fact of the vault has shares a word with those of this fact."""
+        """Whether a forbidden label that no fact of the vault has shares a word with the labels of this fact."""
         if label in self._labels:
             return False
         words = set(label.split()) - COMMON
         return any(words & set(other.split()) for other in fact.labels)
 
     def _from(self, rule: Rule, piece: Piece, text: str) -> int | None:
-        """Where what a rule forbids begins in a piece; None where the piece is not of it."""
-        said = text[piece.start : piece.end]
+        """Where the forbidden part of a piece begins; None if the piece is not covered."""
+        content = text[piece.start : piece.end]
         if rule.category is not None:
             words = LABELS[rule.category]
             governed = any(_words(other) & TITLES[rule.category] for other in piece.headings) or any(
@@ -260,79 +266,83 @@ class Ruling:
             )
             return piece.value_start if piece.label and _words(piece.label) & words and not other else None
         terms = self._terms[rule]
-        if any(_tells(terms, other) for other in (*piece.headings, *piece.above)):
+        if any(_mentions(terms, other) for other in (*piece.headings, *piece.above)):
             return piece.start
-        if not _tells(terms, said):
+        if not _mentions(terms, content):
             return None
         if piece.label and _only(terms, piece.label):
             return piece.value_start
-        return None if piece.kind in ("heading", "head") and _only(terms, said) else piece.start
+        return None if piece.kind in ("heading", "head") and _only(terms, content) else piece.start
 
 
 def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
-    """What a value may be recognised by: itself, the items of a list, the types of values within it; `loose`: its telling
-    words and digits, too. `fact` is that of which it is the value, None for a piece of a note.
+    """The values by which a hidden text can be recognised: the text itself, list items, and typed values in it. With
+    `loose`, also its significant words and digits.
+
+    `fact` is the fact whose value it is, or None for a piece of a note.
     """
     if fact is not None and fact.kind in FINDABLE:
         return [Value(fact.kind, fact.value)]
     whole = text.strip().removesuffix("-->").strip().strip("*_`").strip()
-    found = [Value("text", whole)] if len(whole.split()) <= _LONGEST or not loose else []
+    values = [Value("text", whole)] if len(whole.split()) <= _LONGEST or not loose else []
     if (fact is not None and fact.kind == "list") or re.search(r", | and |; ", whole):
-        found += [Value("text", item) for item in re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", whole) if item]
-    found += [Value(kind, item.value) for kind in FINDABLE if kind != "number" for item in find(kind, whole)]
+        values += [Value("text", item) for item in re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", whole) if item]
+    values += [Value(kind, item.value) for kind in FINDABLE if kind != "number" for item in find(kind, whole)]
     if loose:
-        found += [Value("text", item) for item in re.split(r"\s*[,;/()\[\]\"|]\s*", whole)]
+        values += [Value("text", item) for item in re.split(r"\s*[,;/()\[\]\"|]\s*", whole)]
         if len(whole.split()) <= _LONGEST:
-            found += [Value("word", word) for word in re.findall(r"[^\W_]{4,}", whole)]
-        found += [Value("digits", re.sub(r"\D", "", run)) for run in re.findall(r"(?<!\w)\d[\d.,'’ ]*\d(?!\w)", whole)]
+            values += [Value("word", word) for word in re.findall(r"[^\W_]{4,}", whole)]
+        values += [Value("digits", re.sub(r"\D", "", run)) for run in re.findall(r"(?<!\w)\d[\d.,'’ ]*\d(?!\w)", whole)]
     dull = _DULL if loose else COMMON
-    return [value for value in found if value.text.casefold() not in dull and re.search(r"\w", value.text)]
+    return [value for value in values if value.text.casefold() not in dull and re.search(r"\w", value.text)]
 
 
 @cache
 def _usual_headings() -> frozenset[str]:
-    """The words of headings of facts in made-up worlds."""
+    """The words in fact headings of generated worlds."""
     return frozenset(
         re.findall(r"\w+", " ".join(name for one in themes().values() for name in one.headings.facts).casefold())
     )
 
 
 def _also(label: str) -> frozenset[str]:
-    """A label and its other names."""
+    """A label and its synonyms."""
     return synonyms().get(label, frozenset()) | {label}
 
 
 def _terms(label: str) -> list[frozenset[str]]:
-    """Sets of stems, of which a text that tells of the label has one: each of its telling words, else all of its words."""
-    found = []
+    """Sets of stems; a text that mentions the label contains one of them. One set per significant word, or one set of
+    all words.
+    """
+    terms = []
     for name in _also(label):
         words = set(name.split()) - COMMON
         telling = [word for word in words - _GENERIC if name == label or len(words) == 1]
-        found += [frozenset([stem(word)]) for word in telling] or [frozenset(map(stem, words or {name}))]
-    return found
+        terms += [frozenset([stem(word)]) for word in telling] or [frozenset(map(stem, words or {name}))]
+    return terms
 
 
-def _tells(terms: Iterable[frozenset[str]], text: str) -> bool:
-    said = _stems(text)
-    return any(all(_has(said, one) for one in term) for term in terms)
+def _mentions(terms: Iterable[frozenset[str]], text: str) -> bool:
+    stems = _stems(text)
+    return any(all(_has(stems, one) for one in term) for term in terms)
 
 
-def _has(said: frozenset[str], wanted: str) -> bool:
-    return wanted in said or (
+def _has(words: frozenset[str], wanted: str) -> bool:
+    return wanted in words or (
         len(wanted) >= 5
-        and any(len(word) >= 5 and (word.startswith(wanted) or wanted.startswith(word)) for word in said)
+        and any(len(word) >= 5 and (word.startswith(wanted) or wanted.startswith(word)) for word in words)
     )
 
 
 def _only(terms: Iterable[frozenset[str]], text: str) -> bool:
-    """Whether a text has no words but those of the label."""
+    """Whether a text has no words other than those of the label."""
     wanted = frozenset[str]().union(*terms)
     return all(_has(wanted, word) or word in _GENERIC for word in _stems(text))
 
 
 @lru_cache(maxsize=4096)
 def _words(text: str) -> frozenset[str]:
-    """The words of a text without its links."""
+    """The words of a text, without its links."""
     return frozenset(re.findall(r"[^\W\d_]+", re.sub(r"\[\[[^\[\]\n]*\]\]", " ", text).casefold()))
 
 
@@ -341,8 +351,8 @@ def _stems(text: str) -> frozenset[str]:
     return frozenset(map(stem, _words(text)))
 
 
-def _lettered(text: str, start: int, end: int) -> Iterator[Span]:
-    """The part of a stretch from its first letter or digit to its last."""
-    found = list(re.finditer(r"[^\W_]", text[start:end]))
-    if found:
-        yield start + found[0].start(), start + found[-1].end()
+def _trimmed(text: str, start: int, end: int) -> Iterator[Span]:
+    """A span narrowed to its first and last letter or digit."""
+    matches = list(re.finditer(r"[^\W_]", text[start:end]))
+    if matches:
+        yield start + matches[0].start(), start + matches[-1].end()

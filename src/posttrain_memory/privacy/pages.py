@@ -1,10 +1,9 @@
-"""The pieces of a Markdown note as people write them, each with the texts that govern it.
+"""Splits Markdown notes into pieces, each with its context and the notes it may be about.
 
-Governed is the item of a list by what it is nested in, a cell by its column and its row, a line by its headings, a
-continued line by the one that it goes on from. Code and blocks of HTML are one piece, for they may hold any order.
-
-
-Notes as pieces, each with the notes that it may be about: those that it, or what governs it, names or links to."""
+The context of a list item is what it is nested in, of a table cell its column and row, of a line its headings and the
+line it continues. Code and HTML blocks are one piece, because their content has no known structure. A piece may be
+about every note that it or its context names or links to.
+"""
 
 import re
 from bisect import bisect_right
@@ -13,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from posttrain_memory.privacy.redaction import Index, Span, Value
-from posttrain_memory.privacy.rules import USER
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.values import links
 
 _FENCE = re.compile(r"\s*(?:```|~~~)")
@@ -28,7 +27,7 @@ _LABEL = re.compile(
 )
 _CELL = re.compile(r"(?:\\\||\[\[[^\[\]\n]*\]\]|[^|\n])+")
 _CHAIN = 8
-"""Most texts that govern what goes on from them, so that time is linear."""
+"""Maximum number of context texts that are passed on, so that the time is linear."""
 _ANAPHORA = re.compile(
     r"\s*(?:it|its|they|their|them|this|that|these|those|he|his|she|her|which|also|and|but|or|mostly|mainly|especially|namely"
     r"|including|both|one|ones|same)\b",
@@ -38,10 +37,10 @@ _ANAPHORA = re.compile(
 
 @dataclass(frozen=True)
 class Piece:
-    """Characters `start` to `end` of a note, of which `value_start` to `end` is the value where there is a label.
+    """Characters `start` to `end` of a note. If it has a label, `value_start` to `end` is the value.
 
-    `label` is the text before the value ("" without). `headings` are those above, the outermost first, `above` the other
-    texts that govern it. `kind`: heading, item, text, cell or block.
+    `label` is the text before the value, or "". `headings` are the enclosing headings, outermost first; `above` the
+    other context. `kind` is heading, item, text, cell or block.
     """
 
     kind: str
@@ -63,15 +62,15 @@ class _Line:
 
 
 def outline(text: str) -> list[Piece]:
-    """The pieces of a note from top to bottom; every letter and digit of it is in one at least."""
+    """The pieces of a note in order. Every letter and digit belongs to at least one piece."""
     headings: list[tuple[int, str]] = []
-    found: list[Piece] = []
+    result: list[Piece] = []
     lines = list(_lines(text))
     at = 0
     lead: tuple[str, ...] = ()
     if lines[0].text.strip() == "---":
         front = next((i for i in range(1, len(lines)) if lines[i].text.strip() in ("---", "...")), 0)
-        found += _nested(lines[1:front], (), (), keyed=True)[0]
+        result += _nested(lines[1:front], (), (), keyed=True)[0]
         at = front
     while at < len(lines):
         line = lines[at]
@@ -80,18 +79,18 @@ def outline(text: str) -> list[Piece]:
             at += 1
         elif _FENCE.match(line.text):
             end = next((i for i in range(at + 1, len(lines)) if _FENCE.match(lines[i].text)), len(lines) - 1)
-            found.append(_block(lines, at, end, names, lead))
+            result.append(_block(lines, at, end, names, lead))
             at = end + 1
         elif _HTML.match(line.text):
             end = _html_end(lines, at)
-            found.append(_block(lines, at, end, names, lead))
+            result.append(_block(lines, at, end, names, lead))
             at = end + 1
         elif _HEADING.match(line.text) or (not line.marked and _underlined(lines, at)):
             level = len(line.text.lstrip()) - len(line.text.lstrip().lstrip("#"))
             level = level or (1 if lines[at + 1].text.lstrip().startswith("=") else 2)
             headings = [(other, name) for other, name in headings if other < level]
             above = tuple(name for _, name in headings)
-            found.append(_piece("heading", line, above, ()))
+            result.append(_piece("heading", line, above, ()))
             headings.append((level, line.text.strip("# \t")))
             lead = ()
             at += 1
@@ -99,16 +98,16 @@ def outline(text: str) -> list[Piece]:
             end = at
             while end + 1 < len(lines) and "|" in lines[end + 1].text:
                 end += 1
-            found += _cells(lines[at : end + 1], names, lead)
+            result += _cells(lines[at : end + 1], names, lead)
             at = end + 1
         else:
             end = at
             while end + 1 < len(lines) and _plain(lines, end + 1):
                 end += 1
             pieces, lead = _nested(lines[at : end + 1], names, lead)
-            found += pieces
+            result += pieces
             at = end + 1
-    return found
+    return result
 
 
 def _lines(text: str) -> Iterator[_Line]:
@@ -123,7 +122,7 @@ def _lines(text: str) -> Iterator[_Line]:
 
 
 def _plain(lines: list[_Line], at: int) -> bool:
-    """Whether a line goes on with a run of nested lines, blank ones among them."""
+    """Whether a line continues a run of nested lines, which may include blank lines."""
     text = lines[at].text
     return not (
         _FENCE.match(text)
@@ -135,7 +134,9 @@ def _plain(lines: list[_Line], at: int) -> bool:
 
 
 def _underlined(lines: list[_Line], at: int) -> bool:
-    """Whether a line is a heading by the line below it. The last line of front matter looks so, and is one line less."""
+    """Whether the line below makes this line a heading. The last line of front matter looks the same, but is not a
+    heading.
+    """
     below = lines[at + 1].text if at + 1 < len(lines) else ""
     return bool(
         lines[at].text.strip()
@@ -154,7 +155,7 @@ def _piece(kind: str, line: _Line, headings: tuple[str, ...], above: tuple[str, 
     mark = _MARK.match(line.text)
     start = mark.end() if mark else len(line.text) - len(line.text.lstrip())
     rest = line.text[start:].rstrip()
-    # The colon of an address of the web ends no label.
+    # The colon of a URL does not end a label.
     match = _LABEL.match(rest) if kind != "heading" else None
     if match and (re.search(r"[.!?]\s", match["label"]) or re.match(r"//", match["value"]) or "[[" in match["label"]):
         owner = re.match(
@@ -173,7 +174,7 @@ def _block(lines: list[_Line], first: int, last: int, headings: tuple[str, ...],
 
 
 def _html_end(lines: list[_Line], at: int) -> int:
-    """The last line of a block of HTML or a comment: that with its end, else the one before a blank line."""
+    """The last line of an HTML block or comment: the one that closes it, otherwise the one before a blank line."""
     text = lines[at].text.strip()
     tag = re.match(r"<([A-Za-z]+)", text)
     ends = "-->" if text.startswith("<!--") else "%%" if text.startswith("%%") else f"</{tag[1]}" if tag else ""
@@ -190,10 +191,10 @@ def _html_end(lines: list[_Line], at: int) -> int:
 
 
 def _cells(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...]) -> list[Piece]:
-    """The cells of a table: each is governed by the head of its column and by all of its row."""
+    """The cells of a table. Their context is the column head and the whole row."""
     headed = len(lines) > 1 and bool(_DELIMITERS.match(lines[1].text))
     heads = [cell for _, cell in _row(lines[0])] if headed else []
-    found = []
+    cells = []
     for number, line in enumerate(lines):
         if _DELIMITERS.match(line.text):
             continue
@@ -204,10 +205,10 @@ def _cells(lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...]
             skip = len(cell) - len(cell.lstrip())
             begin, end = line.start + start + skip, line.start + start + len(cell.rstrip())
             if end > begin:
-                found.append(
+                cells.append(
                     Piece("head" if head else "cell", begin, end, begin, "", headings, (*above, *column_head, *row))
                 )
-    return found
+    return cells
 
 
 def _row(line: _Line) -> list[tuple[int, str]]:
@@ -222,14 +223,14 @@ def _row(line: _Line) -> list[tuple[int, str]]:
 def _nested(
     lines: list[_Line], headings: tuple[str, ...], above: tuple[str, ...], keyed: bool = False
 ) -> tuple[list[Piece], tuple[str, ...]]:
-    """Lines of text and lists: a line is governed by those that it is indented under, goes on from, or follows. Also what
-    governs the lines that come next.
+    """The pieces of text and lists, and the context of the lines that follow. The context of a line is what it is
+    indented under, continues, or follows.
 
-    `keyed`: they are front matter, where a key that is not indented ends what stands under another.
+    `keyed`: the lines are front matter, in which a key without indentation ends the previous one.
     """
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     stack: list[tuple[int, str]] = []
-    own: list[str] = []
+    wrapped: list[str] = []
     lead, ends = above, ""
     previous: _Line | None = None
     blank = False
@@ -249,46 +250,47 @@ def _nested(
                 or bool(_ANAPHORA.match(line.text))
             )
         )
-        # Under a line in emphasis stands all up to the next; under one that ends in a colon what follows, or its list.
+        # An emphasised line introduces everything up to the next one; a line ending in a colon introduces what
+        # follows, or its list.
         listed = blank and previous is not None and previous.marked and not line.marked and not line.indent
         if lead and ((ends == "quote" and not line.quoted) or (ends == "list" and listed)):
             lead = ()
         if blank and not line.marked and not line.indent and not goes_on:
             stack = []
-        if goes_on and not blank and found and not re.match(r":\s", line.text.lstrip()):
-            # What is wrapped is one piece with the line that it goes on from.
-            own.append(line.text)
-            found[-1] = replace(found[-1], end=line.start + len(line.text.rstrip()))
+        if goes_on and not blank and pieces and not re.match(r":\s", line.text.lstrip()):
+            # A wrapped line is one piece with the line that it continues.
+            wrapped.append(line.text)
+            pieces[-1] = replace(pieces[-1], end=line.start + len(line.text.rstrip()))
             previous = line
             continue
-        if len(own) > 1 and stack:
-            stack[-1] = (stack[-1][0], "\n".join(own))
+        if len(wrapped) > 1 and stack:
+            stack[-1] = (stack[-1][0], "\n".join(wrapped))
         outer = [(indent, text) for indent, text in stack if indent < line.indent]
         stack = stack[-_CHAIN:] if goes_on else outer
         if keyed and not line.marked and not line.indent:
             lead = ()
         governing = (*lead, *(text for _, text in stack))
         piece = _piece("item" if line.marked else "text", line, headings, governing)
-        if _leads(line, piece):
+        if _resolve_link(line, piece):
             lead = (line.text,)
             ends = "quote" if _CALLOUT.match(line.text) else "list" if line.text.rstrip().endswith(":") else ""
             piece = replace(piece, above=tuple(text for _, text in stack))
-        found.append(piece)
+        pieces.append(piece)
         stack.append((line.indent, line.text))
-        own = [line.text]
+        wrapped = [line.text]
         previous, blank = line, False
-    return found, () if ends == "quote" else lead
+    return pieces, () if ends == "quote" else lead
 
 
 def _labelled(line: _Line) -> bool:
-    """Whether a line begins with what looks like a label of its own."""
+    """Whether a line begins with something that looks like a label of its own."""
     return bool(
         re.match(r"\s*(?:\*\*|__|\")?[^\W\d_][\w ’'/()-]{0,40}(?:\*\*|__|\")?\s*::?(?:\*\*|__)?(?:\s|$)", line.text)
     )
 
 
-def _leads(line: _Line, piece: Piece) -> bool:
-    """Whether a line only says what comes next: it ends in a colon, is nothing but emphasis, or opens a callout."""
+def _resolve_link(line: _Line, piece: Piece) -> bool:
+    """Whether a line only introduces what follows: it ends in a colon, is all emphasis, or opens a callout."""
     text = line.text.strip()
     if _CALLOUT.match(text):
         return True
@@ -299,7 +301,7 @@ def _leads(line: _Line, piece: Piece) -> bool:
 
 _SELF = frozenset(["i", "me", "my", "mine", "myself", "we", "us", "our"])
 _OFTEN = 12
-"""Names that may share a word for it to mean each of them; one in more is no name."""
+"""A word counts as a reference to each name that contains it, if at most this many names do."""
 _PLAIN = frozenset(
     re.findall(
         r"\S+",
@@ -310,7 +312,7 @@ _PLAIN = frozenset(
 
 
 class Page:
-    """One note. `pieces` in order of their places; `mentions` of each the paths of the notes it may be about."""
+    """One note. `pieces` are in order; `mentions` holds, for each piece, the paths of the notes it may be about."""
 
     def __init__(self, path: str, pieces: list[Piece], mentions: list[frozenset[str]]) -> None:
         self.path, self.pieces, self.mentions = path, pieces, mentions
@@ -319,7 +321,7 @@ class Page:
         self._starts = [piece.start for piece in pieces]
 
     def touches(self, span: Span, abouts: Collection[str]) -> bool:
-        """Whether a piece around `span` may be about one of these notes: it stands in it, or mentions it."""
+        """Whether a piece overlapping `span` may be about one of these notes: it is part of it, or mentions it."""
         if self.path in abouts:
             return True
         at = bisect_right(self._starts, max(span[0], span[1] - 1)) - 1
@@ -330,29 +332,29 @@ class Page:
         return False
 
     def concerns(self, span: Span, about: str) -> bool:
-        """As `touches`, of one note."""
+        """`touches` for one note."""
         return self.touches(span, (about,))
 
     def knows(self, abouts: Collection[str]) -> bool:
-        """Whether the note is one of these, or mentions one anywhere."""
+        """Whether this note is one of these, or mentions one anywhere."""
         return self.path in abouts or not self.all.isdisjoint(abouts)
 
 
 class Pages:
-    """Path -> page, of all notes of a vault."""
+    """Path -> page, for all notes of a vault."""
 
     def __init__(
         self,
         files: Mapping[str, str],
         names: Mapping[str, str],
-        leads: Callable[[str], str | None],
+        resolve_link: Callable[[str], str | None],
         wanted: Collection[str],
         loose: bool,
     ) -> None:
-        """`wanted` are the notes that rules are about. `loose`: one word of their names is a mention, too, and pieces are
-        governed by others; otherwise they are single lines.
+        """`wanted` are the notes that rules are about. With `loose`, a single word of their names counts as a
+        mention, and pieces have context; otherwise pieces are single lines.
         """
-        self._leads, self._loose, self._user = leads, loose, USER in wanted
+        self._resolve_link, self._loose, self._user = resolve_link, loose, USER in wanted
         self._paths: dict[Value, set[str]] = {}
         often = Counter(word for name in names for word in set(re.findall(r"[^\W_]{3,}", name)))
         for name, path in names.items():
@@ -374,20 +376,22 @@ class Pages:
         named = self._mentioned(path.removesuffix(".md")) if self._loose else frozenset()
         mentions = []
         for piece in pieces:
-            found = set(named | self._mentioned(text[piece.start : piece.end]))
+            paths = set(named | self._mentioned(text[piece.start : piece.end]))
             for other in (*piece.headings, *piece.above):
-                found |= self._mentioned(other)
-            mentions.append(frozenset(found))
+                paths |= self._mentioned(other)
+            mentions.append(frozenset(paths))
         return Page(path, pieces, mentions)
 
     def _mentioned(self, text: str) -> frozenset[str]:
         known = self._known.get(text)
         if known is None:
-            found = {path for _, _, value in self._index.find(text) for path in self._paths[value]}
-            found |= {path for _, _, target, _ in links(text.replace("\\|", "|")) if (path := self._leads(target))}
+            paths = {path for _, _, value in self._index.find(text) for path in self._paths[value]}
+            paths |= {
+                path for _, _, target, _ in links(text.replace("\\|", "|")) if (path := self._resolve_link(target))
+            }
             if self._user and self._loose and _SELF & set(re.findall(r"\w+", text.casefold())):
-                found.add(USER)
-            known = self._known[text] = frozenset(found)
+                paths.add(USER)
+            known = self._known[text] = frozenset(paths)
         return known
 
 

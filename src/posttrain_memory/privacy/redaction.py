@@ -1,4 +1,4 @@
-"""Where a text holds what is hidden: values in all their spellings, and sentences; and blanking it."""
+"""Finds hidden values in text, in all their spellings, and replaces them."""
 
 import re
 import unicodedata
@@ -10,7 +10,7 @@ from posttrain_memory.privacy.facts import Fact
 from posttrain_memory.worlds.values import FINDABLE, find, links, number_words
 
 HIDDEN = "[hidden]"
-"""What stands where something is hidden."""
+"""The replacement for hidden text."""
 
 Span = tuple[int, int]
 
@@ -26,35 +26,35 @@ _TENS = dict(
     zip(re.findall(r"\S+", "twenty thirty forty fifty sixty seventy eighty ninety"), range(20, 100, 10), strict=True)
 )
 NUMERALS = frozenset([*_ONES, *_TENS, "oh", "hundred", "thousand", "million"])
-"""The words of numbers in English."""
+"""English number words."""
 _TAIL = 7
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that must not be said. `text` is canonical for the types that can be found, else as it was written.
-
-    `kind` is such a type, `text`, `word` (one telling word of a text), or `digits` (those of an amount in a text).
+    """A value that must not be said. `text` is canonical for types that can be recognised, otherwise as written.
+    `kind` is such a type, `text`, `word` (a significant word of a text) or `digits` (the digits of an amount in a
+    text).
     """
 
     kind: str
     text: str
 
 
-def telling(value: Value) -> bool:
-    """Whether a value is so particular that it means the same wherever it stands."""
+def is_specific(value: Value) -> bool:
+    """Whether a value is so specific that it means the same wherever it occurs."""
     return value.kind in ("phone", "email", "date", "money", "digits") or (
         value.kind == "text" and (len(value.text) >= 12 or bool(re.search(r"\d", value.text)))
     )
 
 
 class Index:
-    """Many values, found in a text in one pass, in all spellings that are known of each."""
+    """Finds many values in a text in one pass, in all their known spellings."""
 
     def __init__(self, values: Iterable[Value]) -> None:
         self._words: dict[tuple[str, ...], list[Value]] = {}
         self._lengths: dict[str, set[int]] = {}
-        """First word -> how many words values that begin with it have."""
+        """First word -> the numbers of words of the values that begin with it."""
         self._typed: dict[tuple[str, str], Value] = {}
         self._digits: dict[str, list[Value]] = {}
         self._tails: dict[str, list[Value]] = {}
@@ -82,13 +82,15 @@ class Index:
                     self._squeezed["".join(parts)] = value
 
     def find(self, text: str) -> Iterator[tuple[int, int, Value]]:
-        """Start, end and value of each place, in no order. Linear in the text and not in the number of values."""
+        """Start, end and value of each occurrence, unordered. Time is linear in the text and independent of the
+        number of values.
+        """
         if self._words:
             yield from self._spelled(text)
         for kind in self._kinds:
-            for found in find(kind, text):
-                if (kind, found.value) in self._typed:
-                    yield found.start, found.end, self._typed[kind, found.value]
+            for item in find(kind, text):
+                if (kind, item.value) in self._typed:
+                    yield item.start, item.end, self._typed[kind, item.value]
         if "number" in self._kinds:
             for match in re.finditer(r"[a-z]+", text, re.IGNORECASE):
                 for number in number_words(match.group()):
@@ -98,7 +100,9 @@ class Index:
             yield from self._numerals(text)
 
     def disguised(self, text: str) -> Iterator[Span]:
-        """Where a short text holds a value with other signs between its letters (`l u-p u s`). Linear in the values."""
+        """Spans of a short text that contain a value with separators between its letters (`l u-p u s`). Time is
+        linear in the number of values.
+        """
         places = [match.start() for match in re.finditer(r"[^\W_]", text)]
         squeezed = "".join(text[place].casefold()[:1] for place in places)
         for wanted in self._squeezed:
@@ -120,10 +124,10 @@ class Index:
                 if len(run) < length or any(after[1] - before[2] > 4 for before, after in pairwise(run)):
                     continue
                 parts = tuple(one for one, _, _ in run)
-                found = self._words.get(parts, [])
+                matches = self._words.get(parts, [])
                 if length > 1 and parts[-1].endswith("s"):
-                    found = [*found, *self._words.get((*parts[:-1], parts[-1][:-1]), [])]
-                yield from ((start, run[-1][2], value) for value in found)
+                    matches = [*matches, *self._words.get((*parts[:-1], parts[-1][:-1]), [])]
+                yield from ((start, run[-1][2], value) for value in matches)
 
     def _numerals(self, text: str) -> Iterator[tuple[int, int, Value]]:
         for run in _RUN.finditer(text):
@@ -152,7 +156,7 @@ class Index:
 
 
 def numerals(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and digits of numbers in words: `one hundred twenty thousand`, or a digit a word, `four one seven`."""
+    """Start, end and digits of numbers in words: `one hundred twenty thousand`, or digit by digit, `four one seven`."""
     run: list[re.Match[str]] = []
     for match in [*re.finditer(r"[a-z]+", text, re.IGNORECASE), None]:
         if match and match.group().casefold() == "and" and run:
@@ -180,21 +184,21 @@ def _spelled_number(words: Sequence[str]) -> str:
     return str(total + part)
 
 
-def usual(text: str) -> str:
-    """`text` without signs of no width, and with letters, digits and signs of full width as the usual ones."""
+def normalised(text: str) -> str:
+    """`text` without zero-width characters, and with full-width letters, digits and signs replaced by ordinary ones."""
     if text.isascii():
         return text
-    found = []
+    characters = []
     for sign in text:
         if unicodedata.category(sign) == "Cf" or sign in "\u034f\u115f\u1160\u3164\ufe0f":
             continue
         plain = unicodedata.normalize("NFKC", sign) if not sign.isascii() else sign
-        found.append(plain if plain.isascii() and sign != "…" else sign)
-    return "".join(found)
+        characters.append(plain if plain.isascii() and sign != "…" else sign)
+    return "".join(characters)
 
 
 def prose(text: str, facts: Sequence[Fact]) -> Iterable[Span]:
-    """Sentences of a note outside headings, links and the facts that were read in it."""
+    """Sentences of a note outside of headings, links and recognised facts."""
     taken = sorted([(fact.start, fact.end) for fact in facts] + [(start, end) for start, end, _, _ in links(text)])
     at = 0
     for line in re.finditer(r"[^\n]+", text):
@@ -230,7 +234,7 @@ def within(span: Span, spans: Iterable[Span]) -> bool:
     return any(start < span[1] and span[0] < end for start, end in spans)
 
 
-def blanked(text: str, spans: Iterable[Span]) -> str:
+def redacted(text: str, spans: Iterable[Span]) -> str:
     """`text` with each run of overlapping spans replaced by `[hidden]`."""
     pieces, at = [], 0
     merged: list[list[int]] = []

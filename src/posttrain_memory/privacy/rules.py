@@ -1,8 +1,8 @@
-"""The closed language of privacy rules, read from sentences.
+"""The closed language of privacy rules, parsed from English sentences.
 
-A rule forbids or is the only thing that is allowed. It names things to say: a fact by its label, a category (phone
-numbers, e-mail addresses, addresses, dates, amounts of money, numbers), or everything; of one note, or of all. A
-sentence outside this language is not guessed at: whoever enforces the rules then has to show nothing at all.
+A rule forbids something, or permits it exclusively. It names a fact by its label, a category (phone numbers, e-mail
+addresses, addresses, dates, amounts of money, numbers) or everything, of one note or of all. The meaning of a
+sentence outside of this language is not guessed: the caller must then show nothing.
 """
 
 import re
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import plain_label, themes
 
-USER = "user.md"
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "phone": ("phone", "phone number", "telephone", "telephone number", "mobile number", "number to call"),
     "email": ("email", "e-mail", "email address", "e-mail address", "mail address"),
@@ -21,7 +21,7 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     "money": ("money", "amount of money", "sum of money", "money amount", "price", "amount", "money value", "sum"),
     "number": ("number", "figure", "numeric value"),
 }
-"""Category -> what it may be called, in the singular."""
+"""Category -> its names, in the singular."""
 _GROUPS = dict.fromkeys(
     ("contact detail", "contact", "contact information", "contact data", "contact info"), ("phone", "email", "address")
 )
@@ -46,16 +46,14 @@ _ALSO = tuple(
         "bank account/account/iban/account number",
     )
 )
-"""What people also call the same fact."""
+"""Other names that people use for the same fact."""
 _EVERYTHING = ("everything", "anything", "information", "detail", "data", "fact", "something", "all", "thing")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`allow`: only this may be said; otherwise it must not be.
-
-    `label` is a plain label and `category` a category; without both it is everything. `about` is the path of a note;
-    None: any note.
+    """`allow`: only this may be said; otherwise, this must not be said. `label` is a plain label, `category` a
+    category; with neither, the rule covers everything. `about` is the path of a note, or None for all notes.
     """
 
     allow: bool
@@ -66,7 +64,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class NotUnderstood:
-    """A sentence that is no rule of the language, and why."""
+    """A sentence that is not a rule, and the reason."""
 
     sentence: str
     reason: str
@@ -141,23 +139,23 @@ _FORMS: list[tuple[bool, re.Pattern[str]]] = [
         (False, r"(?P<x>no .+)"),
     ]
 ]
-"""Forms of sentences, the first that fits counts; `x` is what they are about."""
+"""Sentence patterns; the first match counts. `x` is what the rule is about."""
 
 
 def read_rules(text: str, labels: frozenset[str], names: Mapping[str, str]) -> list[Rule] | NotUnderstood:
-    """The rules in `text`, all of its sentences, or the first sentence that is none.
+    """Parse all sentences of `text`. Returns the rules, or the first sentence that is not one.
 
-    `labels` are the plain labels of the vault's facts, `names` the names of its notes in lower case, with their paths.
+    `labels` are the plain labels of the vault's facts; `names` maps lower-case names of its notes to their paths.
     """
     rules: list[Rule] = []
     rest = False
     sentences = [part for part in re.split(r"(?:[.;!](?=\s|$)|\n)", text) if part.strip()]
     for sentence in sentences:
-        found = _sentence(sentence, labels | _vocabulary(), names)
-        if isinstance(found, str):
-            return NotUnderstood(" ".join(sentence.split())[:120], found)
-        rules += found
-        rest = rest or not found
+        parsed = _sentence(sentence, labels | _vocabulary(), names)
+        if isinstance(parsed, str):
+            return NotUnderstood(" ".join(sentence.split())[:120], parsed)
+        rules += parsed
+        rest = rest or not parsed
     if rest and not any(rule.allow for rule in rules):
         return NotUnderstood("", "it forbids the rest, but allows nothing")
     return rules or NotUnderstood("", "the rule is empty")
@@ -165,29 +163,29 @@ def read_rules(text: str, labels: frozenset[str], names: Mapping[str, str]) -> l
 
 @lru_cache(maxsize=1)
 def _vocabulary() -> frozenset[str]:
-    """All labels of the facts and relations of made-up worlds."""
+    """All labels of facts and relations in generated worlds."""
     return frozenset(label for theme in themes().values() for label in theme.labels)
 
 
 @lru_cache(maxsize=1)
 def synonyms() -> dict[str, frozenset[str]]:
-    """Label -> what made-up worlds and people also call the same fact, itself included."""
-    found: dict[str, set[str]] = {}
+    """Label -> the names that generated worlds and people use for the same fact, including itself."""
+    groups_of: dict[str, set[str]] = {}
     for theme in themes().values():
         groups: dict[str, set[str]] = {}
         for label, key in theme.labels.items():
             groups.setdefault(key, set()).add(label)
         for group in groups.values():
             for label in group:
-                found.setdefault(label, set()).update(group)
+                groups_of.setdefault(label, set()).update(group)
     for also in _ALSO:
         for label in also:
-            found.setdefault(label, set()).update(also)
-    return {label: frozenset(group) for label, group in found.items()}
+            groups_of.setdefault(label, set()).update(also)
+    return {label: frozenset(group) for label, group in groups_of.items()}
 
 
 def _sentence(sentence: str, labels: frozenset[str], names: Mapping[str, str]) -> list[Rule] | str:
-    # Links and names first: they may hold any word, also `and` and `of`.
+    # Links and names first, because they may contain any word, including `and` and `of`.
     text = re.sub(
         r"\[\[([^\[\]|#]*)[^\[\]]*\]\]", lambda m: m.group(1).rsplit("/", 1)[-1].removesuffix(".md"), sentence
     )
@@ -209,7 +207,7 @@ def _sentence(sentence: str, labels: frozenset[str], names: Mapping[str, str]) -
 
 
 def _things(text: str, allow: bool, labels: frozenset[str], places: list[str]) -> list[Rule] | str:
-    """The rules for a list of things, each with an owner or sharing that of its neighbours; none for all the rest."""
+    """The rules for a list of things. Each has an owner or shares that of its neighbour. Empty for "everything else"."""
     if not allow and re.fullmatch(r"(?:everything|anything|nothing|all|no) else|(?:all )?the rest|nothing more", text):
         return []
     if re.search(r"\b(?:unless|until|except|but|if|when|without|while|because)\b", text):
@@ -229,17 +227,19 @@ def _things(text: str, allow: bool, labels: frozenset[str], places: list[str]) -
         if owner == "!" or (owner == "?" and allow):
             return "it names someone who has no note"
         about = None if owner in ("", "?", "*") else owner
-        found = _named(words, labels)
-        if found is None:
+        names = _named(words, labels)
+        if names is None:
             return f"{words[:40]!r} is nothing that rules can name"
         if owner == "" and not words and not allow:
             return "it does not say what it is about"
-        rules += [Rule(allow, label, category, about) for label, category in found]
+        rules += [Rule(allow, label, category, about) for label, category in names]
     return rules or "it names nothing"
 
 
 def _thing(part: str, places: list[str]) -> tuple[str, str, str]:
-    """Words of a thing, its owner (path; `*` all; `?` unknown; `!` unclear; empty: not said), and where it stood."""
+    """The words of a thing, its owner (path; `*` all; `?` unknown; `!` unclear; empty if not given), and the owner's
+    position.
+    """
     words = re.sub(r"^(?:(?:the|any|all|every|each|a|an|no|of|whole|exact|full|single|other)\s+)+", "", part)
     alone = re.fullmatch(r"@(\d+)@", words)
     if alone:
@@ -271,7 +271,7 @@ def _owner(text: str, places: list[str]) -> str:
 
 
 def _named(words: str, labels: frozenset[str]) -> list[tuple[str | None, str | None]] | None:
-    """Label and category of each thing that `words` name; None where they are no words of the language."""
+    """Label and category of each thing that `words` name; None if they are not part of the language."""
     plain = plain_label(re.sub(r"@\d+@", " ", words))
     for text in (plain, _singular(plain)):
         if text in _EVERYTHING or text in ("nothing", ""):
@@ -292,7 +292,7 @@ def _category(text: str) -> str | None:
 
 
 def _singular(text: str) -> str:
-    """What stands before `of`, or the whole, in the singular."""
+    """The singular of the words before `of`, or of the whole text."""
     head, of, rest = text.partition(" of ")
     for plural, single in (("ies", "y"), ("sses", "ss"), ("ches", "ch"), ("s", "")):
         if head.endswith(plural) and not head.endswith("ss"):

@@ -1,10 +1,9 @@
-"""The entries of a journal: every change of notes with what was there before, kept in memory or in the vault's folder.
+"""The journal of a vault: each operation is recorded before it is applied, so it can be undone and survives a crash.
 
-A folder of notes may come from anybody, and its journal with it. So a line counts only where it is one that this file
-may have written: anything else makes the whole journal damaged, and a damaged journal is moved aside, not used.
-
-
-The journal of a vault: operations carried out and taken back, and what changed since a mark."""
+On disk the journal is untrusted input, because a folder of notes may come from anybody. A line counts only if this
+module could have written it. Anything else makes the whole journal damaged; a damaged journal is renamed and not
+used.
+"""
 
 import difflib
 import json
@@ -16,19 +15,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from posttrain_memory.vault.limits import VaultError, shown
+from posttrain_memory.vault.limits import VaultError, quoted
 from posttrain_memory.vault.storage import RESERVED, DiskStorage, Storage, is_note
 
 _FILE = "journal.jsonl"
 _BYTES = 8 * 1024 * 1024
-"""What a journal on disk is shortened to once it is twice as long."""
+"""A journal file of twice this size, in bytes, is shortened to it."""
 _END_OF_TIME = 253_370_764_800
-"""The year 9999, in seconds since 1970; no calendar here goes on from there."""
+"""The year 9999, in seconds since 1970. Later times cannot be formatted."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one note. None: the note did not exist."""
+    """The change of one note. `before` or `after` is None if the note did not exist."""
 
     path: str
     before: str | None
@@ -37,26 +36,26 @@ class Change:
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation, with all that it changed; `number` counts from 1 and is never used twice in a journal."""
+    """One operation with all its changes. `number` counts from 1 and is never reused within a journal."""
 
     number: int
     operation: str
     changes: tuple[Change, ...]
     time: int | None = field(default=None, compare=False)
-    """When it was carried out, in seconds since 1970; None in journals that did not keep it."""
+    """When the operation was applied, in seconds since 1970. None in journals that did not record it."""
 
 
 class Log(Protocol):
-    """Where entries are kept, oldest first."""
+    """Storage of journal entries, oldest first."""
 
     def entries(self) -> list[Entry]: ...
     def append(self, entry: Entry) -> None: ...
-    def keep(self, count: int) -> None:
-        """Drop all entries but the first `count`."""
+    def truncate(self, count: int) -> None:
+        """Drop all entries except the first `count`."""
 
 
 class MemoryLog:
-    """Entries that go with the process."""
+    """Entries in memory; lost when the process ends."""
 
     def __init__(self, most: int) -> None:
         self._entries: list[Entry] = []
@@ -69,30 +68,30 @@ class MemoryLog:
         self._entries.append(entry)
         del self._entries[: -self._most]
 
-    def keep(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         del self._entries[count:]
 
 
 class DiskLog:
-    """Entries in a file of the vault's reserved folder, one JSON line each, kept from process to process."""
+    """Entries in a file of the vault's reserved folder, one JSON line each."""
 
     def __init__(self, storage: DiskStorage, most: int) -> None:
-        self.remark: str | None = None
-        """One sentence for the user where the journal was damaged; None otherwise."""
+        self.warning: str | None = None
+        """A warning for the user if the journal was damaged; otherwise None."""
         self._most = most
         self._storage = storage
         self._entries: list[Entry] = []
         self._ends: list[int] = []
-        """Where the line of each entry ends, in bytes."""
+        """End of each entry's line, as a byte offset."""
         try:
             self._file = storage.reserved(_FILE)
         except FileNotFoundError:
             self._file = -1
             return
         if not self._load():
-            self.set_aside()
+            self.move_aside()
         elif not storage.read_only:
-            # A line that was cut off by a crash was never followed by its change.
+            # A line truncated by a crash was never followed by its change.
             os.ftruncate(self._file, self._end())
 
     def entries(self) -> list[Entry]:
@@ -101,30 +100,30 @@ class DiskLog:
     def append(self, entry: Entry) -> None:
         line = _line(entry)
         os.pwrite(self._file, line, self._end())
-        self._reach_disk()
+        self._sync()
         self._ends.append(self._end() + len(line))
         self._entries.append(entry)
-        # Rewriting the file for every forgotten entry would cost as much as the journal is long.
+        # Rewriting the file for every dropped entry would cost time proportional to the whole journal.
         if len(self._entries) > 2 * self._most or self._end() > 2 * _BYTES:
             self._shorten()
 
-    def keep(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         del self._entries[count:], self._ends[count:]
         os.ftruncate(self._file, self._end())
-        self._reach_disk()
+        self._sync()
 
-    def set_aside(self) -> None:
-        """Begin anew: the file is kept under another name, or where nothing may be written, not looked at."""
+    def move_aside(self) -> None:
+        """Start an empty journal. The old file is renamed, or ignored if the vault is read-only."""
         self._entries, self._ends = [], []
         if self._storage.read_only:
-            self.remark = f"{RESERVED}/{_FILE} is damaged and was not read; the notes are as they were"
+            self.warning = f"{RESERVED}/{_FILE} is damaged and was not used; the notes are unchanged"
             return
         os.close(self._file)
-        kept = self._storage.set_aside(_FILE)
+        kept = self._storage.move_aside(_FILE)
         self._file = self._storage.reserved(_FILE)
-        self.remark = (
-            f"{RESERVED}/{_FILE} was damaged: it is kept as {RESERVED}/{kept}, the notes are as they were, and what was "
-            "changed before now cannot be undone"
+        self.warning = (
+            f"{RESERVED}/{_FILE} was damaged and renamed to {RESERVED}/{kept}; the notes are unchanged, and earlier "
+            "changes cannot be undone"
         )
 
     def close(self) -> None:
@@ -132,7 +131,7 @@ class DiskLog:
             os.close(self._file)
         self._file = -1
 
-    def _reach_disk(self) -> None:
+    def _sync(self) -> None:
         if self._storage.sync:
             os.fsync(self._file)
 
@@ -140,8 +139,8 @@ class DiskLog:
         return self._ends[-1] if self._ends else 0
 
     def _load(self) -> bool:
-        """Read the file; False where it is damaged. Its last line may be cut off, as by a crash, and does not count."""
-        # No journal of ours grows so long, escaped characters and one last long operation included.
+        """Read the file. Returns False if it is damaged. A truncated last line, as a crash leaves it, is ignored."""
+        # A valid journal stays below this size, including escaped characters and one long last operation.
         if os.fstat(self._file).st_size > 16 * _BYTES:
             return False
         with open(os.dup(self._file), "rb") as stream:
@@ -182,7 +181,9 @@ def _line(entry: Entry) -> bytes:
 
 
 def _entry(line: bytes) -> Entry | None:
-    """The entry of a line; None where it is none that `_line` makes, or made before it kept the time."""
+    """Parse a line. Returns None unless `_line` could have written it (with or without the time, which older versions
+    lack).
+    """
     try:
         match json.loads(line):
             case [int(number), str(operation), [_, *_] as changes, *rest] if len(rest) < 2:
@@ -198,10 +199,10 @@ def _entry(line: bytes) -> Entry | None:
 
 
 def _change(change: object) -> Change:
-    """A change as it is written in a line; ValueError where its path is none of a note or a text is none."""
+    """Parse the change of one note. Raises ValueError for an invalid path or text."""
     match change:
         case [str(path), str() | None as before, str() | None as after] if is_note(path):
-            # Half a character of two, which JSON can spell, could not be written into a note.
+            # JSON can encode a lone surrogate, which cannot be written to a note.
             (before or "").encode()
             (after or "").encode()
             return Change(path, before, after)
@@ -209,11 +210,11 @@ def _change(change: object) -> Change:
 
 
 _UNDO = "undo "
-"""Begins the name of an operation that takes others back; the number of the first of them follows."""
+"""Prefix of the operation name of an undo, followed by the number of the first operation it reverts."""
 
 
 class Journal:
-    """Writes down each operation before it is carried out, carries it out, and takes it back."""
+    """Records each operation before applying it, and reverts operations."""
 
     def __init__(self, storage: Storage, most: int) -> None:
         self._storage = storage
@@ -224,22 +225,23 @@ class Journal:
         self._next = entries[-1].number + 1 if entries else 1
 
     def commit(self, operation: str, changes: tuple[Change, ...]) -> None:
-        """Carry out `changes`, all or none."""
+        """Apply `changes`, all or none."""
         self._check_writable()
         entry = Entry(self._next, operation, changes, int(time.time()))
         self._log.append(entry)
         self._next += 1
         try:
-            self._put(changes, lambda change: change.after)
+            self._write_note(changes, lambda change: change.after)
         except BaseException:
-            self._put(changes[::-1], lambda change: change.before)
-            self._log.keep(len(self._log.entries()) - 1)
+            self._write_note(changes[::-1], lambda change: change.before)
+            self._log.truncate(len(self._log.entries()) - 1)
             raise
 
     def undo(self, first: int | None = None) -> list[Entry]:
-        """Take back the operation number `first`, or else the last one, and all after it, all or none; newest first.
+        """Revert operation number `first` and all later ones, all or none; by default only the last one.
 
-        VaultError where there are none, or where one of their notes was changed otherwise since.
+        Returns the reverted operations, newest first. Raises VaultError if there are none, or if one of their notes
+        has been changed by something else since.
         """
         self._check_writable()
         entries = self._log.entries()
@@ -254,15 +256,15 @@ class Journal:
         for entry in reversed(undone):
             for change in entry.changes:
                 if change.path not in now:
-                    now[change.path] = then[change.path] = self._now(change.path)
+                    now[change.path] = then[change.path] = self._current(change.path)
                 if then[change.path] != change.after:
-                    raise VaultError(f"{shown(change.path)} was changed from outside since; nothing is undone")
+                    raise VaultError(f"{quoted(change.path)} was changed from outside since; nothing is undone")
                 then[change.path] = change.before
         back = [Change(path, now[path], then[path]) for path in now if now[path] != then[path]]
         if back:
-            # What comes into being stands last: where the system ignores case, two paths may be one file.
+            # Created notes come last: on a case-insensitive file system two paths may be one file.
             self.commit(f"{_UNDO}{first}", tuple(sorted(back, key=lambda change: change.after is not None)))
-        self._forget(first)
+        self._drop_from(first)
         return undone[::-1]
 
     def entries(self) -> list[Entry]:
@@ -270,12 +272,12 @@ class Journal:
         return list(self._log.entries())
 
     def mark(self) -> int:
-        """This moment, for `changes` and `diff`."""
+        """A mark for the current state, to pass to `changes` and `diff`."""
         entries = self._log.entries()
         return entries[-1].number if entries else 0
 
     def changes(self, since: int = 0) -> list[Change]:
-        """What became of each note since a mark, by path; notes that are as they were then are left out."""
+        """The net change of each note since a mark, sorted by path. Notes with no net change are omitted."""
         first: dict[str, str | None] = {}
         last: dict[str, str | None] = {}
         for entry in self._log.entries():
@@ -286,16 +288,16 @@ class Journal:
         return [Change(path, first[path], last[path]) for path in sorted(first) if first[path] != last[path]]
 
     def diff(self, since: int = 0) -> str:
-        """The changes since a mark as a unified diff; "" where there are none."""
+        """The changes since a mark as a unified diff; "" if there are none."""
         return "".join(_diff(change) for change in self.changes(since))
 
     @property
-    def remark(self) -> str | None:
-        """One sentence for the user where the journal was damaged and is not used; None otherwise."""
-        return self._log.remark if isinstance(self._log, DiskLog) else None
+    def warning(self) -> str | None:
+        """A warning for the user if the journal was damaged and is not used; otherwise None."""
+        return self._log.warning if isinstance(self._log, DiskLog) else None
 
     def close(self) -> None:
-        """Give back the file, where there is one."""
+        """Close the journal file, if any."""
         if isinstance(self._log, DiskLog):
             self._log.close()
 
@@ -303,35 +305,35 @@ class Journal:
         if self._storage.read_only:
             raise VaultError("the memory is read-only", "PermissionError")
 
-    def _now(self, path: str) -> str | None:
+    def _current(self, path: str) -> str | None:
         return self._storage.read(path, 1 << 30)
 
-    def _put(self, changes: tuple[Change, ...], wanted: Callable[[Change], str | None]) -> None:
+    def _write_note(self, changes: tuple[Change, ...], wanted: Callable[[Change], str | None]) -> None:
         for change in changes:
             text = wanted(change)
-            if self._now(change.path) == text:
+            if self._current(change.path) == text:
                 continue
             if text is None:
                 self._storage.remove(change.path)
             else:
                 self._storage.write(change.path, text)
 
-    def _forget(self, first: int) -> None:
-        """Drop the operation number `first` and all after it."""
-        self._log.keep(sum(entry.number < first for entry in self._log.entries()))
+    def _drop_from(self, first: int) -> None:
+        """Drop operation number `first` and all later ones."""
+        self._log.truncate(sum(entry.number < first for entry in self._log.entries()))
 
     def _recover(self, log: DiskLog) -> None:
-        """Finish what a crash cut off.
+        """Complete what a crash interrupted.
 
-        An operation of which some notes are still as before is taken back whole. An undo that is complete has only to be
-        forgotten, with what it undid.
+        An operation that was applied only in part is reverted. A completed undo still has to be removed from the
+        journal, together with the operations it reverted.
         """
         entries = log.entries()
         if not entries:
             return
         changes = entries[-1].changes
         try:
-            now = {change.path: self._now(change.path) for change in changes}
+            now = {change.path: self._current(change.path) for change in changes}
         except VaultError:
             return
         untouched = any(now[change.path] == change.before != change.after for change in changes)
@@ -339,22 +341,23 @@ class Journal:
         if known and not untouched:
             undone = [entry.number for entry in entries if entries[-1].operation == f"{_UNDO}{entry.number}"]
             if undone:
-                self._forget(undone[0])
+                self._drop_from(undone[0])
         if untouched and known:
-            self._take_back(log, changes, now)
+            self._revert(log, changes, now)
 
-    def _take_back(self, log: DiskLog, changes: tuple[Change, ...], now: Mapping[str, str | None]) -> None:
-        """Take back the last operation, of which not all was carried out; `now`: the notes as they are."""
+    def _revert(self, log: DiskLog, changes: tuple[Change, ...], now: Mapping[str, str | None]) -> None:
+        """Revert the last operation, which was applied only in part. `now` holds the current notes."""
         try:
-            self._put(changes[::-1], lambda change: change.before)
+            self._write_note(changes[::-1], lambda change: change.before)
         except VaultError:
-            # No operation of ours leaves what cannot be taken back, unless the disk is full: nothing is lost then either.
+            # Operations of this class can always be reverted, unless the disk is full, and then nothing is lost
+            # either.
             for change in changes:
                 with suppress(VaultError):
-                    self._put((change,), lambda change: now[change.path])
-            log.set_aside()
+                    self._write_note((change,), lambda change: now[change.path])
+            log.move_aside()
             return
-        log.keep(len(log.entries()) - 1)
+        log.truncate(len(log.entries()) - 1)
 
 
 def _diff(change: Change) -> str:

@@ -1,4 +1,4 @@
-"""The limits of a vault, and the one error that it raises."""
+"""Size limits of a vault, and its exception."""
 
 from pydantic import Field
 
@@ -6,32 +6,32 @@ from posttrain.recipe.base import BaseConfig
 
 
 class VaultLimits(BaseConfig):
-    """How large a vault may grow, and how much of it one answer shows."""
+    """Size limits of a vault and of what one answer shows."""
 
     file_bytes: int = Field(65_536, ge=1)
-    """Largest note, in bytes of UTF-8."""
+    """Maximum size of a note, in bytes of UTF-8."""
     files: int = Field(1_000, ge=1)
-    """Largest number of notes."""
+    """Maximum number of notes."""
     total_bytes: int = Field(4_194_304, ge=1)
-    """Largest sum of all notes, in bytes of UTF-8."""
+    """Maximum total size of all notes, in bytes of UTF-8."""
     depth: int = Field(6, ge=1, le=16)
-    """Most parts of a path, the name of the note included."""
+    """Maximum number of path components, including the file name."""
     path_bytes: int = Field(200, ge=8, le=1_000)
-    """Longest path, in bytes of UTF-8."""
+    """Maximum length of a path, in bytes of UTF-8."""
     tree_lines: int = Field(300, ge=1)
-    """Most lines of a listing; a last line says how many are left out."""
+    """Maximum number of lines in a listing. A last line gives the number of omitted lines."""
     search_hits: int = Field(20, ge=1)
-    """Most hits of a search; a last line says how many are left out."""
+    """Maximum number of search results. A last line gives the number of omitted results."""
     snippet_chars: int = Field(160, ge=20)
-    """Most characters of a line that a search shows."""
+    """Maximum number of characters of a line in a search result."""
     journal_entries: int = Field(1_000, ge=1)
-    """Changes that can be undone; older ones are forgotten."""
+    """Number of operations that can be undone; older ones are dropped."""
 
 
 class VaultError(Exception):
-    """Why a vault refused: one short stable sentence, without paths of the host.
+    """A vault refused an operation. The message is one short, stable sentence without paths of the host.
 
-    `kind` is the name of the built-in exception that a model's code sees it as.
+    `kind` is the name of the built-in exception that the model's code receives.
     """
 
     def __init__(self, message: str, kind: str = "ValueError") -> None:
@@ -39,7 +39,9 @@ class VaultError(Exception):
         self.kind = kind
 
 
-def shown(text: object, length: int = 60) -> str:
-    """`text` in quotes for an error message: one line, printable, at most `length` characters and an ellipsis."""
+def quoted(text: object, length: int = 60) -> str:
+    """`text` quoted for an error message: one printable line of at most `length` characters, plus an ellipsis if it
+    was cut.
+    """
     plain = "".join(c if c.isprintable() else "?" for c in str(text)[: length + 1])
     return f"'{plain[:length]}…'" if len(plain) > length else f"'{plain}'"

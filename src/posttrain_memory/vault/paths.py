@@ -1,17 +1,17 @@
-"""Which paths a vault accepts: relative, visible, portable, Unicode-normalized, `.md`."""
+"""Valid note paths: relative, visible, portable, Unicode-normalised, ending in `.md`."""
 
 import unicodedata
 from collections.abc import Iterable
 
-from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
+from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
 
 SUFFIX = ".md"
-START = "user.md"
-"""The note that everything else is reached from."""
+USER = "user.md"
+"""The entry note of a vault."""
 _FORBIDDEN = frozenset('\\:*?"<>|#^[]')
-"""Characters that some file system or a wikilink reads as something else."""
+"""Characters with a special meaning in some file system or in wikilinks."""
 _CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories nobody sees or nobody has assigned: controls, bidirectional marks, surrogates, private use."""
+"""Unicode categories of invisible or unassigned characters: controls, bidirectional marks, surrogates, private use."""
 _DEVICES = frozenset(
     [
         "con",
@@ -23,41 +23,41 @@ _DEVICES = frozenset(
         *(f"{port}{n}" for port in ("com", "lpt") for n in "0123456789¹²³"),
     ]
 )
-"""Names that are devices on some systems, whatever their suffix."""
+"""Reserved device names on some systems, with any suffix."""
 
 
 def note_path(path: object, limits: VaultLimits) -> str:
-    """The normal form of the path of a note; VaultError where no note can have it."""
+    """The normalised path of a note. Raises VaultError if the path is not valid."""
     clean = _checked(path, limits)
     if not clean.endswith(SUFFIX) or clean.rpartition("/")[2] == SUFFIX:
-        raise VaultError(f"{shown(path)} is no note: the path of a note ends in .md")
+        raise VaultError(f"{quoted(path)} is no note: the path of a note ends in .md")
     return clean
 
 
 def folder_path(path: object, limits: VaultLimits) -> str:
-    """The normal form of the path of a folder, without a slash at its end; "" is the whole vault."""
+    """The normalised path of a folder, without a trailing slash; "" is the whole vault."""
     if path == "":
         return ""
     return _checked(path.removesuffix("/") if isinstance(path, str) else path, limits)
 
 
-def same(path: str) -> str:
-    """The form in which two paths that differ only in case are equal."""
+def case_key(path: str) -> str:
+    """A form of the path that ignores case."""
     if path.isascii():
         return path.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", path).casefold())
 
 
 def collision(path: str, others: Iterable[str]) -> str | None:
-    """The path among `others`, or the folder of one, that `path` or one of its folders differs from only in case.
+    """The existing path that conflicts with `path`, or None.
 
-    Also a note that would become a folder or a folder that would become a note.
+    Paths conflict if they, or their folders, differ only in case, or if a note would also be a folder.
     """
     parts = path.split("/")
-    folders = {same("/".join(parts[:n])): "/".join(parts[:n]) for n in range(1, len(parts))}
-    key = same(path)
+    folders = {case_key("/".join(parts[:n])): "/".join(parts[:n]) for n in range(1, len(parts))}
+    key = case_key(path)
     for other in others:
-        known = same(other)
+        known = case_key(other)
         if known == key and other != path:
             return other
         if known in folders or known.startswith(f"{key}/"):
@@ -65,7 +65,7 @@ def collision(path: str, others: Iterable[str]) -> str | None:
         pieces = other.split("/")
         for n in range(1, len(pieces)):
             folder = "/".join(pieces[:n])
-            if folders.get(same(folder), folder) != folder:
+            if folders.get(case_key(folder), folder) != folder:
                 return folder
     return None
 
@@ -75,17 +75,17 @@ def _checked(path: object, limits: VaultLimits) -> str:
         raise VaultError("a path is a text", "TypeError")
     if not path:
         raise VaultError("the path is empty")
-    # Before anything looks at each character: a path may be a megabyte.
+    # Check the length before anything that looks at each character.
     if len(path) > limits.path_bytes:
         raise VaultError(f"the path is longer than {limits.path_bytes} bytes")
     if any(unicodedata.category(c) in _CATEGORIES for c in path):
-        raise VaultError(f"{shown(path)} holds a character that a path may not hold")
+        raise VaultError(f"{quoted(path)} holds a character that a path may not hold")
     clean = unicodedata.normalize("NFC", path)
     if len(clean.encode()) > limits.path_bytes:
         raise VaultError(f"the path is longer than {limits.path_bytes} bytes")
     if clean.startswith(("/", "~")):
-        raise VaultError(f"{shown(path)} is outside of the memory: a path begins with a folder or a note")
-    # A compatibility form such as a one-dot leader must not turn into a path that would have been refused.
+        raise VaultError(f"{quoted(path)} is outside of the memory: a path begins with a folder or a note")
+    # A compatibility form, such as a one-dot leader, must not normalise to a path that would have been refused.
     for form in (clean, unicodedata.normalize("NFKC", clean)):
         _check_parts(form, path, limits)
     return clean
@@ -94,17 +94,17 @@ def _checked(path: object, limits: VaultLimits) -> str:
 def _check_parts(form: str, path: str, limits: VaultLimits) -> None:
     parts = form.split("/")
     if ".." in parts:
-        raise VaultError(f"{shown(path)} is outside of the memory: a path may not hold '..'")
+        raise VaultError(f"{quoted(path)} is outside of the memory: a path may not hold '..'")
     if not all(parts) or "." in parts:
-        raise VaultError(f"{shown(path)} has an empty part")
+        raise VaultError(f"{quoted(path)} has an empty part")
     if any(c in _FORBIDDEN for c in form):
-        raise VaultError(f"{shown(path)} holds a character that a path may not hold")
+        raise VaultError(f"{quoted(path)} holds a character that a path may not hold")
     if len(parts) > limits.depth:
-        raise VaultError(f"{shown(path)} has more than {limits.depth} parts")
+        raise VaultError(f"{quoted(path)} has more than {limits.depth} parts")
     for part in parts:
         if part.startswith("."):
-            raise VaultError(f"{shown(path)} is hidden: no part may begin with a dot")
+            raise VaultError(f"{quoted(path)} is hidden: no part may begin with a dot")
         if part != part.strip() or part.endswith("."):
-            raise VaultError(f"{shown(path)} has a part with a blank or a dot at its edge")
+            raise VaultError(f"{quoted(path)} has a part with a blank or a dot at its edge")
         if part.split(".")[0].strip().casefold() in _DEVICES:
-            raise VaultError(f"{shown(path)} is a reserved name")
+            raise VaultError(f"{quoted(path)} is a reserved name")

@@ -1,4 +1,4 @@
-"""Where the notes of a vault lie: in memory, one copy per episode, or in a folder on disk."""
+"""Storage of notes: in memory, one copy per episode, or in a folder on disk."""
 
 import errno
 import fcntl
@@ -13,40 +13,44 @@ from pathlib import Path
 from typing import Protocol
 
 from posttrain.errors import InputError
-from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
+from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
 from posttrain_memory.vault.paths import note_path
 
 RESERVED = ".posttrain"
-"""The folder of a vault on disk that holds its lock and its journal. Hidden names are no notes, so it is out of reach."""
+"""Folder inside a vault that holds its lock and journal. Notes cannot have hidden names, so tools cannot reach it."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ANY = VaultLimits(depth=16, path_bytes=1_000)
-"""Which files of a folder are notes at all; what a vault accepts may be less."""
+"""Which files in a folder count as notes. A vault may accept fewer."""
 
 
 class Storage(Protocol):
-    """Notes by their normal paths (`paths.note_path`). What a path may be is the vault's matter; one that
-    leads out of a folder is refused here, too."""
+    """Notes by their normalised paths (`paths.note_path`).
+
+    The vault validates paths. A storage additionally refuses any path that leads out of its folder.
+    """
 
     read_only: bool
 
     def sizes(self) -> dict[str, int]:
-        """Path -> bytes of UTF-8, of every note."""
+        """Path -> size in bytes of UTF-8, for every note."""
 
     def read(self, path: str, limit: int) -> str | None:
-        """The text of a note; None where there is none. VaultError if it is larger than `limit` bytes or no text."""
+        """The text of a note, or None if it does not exist. Raises VaultError if it is larger than `limit` bytes or
+        is not UTF-8.
+        """
 
     def write(self, path: str, text: str) -> None:
-        """Make or replace a note; what another process reads is the old text or the new one, whole."""
+        """Create or replace a note atomically: another process reads either the old or the new text."""
 
     def remove(self, path: str) -> None:
-        """Take a note away, and folders that it leaves empty."""
+        """Delete a note and folders that become empty."""
 
     def close(self) -> None:
-        """Give back what the storage holds."""
+        """Release files and locks."""
 
 
 class MemoryStorage:
-    """Notes in memory, begun with a copy of `files` (path -> text)."""
+    """Notes in memory, initialised with a copy of `files` (path -> text)."""
 
     read_only = False
 
@@ -59,7 +63,7 @@ class MemoryStorage:
 
     def read(self, path: str, limit: int) -> str | None:
         if self._sizes.get(path, 0) > limit:
-            raise VaultError(f"{shown(path)} is larger than {limit} bytes")
+            raise VaultError(f"{quoted(path)} is larger than {limit} bytes")
         return self._files.get(path)
 
     def write(self, path: str, text: str) -> None:
@@ -73,22 +77,24 @@ class MemoryStorage:
 
 
 class DiskStorage:
-    """Notes in the folder `root`, which must exist.
+    """Notes in the existing folder `root`.
 
-    Every path is opened part by part from the folder's own descriptor without following a link, so neither a
-    symbolic link nor a folder that is exchanged meanwhile leads outside. Only regular files with one name count. A
-    note is written to a new file that is then renamed. The writer holds a lock until `close`; InputError where
-    another process has it. With `read_only`, no lock is taken and nothing can be written. `sync`: writes reach the
-    disk before they count, so that they outlive a power failure.
+    Paths are opened component by component from the folder's file descriptor without following links, so neither a
+    symbolic link nor a folder replaced meanwhile leads outside. Only regular files with one hard link count. A note
+    is written to a temporary file that is then renamed.
+
+    Writing requires a lock, held until `close`; InputError if another process holds it. With `read_only`, no lock is
+    taken and nothing can be written. With `sync`, writes are flushed to disk before they count and survive a power
+    failure.
     """
 
     def __init__(self, root: Path, read_only: bool = False, sync: bool = True) -> None:
         self.read_only, self.sync = read_only, sync
         try:
-            # The folder itself may be a link: it is the user's choice, not the model's.
+            # The folder itself may be a symbolic link: the user chose it, not the model.
             self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise InputError(f"{root} cannot be opened as a memory: {error.strerror}; make the folder first") from None
+            raise InputError(f"{root} cannot be opened as a vault: {error.strerror}; create the folder first") from None
         self._lock = -1
         if not read_only:
             try:
@@ -98,9 +104,9 @@ class DiskStorage:
                 raise
 
     def sizes(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        self._walk(self._root, "", found, 0)
-        return found
+        sizes: dict[str, int] = {}
+        self._walk(self._root, "", sizes, 0)
+        return sizes
 
     def read(self, path: str, limit: int) -> str | None:
         try:
@@ -113,15 +119,15 @@ class DiskStorage:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             os.close(file)
-            raise VaultError(f"{shown(path)} is no plain file", "PermissionError")
+            raise VaultError(f"{quoted(path)} is no plain file", "PermissionError")
         with open(file, "rb") as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:
-            raise VaultError(f"{shown(path)} is larger than {limit} bytes")
+            raise VaultError(f"{quoted(path)} is larger than {limit} bytes")
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise VaultError(f"{shown(path)} is no UTF-8 text") from None
+            raise VaultError(f"{quoted(path)} is no UTF-8 text") from None
 
     def write(self, path: str, text: str) -> None:
         try:
@@ -149,9 +155,9 @@ class DiskStorage:
         self._lock = self._root = -1
 
     def reserved(self, name: str) -> int:
-        """A descriptor, for reading and writing, of a file in the reserved folder, made where it is missing.
+        """A read-write file descriptor of a file in the reserved folder, which is created if missing.
 
-        FileNotFoundError where it is missing and the vault is read-only.
+        Raises FileNotFoundError if it is missing and the vault is read-only.
         """
         flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
         with self._reserved_folder() as folder:
@@ -159,16 +165,16 @@ class DiskStorage:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             os.close(file)
-            raise InputError(f"{RESERVED}/{name} of the memory is no plain file; take it away")
+            raise InputError(f"{RESERVED}/{name} of the vault is not a regular file; remove it")
         return file
 
     def replace_reserved(self, name: str, data: bytes) -> None:
-        """Make or replace a file in the reserved folder, whole or not at all."""
+        """Create or replace a file in the reserved folder atomically."""
         with self._reserved_folder() as folder:
             self._replace(folder, name, data)
 
-    def set_aside(self, name: str) -> str:
-        """Give a file in the reserved folder a new name that no other has; that name."""
+    def move_aside(self, name: str) -> str:
+        """Rename a file in the reserved folder to an unused name and return that name."""
         stem, dot, suffix = name.partition(".")
         with self._reserved_folder() as folder:
             taken = set(os.listdir(folder))
@@ -188,7 +194,7 @@ class DiskStorage:
                 os.close(folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
-                raise InputError(f"{RESERVED} of the memory is no plain folder of plain files; take it away") from None
+                raise InputError(f"{RESERVED} of the vault is not a folder of regular files; remove it") from None
             raise
 
     def _locked(self, root: Path) -> int:
@@ -202,7 +208,7 @@ class DiskStorage:
             owner = os.pread(file, 20, 0).decode(errors="replace").strip()
             os.close(file)
             raise InputError(
-                f"{root} is being written by process {owner or 'unknown'}; end it first, or open the memory read-only"
+                f"{root} is being written by process {owner or 'unknown'}; end it first, or open the vault read-only"
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
@@ -210,14 +216,14 @@ class DiskStorage:
 
     @contextmanager
     def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
-        """The descriptor of the folder of `path`, and the last part of it. OSError as from the system.
+        """The file descriptor of the parent folder of `path`, and the last path component.
 
-        VaultError for a path that could lead out of the folder, whoever let it through: following no link does not
-        stop `..`, for it is none.
+        Raises OSError like the system calls. Raises VaultError for a path that could lead out of the folder, even
+        though the vault has validated it: refusing links does not stop `..`.
         """
         *folders, name = path.split("/")
         if any(not part or part.startswith(".") or "\0" in part for part in (*folders, name)):
-            raise VaultError(f"{shown(path)} is no path of a note", "PermissionError")
+            raise VaultError(f"{quoted(path)} is no path of a note", "PermissionError")
         here = os.dup(self._root)
         try:
             for part in folders:
@@ -246,7 +252,7 @@ class DiskStorage:
         if self.sync:
             os.fsync(folder)
 
-    def _walk(self, folder: int, prefix: str, found: dict[str, int], depth: int) -> None:
+    def _walk(self, folder: int, prefix: str, sizes: dict[str, int], depth: int) -> None:
         with os.scandir(folder) as entries:
             for entry in entries:
                 path = f"{prefix}{entry.name}"
@@ -256,13 +262,13 @@ class DiskStorage:
                     except OSError:
                         continue
                     try:
-                        self._walk(inner, f"{path}/", found, depth + 1)
+                        self._walk(inner, f"{path}/", sizes, depth + 1)
                     finally:
                         os.close(inner)
                 elif entry.is_file(follow_symlinks=False) and is_note(path):
                     facts = entry.stat(follow_symlinks=False)
                     if facts.st_nlink == 1:
-                        found[path] = facts.st_size
+                        sizes[path] = facts.st_size
 
 
 def _make_folder(name: str, parent: int) -> None:
@@ -272,7 +278,7 @@ def _make_folder(name: str, parent: int) -> None:
 
 @lru_cache(maxsize=16_384)
 def is_note(path: str) -> bool:
-    """Whether `path` may be that of a note, in its normal form."""
+    """Whether `path` is a normalised note path."""
     try:
         return note_path(path, _ANY) == path
     except VaultError:
@@ -281,9 +287,9 @@ def is_note(path: str) -> bool:
 
 def _refused(path: str, error: OSError) -> VaultError:
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
-        return VaultError(f"{shown(path)} is no plain file in plain folders", "PermissionError")
+        return VaultError(f"{quoted(path)} is no plain file in plain folders", "PermissionError")
     if error.errno == errno.ENOENT:
-        return VaultError(f"there is no note {shown(path)}", "FileNotFoundError")
+        return VaultError(f"there is no note {quoted(path)}", "FileNotFoundError")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return VaultError("the disk is full", "OSError")
-    return VaultError(f"{shown(path)} cannot be opened", "PermissionError")
+    return VaultError(f"{quoted(path)} cannot be opened", "PermissionError")

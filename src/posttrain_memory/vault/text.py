@@ -1,6 +1,6 @@
-"""What a model sees of a whole vault: the tree of its notes, and the lines that hold a text.
-
-Line breaks of notes: a model is shown one kind, each note keeps its own."""
+"""Text operations over notes: the tree of a vault, search, and line breaks. Models see one kind of line break; each
+note keeps its own.
+"""
 
 import re
 from bisect import bisect_left
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Hit(NamedTuple):
-    """A line that holds the text: its note, its number from 1, and the line, cut around the text."""
+    """A matching line: its note, its 1-based number, and the line, cut around the match."""
 
     path: str
     line: int
@@ -17,7 +17,9 @@ class Hit(NamedTuple):
 
 
 def tree(paths: Iterable[str], most: int) -> str:
-    """Notes and folders, one a line, folders with a slash, two blanks deeper each; at most `most` lines."""
+    """Notes and folders, one per line, indented by two spaces per level; folders end with a slash. At most `most`
+    lines.
+    """
     lines: list[str] = []
     open_folders: list[str] = []
     for path in sorted(paths, key=lambda path: [(n < path.count("/"), part) for n, part in enumerate(path.split("/"))]):
@@ -34,12 +36,14 @@ def tree(paths: Iterable[str], most: int) -> str:
 
 
 def search(files: Mapping[str, str], text: str, most: int, length: int) -> tuple[list[Hit], int]:
-    """The first `most` lines that hold `text` in any case, by path and line, and the number of all such lines."""
+    """The first `most` lines that contain `text` (case-insensitive), ordered by path and line, and the number of all
+    such lines.
+    """
     wanted = text.casefold()
     hits: list[Hit] = []
     count = 0
     for path in sorted(files):
-        # Most notes hold no hit; asking the whole note first keeps a search over a large vault cheap.
+        # Most notes contain no match. Testing the whole note first keeps a search over a large vault cheap.
         folded = files[path].casefold()
         if wanted not in folded:
             continue
@@ -54,7 +58,7 @@ def search(files: Mapping[str, str], text: str, most: int, length: int) -> tuple
 
 
 def _cut(line: str, at: int, width: int, length: int) -> str:
-    """At most `length` characters of `line` around the `width` characters from `at`, ellipses where it was cut."""
+    """At most `length` characters of `line` around the `width` characters at `at`, with ellipses where it was cut."""
     if len(line) <= length:
         return line
     begin = max(0, min(at + width // 2 - length // 2, len(line) - length))
@@ -66,24 +70,24 @@ _BREAK = re.compile("\r\n|[\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _WRITTEN = re.compile("\r\n|\r")
 
 
-def shown_lines(text: str) -> str:
-    """`text` with every line break as a model is shown it, a line feed."""
+def with_line_feeds(text: str) -> str:
+    """`text` with every line break as a line feed, as models see it."""
     return _BREAK.sub("\n", text)
 
 
-def replaced(note: str, start: int, end: int, new: str) -> str:
-    """`note` with the characters `start` to `end` of `shown_lines(note)` replaced by `new`, which a model wrote.
+def replace_span(note: str, start: int, end: int, new: str) -> str:
+    """`note` with characters `start` to `end` of `shown_lines(note)` replaced by `new`, which a model wrote.
 
-    All else keeps its line breaks, and `new` gets those that the note has most of.
+    All other text keeps its line breaks. `new` gets the kind that is most frequent in the note.
     """
-    # Only a line break of two characters takes more room than what is shown of it.
+    # Only a two-character line break is longer than its shown form.
     breaks = [match.start() - n for n, match in enumerate(re.finditer("\r\n", note))]
     head, tail = note[: start + bisect_left(breaks, start)], note[end + bisect_left(breaks, end) :]
     pairs = len(breaks)
     counts = {"\n": note.count("\n") - pairs, "\r\n": pairs, "\r": note.count("\r") - pairs}
     usual = max(counts, key=lambda kind: counts[kind])
     plain = _WRITTEN.sub("\n", new)
-    found = head + plain.replace("\n", usual) + tail
-    wanted = shown_lines(head) + shown_lines(plain) + shown_lines(tail)
-    # A lone carriage return must not become one line break with a line feed that comes to stand behind it.
-    return found if shown_lines(found) == wanted else wanted
+    result = head + plain.replace("\n", usual) + tail
+    wanted = with_line_feeds(head) + with_line_feeds(plain) + with_line_feeds(tail)
+    # A lone carriage return must not merge with a line feed that now follows it.
+    return result if with_line_feeds(result) == wanted else wanted

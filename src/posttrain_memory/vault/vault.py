@@ -1,24 +1,25 @@
-"""A vault: markdown notes that a model may read and change, within limits, with every change in a journal."""
+"""A vault: Markdown notes that a model reads and changes within limits, with every change recorded in a journal."""
 
 from threading import RLock
 
 from posttrain_memory.vault.journal import Change, Journal
-from posttrain_memory.vault.limits import VaultError, VaultLimits, shown
-from posttrain_memory.vault.links import Backlinks, Notes, mended, parse_link, section
-from posttrain_memory.vault.paths import collision, folder_path, note_path, same
+from posttrain_memory.vault.limits import VaultError, VaultLimits, quoted
+from posttrain_memory.vault.links import Backlinks, Notes, parse_link, rewrite_links, section
+from posttrain_memory.vault.paths import case_key, collision, folder_path, note_path
 from posttrain_memory.vault.storage import Storage
-from posttrain_memory.vault.text import Hit, replaced, search, shown_lines, tree
+from posttrain_memory.vault.text import Hit, replace_span, search, tree, with_line_feeds
 
 _QUERY = 200
-"""Longest text to search for, in characters."""
+"""Maximum length of a search text, in characters."""
 _MANY = 100
-"""How many places of a text are counted; one more says there are more."""
+"""Occurrences of a text are counted up to this number; one more means "more"."""
 
 
 class Vault:
-    """The notes of `storage` under `limits`. Every method raises VaultError, with one short sentence, or succeeds whole.
+    """The notes of `storage` under `limits`.
 
-    Paths are relative to the vault, of notes that end in `.md`. Folders come and go with their notes.
+    Every method either succeeds completely or raises VaultError with one short sentence. Paths are relative to the
+    vault and end in `.md`. Folders exist as long as they contain notes.
     """
 
     def __init__(self, storage: Storage, limits: VaultLimits | None = None) -> None:
@@ -29,7 +30,7 @@ class Vault:
         self._backlinks = Backlinks()
 
     def create(self, path: str, content: str = "") -> None:
-        """Make a note. It must not exist, in any case of its letters."""
+        """Create a note. Raises VaultError if it exists, also with different case."""
         with self._lock:
             clean = note_path(path, self.limits)
             self._free(clean)
@@ -40,46 +41,48 @@ class Vault:
         clean = note_path(path, self.limits)
         text = self._storage.read(clean, self.limits.file_bytes)
         if text is None:
-            raise VaultError(f"there is no note {shown(clean)}{self._hint(clean)}", "FileNotFoundError")
+            raise VaultError(f"there is no note {quoted(clean)}{self._hint(clean)}", "FileNotFoundError")
         return text
 
     def update(self, path: str, old: str, new: str) -> None:
-        """Replace `old`, which must stand in the note exactly once, by `new`. The note keeps its kind of line breaks."""
+        """Replace `old`, which must occur in the note exactly once, by `new`. The note keeps its kind of line breaks."""
         with self._lock:
             before = self.read(path)
             clean = note_path(path, self.limits)
             if not _text(old):
                 raise VaultError("the old text is empty; use append_file to add text")
-            wanted, lines = shown_lines(old), shown_lines(before)
+            wanted, lines = with_line_feeds(old), with_line_feeds(before)
             count = _count(lines, wanted)
             if not count:
-                raise VaultError(f"the old text is not in {shown(clean)}; read the note and copy it exactly")
+                raise VaultError(f"the old text is not in {quoted(clean)}; read the note and copy it exactly")
             if count > 1:
                 often = f"{count} times" if count <= _MANY else f"more than {_MANY} times"
-                raise VaultError(f"the old text is {often} in {shown(clean)}; give more of its surroundings")
-            if wanted == shown_lines(_text(new)):
+                raise VaultError(f"the old text is {often} in {quoted(clean)}; give more of its surroundings")
+            if wanted == with_line_feeds(_text(new)):
                 raise VaultError("the old text and the new text are the same")
             at = lines.index(wanted)
-            self._commit("update", Change(clean, before, replaced(before, at, at + len(wanted), new)))
+            self._commit("update", Change(clean, before, replace_span(before, at, at + len(wanted), new)))
 
     def append(self, path: str, text: str) -> None:
-        """Add `text` at the end of a note, on a new line."""
+        """Append `text` to a note, on a new line."""
         with self._lock:
             before = self.read(path)
             if not _text(text):
                 raise VaultError("the text to append is empty")
-            lines = shown_lines(before)
+            lines = with_line_feeds(before)
             gap = "" if not lines or lines.endswith("\n") else "\n"
-            after = replaced(before, len(lines), len(lines), gap + text)
+            after = replace_span(before, len(lines), len(lines), gap + text)
             self._commit("append", Change(note_path(path, self.limits), before, after))
 
     def delete(self, path: str) -> None:
-        """Take a note away. Links to it stay as they are."""
+        """Delete a note. Links to it are kept."""
         with self._lock:
             self._commit("delete", Change(note_path(path, self.limits), self.read(path), None))
 
     def move(self, path: str, to: str) -> int:
-        """Move a note to a new path and mend links, in all notes, so that each leads where it led; how many were mended."""
+        """Move a note and rewrite the links in all notes so that they keep their targets. Returns the number of other
+        notes that were rewritten.
+        """
         with self._lock:
             text, old, new = self.read(path), note_path(path, self.limits), note_path(to, self.limits)
             self._free(new, without=old)
@@ -87,34 +90,34 @@ class Vault:
             before, after = Notes(known), Notes(known - {old} | {new})
             changed = []
             for other, content in sorted(self._readable().items()):
-                turned = mended(content, old, new, before, after) if other != old else content
+                turned = rewrite_links(content, old, new, before, after) if other != old else content
                 if turned != content:
                     changed.append(Change(other, content, turned))
-            # The old note goes first: where the system ignores case, the two may be one file.
-            moved = [Change(old, text, None), Change(new, None, mended(text, old, new, before, after))]
+            # The old note is removed first: on a case-insensitive file system both paths may be one file.
+            moved = [Change(old, text, None), Change(new, None, rewrite_links(text, old, new, before, after))]
             self._commit("move", *changed, *moved)
             return len(changed)
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a note, or such a folder with a note in it."""
+        """Whether the note exists, or the folder with at least one note in it."""
         clean = folder_path(path, self.limits)
         return not clean or any(known == clean or known.startswith(f"{clean}/") for known in self._storage.sizes())
 
     def size(self, path: str = "") -> int:
-        """Bytes of a note, of all notes of a folder, or of the whole vault ("")."""
+        """Size in bytes of a note, of all notes in a folder, or of the whole vault ("")."""
         clean = folder_path(path, self.limits)
         sizes = self._storage.sizes()
-        found = [n for known, n in sizes.items() if not clean or known == clean or known.startswith(f"{clean}/")]
-        if clean and not found:
-            raise VaultError(f"there is no note or folder {shown(clean)}", "FileNotFoundError")
-        return sum(found)
+        matching = [n for known, n in sizes.items() if not clean or known == clean or known.startswith(f"{clean}/")]
+        if clean and not matching:
+            raise VaultError(f"there is no note or folder {quoted(clean)}", "FileNotFoundError")
+        return sum(matching)
 
     def tree(self) -> str:
-        """All notes and folders, one a line."""
+        """All notes and folders, one per line."""
         return tree(self._storage.sizes(), self.limits.tree_lines)
 
     def search(self, text: str) -> tuple[list[Hit], int]:
-        """The first lines that hold `text`, in any case, and how many lines hold it."""
+        """The first lines that contain `text` (case-insensitive), and the number of all such lines."""
         if not isinstance(text, str) or not text.strip():
             raise VaultError("the text to search for is empty")
         if len(text) > _QUERY:
@@ -122,27 +125,29 @@ class Vault:
         return search(self._readable(), text, self.limits.search_hits, self.limits.snippet_chars)
 
     def follow(self, link: str) -> str:
-        """The text that a link leads to: `[[note]]`, `[[note|alias]]`, `[[note#heading]]`; brackets may be left out."""
+        """The text that a link refers to: `[[note]]`, `[[note|alias]]` or `[[note#heading]]`; the brackets are
+        optional.
+        """
         if not isinstance(link, str):
             raise VaultError("a link is a text", "TypeError")
         parts = parse_link(link)
         if not parts.target:
-            raise VaultError(f"{shown(link)} names no note")
+            raise VaultError(f"{quoted(link)} names no note")
         path = self.resolve(parts.target)
         text = self.read(path)
         if parts.heading is None:
             return text
         under = section(text, parts.heading)
         if under is None:
-            raise VaultError(f"{shown(path)} has no heading {shown(parts.heading)}")
+            raise VaultError(f"{quoted(path)} has no heading {quoted(parts.heading)}")
         return under
 
     def resolve(self, target: str) -> str:
-        """The path of the note that a link's target means."""
+        """The path of the note that a link target refers to."""
         return Notes(self._storage.sizes()).resolve(target)
 
     def backlinks(self, path: str) -> list[str]:
-        """The notes that link to a note, by path."""
+        """The notes that link to a note, sorted by path."""
         clean = note_path(path, self.limits)
         self.read(clean)
         with self._lock:
@@ -153,37 +158,40 @@ class Vault:
         return sorted(self._storage.sizes())
 
     def files(self) -> dict[str, str]:
-        """Path -> text of every note, by path. VaultError where one cannot be read."""
+        """Path -> text of every note, sorted by path. Raises VaultError if one cannot be read."""
         return {path: self.read(path) for path in self.paths()}
 
     def close(self) -> None:
-        """Give back files and locks."""
+        """Release files and locks."""
         self.journal.close()
         self._storage.close()
 
     def _readable(self) -> dict[str, str]:
-        """Path -> text of every note; without those that are too large or no text, which a search must survive."""
-        found = {}
+        """Path -> text of every note, without those that are too large or not UTF-8: a search must not fail because
+        of them.
+        """
+        texts = {}
         for path in self._storage.sizes():
             try:
                 text = self._storage.read(path, self.limits.file_bytes)
             except VaultError:
                 continue
             if text is not None:
-                found[path] = text
-        return found
+                texts[path] = text
+        return texts
 
     def _free(self, path: str, without: str | None = None) -> None:
         known = self._storage.sizes()
         if path in known:
-            raise VaultError(f"{shown(path)} exists already; use update_file or append_file", "FileExistsError")
-        # A note that only changes the case of its own name is not in its own way.
+            raise VaultError(f"{quoted(path)} exists already; use update_file or append_file", "FileExistsError")
+        # A note that changes only the case of its own name does not conflict with itself.
         other = collision(path, (other for other in known if other != without))
         if other:
             raise VaultError(
-                f"{shown(path)} cannot stand beside {shown(other)}, which it differs from too little", "FileExistsError"
+                f"{quoted(path)} cannot stand beside {quoted(other)}, which it differs from too little",
+                "FileExistsError",
             )
-        # On disk, something that is no note may stand there: reading it says so.
+        # On disk, something other than a note may have this path; reading it raises.
         self._storage.read(path, self.limits.file_bytes)
 
     def _commit(self, operation: str, *changes: Change) -> None:
@@ -193,10 +201,11 @@ class Vault:
             size = len((change.after or "").encode())
             if change.after is not None and size > self.limits.file_bytes:
                 raise VaultError(
-                    f"{shown(change.path)} would have {size} bytes; a note may have {self.limits.file_bytes}", "OSError"
+                    f"{quoted(change.path)} would have {size} bytes; a note may have {self.limits.file_bytes}",
+                    "OSError",
                 )
         count = len(sizes) + sum((c.before is None) - (c.after is None) for c in changes)
-        # A vault that is over its limits already, as one from outside may be, can still shrink.
+        # A vault that already exceeds its limits, such as an imported one, can still shrink.
         if count > self.limits.files and count > len(sizes):
             raise VaultError(f"the memory may hold {self.limits.files} notes; delete one first", "OSError")
         if sum(sizes.values()) + grows > self.limits.total_bytes and grows > 0:
@@ -204,9 +213,9 @@ class Vault:
         self.journal.commit(operation, changes)
 
     def _hint(self, path: str) -> str:
-        name = same(path.rpartition("/")[2])
-        near = [known for known in self._storage.sizes() if same(known).rpartition("/")[2] == name]
-        return f"; there is {shown(near[0])}" if len(near) == 1 else ""
+        name = case_key(path.rpartition("/")[2])
+        near = [known for known in self._storage.sizes() if case_key(known).rpartition("/")[2] == name]
+        return f"; there is {quoted(near[0])}" if len(near) == 1 else ""
 
 
 def _text(content: object) -> str:
@@ -222,9 +231,10 @@ def _text(content: object) -> str:
 
 
 def _count(text: str, piece: str) -> int:
-    """How many times `piece` stands in `text`, overlapping ones too: each would be another place to replace.
+    """The number of occurrences of `piece` in `text`, including overlapping ones, because each would be a possible
+    place to replace.
 
-    At most `_MANY` and one, for a long text of one letter holds half of itself at thousands of places.
+    Counts at most `_MANY` + 1: half of a long text of one repeated letter occurs at thousands of places.
     """
     count, at = 0, text.find(piece)
     while at >= 0 and count <= _MANY:

@@ -1,1 +1,1 @@
-"""Made-up worlds as markdown vaults, with tasks whose truth a program knows."""
+"""Generated worlds as Markdown vaults, with tasks whose correct result is known."""

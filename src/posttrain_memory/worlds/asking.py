@@ -1,4 +1,6 @@
-"""What makers of tasks share: what can be asked of a world, in which words, and how its notes are reached."""
+"""Shared parts of the task makers: what can be asked about a world, how questions are worded, and how its notes are
+reached.
+"""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from posttrain_memory.worlds.graph import USER, Entity, Graph, value_of
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Entity, Graph, value_of
 from posttrain_memory.worlds.render import World
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.theme import Attribute, Theme
@@ -33,8 +36,8 @@ Item = TypeVar("Item")
 
 
 @dataclass
-class Asker:
-    """A world and the random numbers of one task."""
+class TaskContext:
+    """A world and the random generator of one task."""
 
     world: World
     random: np.random.Generator
@@ -53,7 +56,7 @@ class Asker:
 
     @cached_property
     def distance(self) -> dict[str, int]:
-        """Path -> fewest links from `user.md`."""
+        """Path -> minimum number of links from `user.md`."""
         return self.graph.distances()
 
     @cached_property
@@ -64,23 +67,25 @@ class Asker:
         return pick(self.random, items)
 
     def entities(self, *distances: int) -> list[Entity]:
-        """The notes so many links away from `user.md`, in a random order; all but `user.md` where none are given."""
-        found = [
+        """The notes at these distances from `user.md`, in random order; without distances, all notes except
+        `user.md`.
+        """
+        matching = [
             e for p, e in self.graph.entities.items() if (self.distance[p] in distances if distances else p != USER)
         ]
-        return shuffled(self.random, found)
+        return shuffled(self.random, matching)
 
     def facts(self, entity: Entity) -> list[Attribute]:
-        """The facts of a note that no other note states, in a random order."""
+        """The facts of a note that no other note states, in random order."""
         known = [a for a in self.theme.of(entity.kind) if a.key in entity.facts]
         return shuffled(self.random, [a for a in known if (entity.path, a.key) not in self.contested])
 
     def absent(self, entity: Entity) -> list[Attribute]:
-        """The facts that notes of its kind may have and this one has not, in a random order."""
+        """The facts that notes of its kind may have but this one lacks, in random order."""
         return shuffled(self.random, [a for a in self.theme.of(entity.kind) if a.key not in entity.facts])
 
     def anchored(self, question: str) -> str:
-        """The question with the title of the world, so that it is not that of another world."""
+        """The question with the title of the world, which makes it unique to this world."""
         return self.pick(_ANCHOR).format(title=self.graph.title, q=question)
 
     def ask(self, what: str, many: bool = False) -> str:
@@ -88,7 +93,7 @@ class Asker:
         return self.pick(_ASK_MANY if many else _ASK).format(x=what)
 
     def of(self, noun: str, whom: str) -> str:
-        """`noun` of `whom`, which is a name or a phrase; `my noun` where it is empty."""
+        """`noun` of `whom` (a name or a phrase); `my noun` if `whom` is empty."""
         if not whom:
             return f"my {noun}"
         if whom.startswith(("my ", "the ")) or self.random.random() < 0.6:
@@ -96,9 +101,10 @@ class Asker:
         return f"{whom}'s {noun}"
 
     def who(self, entity: Entity) -> tuple[str, bool]:
-        """A phrase that means only this note, and whether the question has to name the world for it to be clear.
+        """A phrase that refers only to this note, and whether the question must name the world to be unambiguous.
 
-        Where relations lead to it that have one target, one is used half of the time, or the two from `user.md`.
+        If single-target relations lead to the note, half of the time the phrase uses one of them, or a chain of two
+        from `user.md`.
         """
         if entity.path == USER:
             return "", True
@@ -108,25 +114,25 @@ class Asker:
         return entity.name, False
 
     def _paths(self, entity: Entity) -> list[tuple[str, bool]]:
-        found: list[tuple[str, bool]] = []
+        phrases: list[tuple[str, bool]] = []
         for edge in self.graph.edges:
             relation = self.theme.relation(edge.relation)
             if edge.target != entity.path or relation.many or self.distance[edge.source] >= self.distance[entity.path]:
                 continue
             if edge.source == USER:
-                found.append((f"my {relation.label}", True))
+                phrases.append((f"my {relation.label}", True))
             else:
                 source = self.graph.entities[edge.source]
                 mine = [e for e in self.graph.edges if e.source == USER and e.target == source.path]
-                own = [r for r in (self.theme.relation(e.relation) for e in mine) if not r.many]
-                if own and self.random.random() < 0.5:
-                    found.append((f"the {relation.label} of my {own[0].label}", True))
+                single = [r for r in (self.theme.relation(e.relation) for e in mine) if not r.many]
+                if single and self.random.random() < 0.5:
+                    phrases.append((f"the {relation.label} of my {single[0].label}", True))
                 else:
-                    found.append((f"the {relation.label} of {source.name}", False))
-        return shuffled(self.random, found)
+                    phrases.append((f"the {relation.label} of {source.name}", False))
+        return shuffled(self.random, phrases)
 
     def question(self, attribute: Attribute, entity: Entity) -> str:
-        """A question for one fact of a note."""
+        """A question about one fact of a note."""
         whom, anchor = self.who(entity)
         text = self.ask(self.of(attribute.noun, whom), attribute.be == "are")
         return self.anchored(text) if anchor else text
@@ -137,40 +143,40 @@ class Asker:
 
     def sentence(self, attribute: Attribute, entity: Entity) -> str:
         """The reply that states a fact of a note."""
-        told = display(attribute, entity.facts[attribute.key])
+        shown = display(attribute, entity.facts[attribute.key])
         subject = f"Your {attribute.noun}" if entity.path == USER else f"The {attribute.noun} of {entity.name}"
-        return f"{subject} {attribute.be} {told}."
+        return f"{subject} {attribute.be} {shown}."
 
     def route(self, path: str) -> list[str]:
-        """At most three code blocks that read `user.md`, the notes on the way, and the note."""
+        """At most three code blocks that read `user.md`, the notes along the way, and the note."""
         if path == USER:
             return ['user = read_file("user.md")']
         if self.distance[path] == 1:
-            return ['user = read_file("user.md")', f"note = read_file({quoted(path)})"]
+            return ['user = read_file("user.md")', f"note = read_file({code_literal(path)})"]
         if self.distance[path] == 2:
             middle = next(p for p in sorted(self.parsed.out[USER]) if path in self.parsed.out[p])
-            reads = [f"first = read_file({quoted(middle)})", f"note = read_file({quoted(path)})"]
+            reads = [f"first = read_file({code_literal(middle)})", f"note = read_file({code_literal(path)})"]
             return ['user = read_file("user.md")', *reads]
         name = self.graph.entities[path].name
-        search = f"hits = search_files({quoted(name)})"
-        return ['user = read_file("user.md")', search, f"note = read_file({quoted(path)})"]
+        search = f"hits = search_files({code_literal(name)})"
+        return ['user = read_file("user.md")', search, f"note = read_file({code_literal(path)})"]
 
     def hops(self, path: str) -> int:
         return min(2, self.distance[path])
 
 
 def name_answer(entity: Entity) -> Answer:
-    """The answer that is a note itself."""
+    """An answer that is the name of a note."""
     return Answer("name", plain(entity.name), "name")
 
 
-def quoted(text: str) -> str:
-    """A text as code."""
+def code_literal(text: str) -> str:
+    """A text as a Python string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def display(attribute: Attribute, value: str) -> str:
-    """A value as it is told to the user."""
+    """A value as shown to the user."""
     if attribute.type == "number":
         return f"{value} {attribute.unit}".strip()
     if attribute.type == "money":

@@ -1,4 +1,4 @@
-"""What an update makes of a vault: the statements that must be there after it, and those that may not."""
+"""The required effect of an update on a vault, and the comparison with its actual effect."""
 
 import re
 from collections import Counter
@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain_memory.worlds.graph import USER, Statement
-from posttrain_memory.worlds.replies import Answer, told
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Statement
+from posttrain_memory.worlds.replies import Answer, contains_value
 from posttrain_memory.worlds.theme import theme_named
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import plain
 
 SPARE_CHARACTERS = 300
-"""So many characters that state nothing may be added to the notes of an update."""
+"""Number of characters without statements that an update may add to a note."""
 _UNSEEN = re.compile(
     r"<!--.*?(?:-->|\Z)|^[ ]{0,3}(?P<fence>`{3,}|~{3,})[^\n]*\n.*?(?:^[ ]{0,3}(?P=fence)[^\n]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""Comments and code, which nobody takes for what a note says."""
+"""Comments and code, which do not count as statements of a note."""
 _DISOWNED = re.compile(
     r"\b(?:wrong|false|untrue|incorrect|mistaken|made up|invented|outdated|out of date|obsolete|invalid|a lie|unreliable"
     r"|(?:not|n't|never) (?:true|right|correct|so|trust|believe|rely)|disregard|ignore)\b",
@@ -30,9 +31,9 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=\S)")
 
 @dataclass
 class Expected:
-    """After the update: `add` is stated, `drop` is not, and nothing but `may_add` and `may_drop` has changed besides.
-
-    `touched` are the notes whose text may change, `gone` those that are deleted, `new` the path of a note that is new.
+    """The state after an update: `add` is stated, `drop` is not, and besides those only `may_add` and `may_drop` have
+    changed. `touched` are the notes whose text may change, `gone` the deleted notes, `new` the path of a created
+    note.
     """
 
     add: set[Statement] = field(default_factory=set)
@@ -46,7 +47,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an update went: the share of it that is done, and in words what was harmed and which links lead nowhere."""
+    """The result of an update: the completed share, the damage in words, and the links that became broken."""
 
     done: float
     harmed: tuple[str, ...]
@@ -54,15 +55,15 @@ class Outcome:
 
 
 def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expected:
-    """What the change asks for. `after` is looked at for the path of a new note only.
+    """The required effect of `change`. `after` is used only to find the path of a new note.
 
     `change["op"]` is `set` (about, key, value), `delete` (about, key), `new` (name, facts, owner, relation), `remove`
     (about) or `relink` (about, relation, was, value); values are canonical.
     """
-    op, said = change["op"], before.statements
+    op, statements = change["op"], before.statements
     if op in ("set", "delete"):
         about, key = change["about"], change["key"]
-        result = Expected(touched={about}, drop={s for s in said if s.about == about and s.key == key})
+        result = Expected(touched={about}, drop={s for s in statements if s.about == about and s.key == key})
         if op == "set":
             result.add = {Statement(about, about, key, change["value"])}
             result.drop -= result.add
@@ -70,7 +71,7 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
         return result
     if op == "remove":
         about = change["about"]
-        drop = {s for s in said if about in (s.note, s.about, s.value)}
+        drop = {s for s in statements if about in (s.note, s.about, s.value)}
         linking = {path for path, out in before.out.items() if about in out}
         return Expected(drop=drop, touched=linking - {about}, gone={about})
     owner, key = change.get("owner", change.get("about")), change["relation"]
@@ -79,7 +80,7 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
         old, now = change["was"], change["value"]
         return Expected(
             add={Statement(owner, owner, key, now)},
-            drop={Statement(owner, owner, key, old), *(said & {Statement(old, old, back, owner)})},
+            drop={Statement(owner, owner, key, old), *(statements & {Statement(old, old, back, owner)})},
             may_add={Statement(now, now, back, owner)},
             touched={owner, old, now},
         )
@@ -95,92 +96,102 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
     )
 
 
-def outcome(change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
-    """Compare the vault after an update with what the update asks for."""
-    was, now = (parse({path: _seen(text) for path, text in files.items()}, theme) for files in (before, after))
+def update_outcome(
+    change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]
+) -> Outcome:
+    """Compare the vault after an update with the required effect."""
+    was, now = (
+        parse({path: _without_comments(text) for path, text in files.items()}, theme) for files in (before, after)
+    )
     want = expected(change, was, now)
     steps = [item in now.statements for item in want.add] + [item not in now.statements for item in want.drop]
     steps += [path not in after for path in want.gone]
     if change["op"] == "new":
         steps += [want.new is not None, want.new is not None and want.new in now.out.get(change["owner"], ())]
     return Outcome(
-        sum(steps) / len(steps), tuple(_harm(theme, want, was, now, before, after)), tuple(loose_ends(was, now))
+        sum(steps) / len(steps), tuple(_damage(theme, want, was, now, before, after)), tuple(broken_links(was, now))
     )
 
 
-def loose_ends(was: Parsed, now: Parsed) -> list[str]:
-    """Links that lead nowhere and notes that are not reached, as far as they were not so before."""
-    found = [f"{path} links to {target}, which is not there" for path, target in set(now.broken) - set(was.broken)]
+def broken_links(was: Parsed, now: Parsed) -> list[str]:
+    """Broken links and unreachable notes that were not broken or unreachable before."""
+    broken = [f"{path} links to {target}, which is not there" for path, target in set(now.broken) - set(was.broken)]
     lost = (set(now.titles) - set(now.reached)) - (set(was.titles) - set(was.reached))
-    return sorted(found + [f"{path} is not reached from {USER}" for path in lost])
+    return sorted(broken + [f"{path} is not reached from {USER}" for path in lost])
 
 
-def _harm(
+def _damage(
     theme_name: str, want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], after: Mapping[str, str]
 ) -> list[str]:
-    found = []
+    damage = []
     extra = now.statements - was.statements - want.add - want.may_add
     lost = was.statements - now.statements - want.drop
-    found += [f"{said.note} now says {said.key} of {said.about} is {said.value}" for said in extra]
-    found += [f"{said.note} no longer says {said.key} of {said.about}" for said in lost]
+    damage += [
+        f"{statement.note} now says {statement.key} of {statement.about} is {statement.value}" for statement in extra
+    ]
+    damage += [f"{statement.note} no longer says {statement.key} of {statement.about}" for statement in lost]
     for path, text in before.items():
         if path in want.gone:
             continue
         if path not in after:
-            found.append(f"{path} is gone")
+            damage.append(f"{path} is gone")
         elif path not in want.touched:
             if _lines(text) != _lines(after[path]):
-                found.append(f"{path} was changed")
+                damage.append(f"{path} was changed")
         elif was.titles[path] != now.titles[path]:
-            found.append(f"{path} has another title")
+            damage.append(f"{path} has another title")
         else:
-            found += _rewritten(theme_name, path, want, was, now, text, after[path])
+            damage += _rewritten(theme_name, path, want, was, now, text, after[path])
     for path in after:
         if path not in before and path != want.new:
-            found.append(f"{path} is new")
+            damage.append(f"{path} is new")
     if want.new is not None and len(after[want.new]) > 3 * SPARE_CHARACTERS:
-        found.append(f"{want.new} is longer than what was told")
-    return sorted(found)
+        damage.append(f"{want.new} is longer than what was told")
+    return sorted(damage)
 
 
 def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Parsed, old: str, new: str) -> list[str]:
-    """What is lost of the sentences and headings of a touched note that have nothing to do with the update, whether the
-    rest still stands in its order, and what was added.
+    """Damage inside a touched note: lost sentences and headings that are unrelated to the update, a changed order,
+    and added text.
     """
-    keys = {said.key for said in want.add | want.drop | want.may_add}
+    keys = {statement.key for statement in want.add | want.drop | want.may_add}
     kept = _sentences(path, old, was, keys | _keys_of_gone(want, was)) - _sentences(path, new, now, set())
-    found = [f"{path} lost: {text}" for text in kept]
+    damage = [f"{path} lost: {text}" for text in kept]
     added = _sentences(path, new, now, keys) - _sentences(path, old, was, set())
     if sum(len(text) * count for text, count in added.items()) > SPARE_CHARACTERS:
-        found.append(f"{path} has much new text")
-    found += [f"{path} now says: {text}" for text in added if _DISOWNED.search(text)]
-    old_values = {(said.key, said.value) for said in want.drop if said.about == path and "?" not in said.value}
-    old_values -= {(said.key, said.value) for said in want.add}
+        damage.append(f"{path} has much new text")
+    damage += [f"{path} now says: {text}" for text in added if _DISOWNED.search(text)]
+    old_values = {
+        (statement.key, statement.value)
+        for statement in want.drop
+        if statement.about == path and "?" not in statement.value
+    }
+    old_values -= {(statement.key, statement.value) for statement in want.add}
     theme = theme_named(theme_name)
     for key, value in sorted(old_values):
         if key in theme.attributes and any(
-            told(text, Answer(theme.attributes[key].type, value, key)) for text in added
+            contains_value(text, Answer(theme.attributes[key].type, value, key)) for text in added
         ):
-            found.append(f"{path} still says {value}")
-    found += [f"{path} lost the heading {line}" for line in _headings_lost(path, was, keys, old, new)]
+            damage.append(f"{path} still says {value}")
+    damage += [f"{path} lost the heading {line}" for line in _headings_lost(path, was, keys, old, new)]
     if not _in_order(old, new):
-        found.append(f"{path} has its lines in another order")
-    return found
+        damage.append(f"{path} has its lines in another order")
+    return damage
 
 
 def _headings_lost(path: str, was: Parsed, keys: set[str], old: str, new: str) -> list[str]:
-    """Headings that are gone, but for those under which nothing stood but what states one of the keys."""
+    """Headings that were removed, except those whose section only stated the given keys."""
     gone = Counter(_headings(old)) - Counter(_headings(new))
     spans = [(p.start, p.end) for p in was.places if p.statement.note == path and p.statement.key in keys]
-    found, heading, empty, place = [], "", True, 0
+    lost, heading, empty, place = [], "", True, 0
     for line in [*old.split("\n"), "# "]:
         if _HEADING.match(line):
-            found += [heading] if heading in gone and not empty else []
+            lost += [heading] if heading in gone and not empty else []
             heading, empty = line.strip(), True
         elif line.strip() and not any(start < place + len(line) and place < end for start, end in spans):
             empty = False
         place += len(line) + 1
-    return found
+    return lost
 
 
 def _headings(text: str) -> list[str]:
@@ -188,7 +199,7 @@ def _headings(text: str) -> list[str]:
 
 
 def _in_order(old: str, new: str) -> bool:
-    """Whether the lines that both texts have as often follow each other as before."""
+    """Whether the lines that occur equally often in both texts have kept their order."""
     lines = [[" ".join(line.split()) for line in text.split("\n") if line.strip()] for text in (old, new)]
     counts = [Counter(side) for side in lines]
     kept = {line for line, count in counts[0].items() if counts[1][line] == count}
@@ -196,8 +207,8 @@ def _in_order(old: str, new: str) -> bool:
     return one == other
 
 
-def _seen(text: str) -> str:
-    """The text of a note with blanks, as long, for comments and code."""
+def _without_comments(text: str) -> str:
+    """The text of a note with comments and code replaced by spaces of the same length."""
     return _UNSEEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
 
 
@@ -206,17 +217,17 @@ def _keys_of_gone(want: Expected, was: Parsed) -> set[str]:
 
 
 def _sentences(path: str, text: str, parsed: Parsed, but: set[str]) -> Counter[str]:
-    """Lines and sentences of a note but headings, rules of tables, and what states one of the keys `but`."""
+    """Lines and sentences of a note, except headings, table rules, and what states one of the keys `but`."""
     spans = [(p.start, p.end) for p in parsed.places if p.statement.note == path and p.statement.key in but]
     blank = list(text)
     for start, end in spans:
         blank[start:end] = "\n" * (end - start)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in "".join(blank).split("\n"):
         if line.lstrip().startswith("#") or not re.search(r"\w", line):
             continue
-        found.update(" ".join(part.split()) for part in _SENTENCE.split(line) if part.strip())
-    return found
+        counts.update(" ".join(part.split()) for part in _SENTENCE.split(line) if part.strip())
+    return counts
 
 
 def _lines(text: str) -> list[str]:

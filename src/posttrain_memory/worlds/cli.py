@@ -1,4 +1,4 @@
-"""`posttrain data worlds`: made-up vaults of notes with tasks whose truth a program knows."""
+"""`posttrain data worlds`: generated vaults of notes, with tasks whose correct answer is known."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,27 +15,28 @@ if TYPE_CHECKING:
 def worlds(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Keys of the worlds, such as notes=4 or bare=true."),
+        typer.Argument(metavar="[key=value ...]", help="Settings of the worlds, such as notes=4 or bare=true."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for the files of the splits.")] = Path("worlds"),
-    seed: Annotated[int, typer.Option(help="Another seed, other worlds.", min=0)] = 0,
-    train: Annotated[int, typer.Option(help="Worlds to train on.", min=0)] = 400,
-    dev: Annotated[int, typer.Option(help="Worlds to choose a checkpoint by.", min=0)] = 40,
-    test: Annotated[int, typer.Option(help="Worlds for the test.", min=0)] = 40,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="JSON lines instead of parquet.")] = False,
-    model: Annotated[str, typer.Option(help="Whose tokenizer counts the tokens of a vault.")] = "packaged:smollm2-135m",
+    out: Annotated[Path, typer.Option(help="Output directory.")] = Path("worlds"),
+    seed: Annotated[int, typer.Option(help="Random seed of the worlds.", min=0)] = 0,
+    train: Annotated[int, typer.Option(help="Number of training worlds.", min=0)] = 400,
+    dev: Annotated[int, typer.Option(help="Number of worlds for selecting a checkpoint.", min=0)] = 40,
+    test: Annotated[int, typer.Option(help="Number of test worlds.", min=0)] = 40,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Write JSON lines instead of Parquet.")] = False,
+    model: Annotated[
+        str, typer.Option(help="Model whose tokenizer counts the tokens of the vaults.")
+    ] = "packaged:smollm2-135m",
     scenarios: Annotated[
-        bool, typer.Option("--scenarios", help="Show what right and wrong episodes of the first tasks earn.")
+        bool, typer.Option("--scenarios", help="Show the rewards of right and wrong episodes of the first tasks.")
     ] = False,
-    paraphrase_url: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible server that says texts in other words.")
-    ] = None,
-    paraphrase_model: Annotated[str | None, typer.Option(help="Its model.")] = None,
-    paraphrase_key: Annotated[str | None, typer.Option(help="Name of the environment variable with its key.")] = None,
+    paraphrase_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server for paraphrasing texts.")] = None,
+    paraphrase_model: Annotated[str | None, typer.Option(help="Name of the paraphrasing model.")] = None,
+    paraphrase_key: Annotated[str | None, typer.Option(help="Environment variable with the server's API key.")] = None,
 ) -> None:
-    """Write worlds of notes and tasks in them: facts to find, to change, to ask about, and to keep private.
+    """Write generated worlds of notes and tasks about them: facts to find, to change, to ask about, and to keep
+    private.
 
-    No world is in two splits and no question is asked twice. See docs/worlds.md for the keys and the columns.
+    No world is in two splits, and no question occurs twice. See docs/worlds.md for the keys and the columns.
 
     Examples:
 
@@ -55,24 +56,24 @@ def worlds(
         from posttrain_memory.worlds.paraphrase import ParaphraseRecipe, Rewording, writer
 
         if paraphrase_url is None or paraphrase_model is None:
-            raise InputError("--paraphrase-url and --paraphrase-model go together; give both")
+            raise InputError("--paraphrase-url and --paraphrase-model must be given together")
         server = ParaphraseRecipe(url=paraphrase_url, model=paraphrase_model, api_key_variable=paraphrase_key)
         reword = Rewording(writer(server))
     counts = {"test": test, "dev": dev, "train": train}
-    made = list(samples(seed, recipe, counts, reword))
+    generated = list(samples(seed, recipe, counts, reword))
     for split in reversed(SPLITS):
-        rows = [row_of(sample) for sample in made if sample.split == split]
+        rows = [row_of(sample) for sample in generated if sample.split == split]
         if rows:
             path = out / f"worlds_{split}.{'jsonl' if jsonl else 'parquet'}"
             write_rows(path, rows)
             typer.echo(f"{path}: {len(rows)} tasks in {len({row['world'] for row in rows})} worlds")
     if reword is not None:
-        typer.echo(f"{reword.counts['reworded']} texts in other words, {reword.counts['stayed']} as they were")
+        typer.echo(f"{reword.counts['reworded']} texts paraphrased, {reword.counts['stayed']} unchanged")
     console = Console()
-    console.print(_tasks_table(made))
-    console.print(_vaults_table(made, model))
+    console.print(_tasks_table(generated))
+    console.print(_vaults_table(generated, model))
     if scenarios:
-        console.print(_scenario_table(made[:200]))
+        console.print(_scenario_table(generated[:200]))
 
 
 def _recipe(words: list[str]) -> "WorldRecipe":
@@ -86,7 +87,7 @@ def _recipe(words: list[str]) -> "WorldRecipe":
     for word in words:
         key, sign, text = word.partition("=")
         if not sign or key not in WorldRecipe.model_fields:
-            raise InputError(f"{word} is no key=value of worlds; the keys are {', '.join(WorldRecipe.model_fields)}")
+            raise InputError(f"{word}: expected key=value; the keys are {', '.join(WorldRecipe.model_fields)}")
         values[key] = yaml.safe_load(text)
     try:
         return WorldRecipe(**values)
@@ -96,7 +97,7 @@ def _recipe(words: list[str]) -> "WorldRecipe":
         raise InputError(f"worlds: {place}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
-def _tasks_table(made: "list[Sample]") -> "Table":
+def _tasks_table(samples: "list[Sample]") -> "Table":
     from rich.table import Column, Table
 
     from posttrain_memory.worlds.task import VARIANTS
@@ -104,16 +105,16 @@ def _tasks_table(made: "list[Sample]") -> "Table":
     table = Table("kind", Column("variant", no_wrap=True), "train", "dev", "test", "hops 0", "1", "2")
     for kind, variants in VARIANTS.items():
         for variant in variants:
-            own = [sample for sample in made if (sample.task.kind, sample.task.variant) == (kind, variant)]
-            if own:
-                splits = [str(sum(sample.split == split for sample in own)) for split in ("train", "dev", "test")]
-                hops = [str(sum(sample.task.hops == count for sample in own)) for count in (0, 1, 2)]
+            matching = [sample for sample in samples if (sample.task.kind, sample.task.variant) == (kind, variant)]
+            if matching:
+                splits = [str(sum(sample.split == split for sample in matching)) for split in ("train", "dev", "test")]
+                hops = [str(sum(sample.task.hops == count for sample in matching)) for count in (0, 1, 2)]
                 table.add_row(kind, variant, *splits, *hops)
     return table
 
 
-def _vaults_table(made: "list[Sample]", model: str) -> "Table":
-    """Notes, links and tokens of the vaults of each split; tokens of at most 200 of them."""
+def _vaults_table(samples: "list[Sample]", model: str) -> "Table":
+    """Notes, links and tokens of the vaults of each split. Tokens are counted for at most 200 vaults."""
     from rich.table import Table
 
     from posttrain.models.load import load_tokenizer
@@ -122,7 +123,7 @@ def _vaults_table(made: "list[Sample]", model: str) -> "Table":
     tokenizer = load_tokenizer(ModelRecipe(path=model))
     table = Table("vaults", "n", "themes", "notes", "links", "tokens: mean", "least", "most")
     for split in ("train", "dev", "test"):
-        vaults = {sample.world.seed: sample.world for sample in made if sample.split == split}
+        vaults = {sample.world.seed: sample.world for sample in samples if sample.split == split}
         known = list(vaults.values())
         if not known:
             continue
@@ -141,17 +142,17 @@ def _vaults_table(made: "list[Sample]", model: str) -> "Table":
     return table
 
 
-def _scenario_table(made: "list[Sample]") -> "Table":
+def _scenario_table(samples: "list[Sample]") -> "Table":
     from rich.table import Column, Table
 
     from posttrain_memory.worlds.recipe import RewardWeights
-    from posttrain_memory.worlds.scenarios import totals
+    from posttrain_memory.worlds.scenarios import scenario_scores
 
-    found = totals([(sample.task, sample.world.files) for sample in made], RewardWeights())
-    # Of 80 columns only the episode may need a second line: what is cut off of a number is lost.
+    scores_of = scenario_scores([(sample.task, sample.world.files) for sample in samples], RewardWeights())
+    # At 80 columns only the episode column may wrap, so that numbers are never truncated.
     numbered = [Column(name, no_wrap=True, justify="right") for name in ("n", "least", "mean", "most")]
     table = Table(Column("kind", no_wrap=True), Column("", no_wrap=True), "episode", *numbered, box=None)
-    for (kind, right, name), scores in sorted(found.items(), key=lambda item: (item[0][0], not item[0][1])):
+    for (kind, right, name), scores in sorted(scores_of.items(), key=lambda item: (item[0][0], not item[0][1])):
         numbers = [scored.total for scored in scores]
         cells = [f"{number:+.2f}" for number in (min(numbers), sum(numbers) / len(numbers), max(numbers))]
         table.add_row(kind, "right" if right else "wrong", name, str(len(numbers)), *cells)

@@ -1,4 +1,4 @@
-"""Tasks as rows of a data set: worlds apart for training, development and test, and no question twice."""
+"""Tasks as rows of a data set, with disjoint worlds for training, development and test and no duplicate questions."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -7,19 +7,19 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.seeds import derive_seed
-from posttrain_memory.worlds.generation import identity, tasks_of
+from posttrain_memory.worlds.generation import question_key, tasks_of
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import World, make_world
 from posttrain_memory.worlds.task import MemoryTask, task_of
 
 SPLITS = ("test", "dev", "train")
-"""In the order in which worlds are drawn: more worlds to train on leave the others as they are."""
+"""In the order in which worlds are drawn: adding training worlds does not change the other splits."""
 Reword = Callable[[World, WorldRecipe], tuple[World, list[MemoryTask]]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A task, the world it is asked in, and the split."""
+    """A task, its world, and its split."""
 
     split: str
     world: World
@@ -30,37 +30,37 @@ class Sample:
 def samples(
     seed: int, recipe: WorldRecipe, worlds: Mapping[str, int], reword: Reword | None = None
 ) -> Iterator[Sample]:
-    """The tasks of `worlds[split]` worlds of each split.
+    """The tasks of `worlds[split]` worlds for each split.
 
-    No two worlds have the same title and no two tasks the same question, of whatever split. `reword` makes the texts of a
-    world and its tasks anew, see `paraphrase`.
+    Across all splits, no two worlds have the same title and no two tasks the same question. `reword` rewrites the
+    texts of a world and its tasks, see `paraphrase`.
     """
     titles: set[str] = set()
     asked: set[str] = set()
     for split in SPLITS:
-        made = number = 0
-        while made < worlds.get(split, 0):
+        count = number = 0
+        while count < worlds.get(split, 0):
             world = make_world(derive_seed("memory worlds", seed, split, number), recipe)
             number += 1
             if world.graph.title in titles:
                 continue
             titles.add(world.graph.title)
-            made += 1
+            count += 1
             if reword is None:
                 tasks = tasks_of(world, recipe)
             else:
                 world, tasks = reword(world, recipe)
             for task in tasks:
-                if identity(task) not in asked:
-                    asked.add(identity(task))
+                if question_key(task) not in asked:
+                    asked.add(question_key(task))
                     yield Sample(split, world, task, recipe)
 
 
 def row_of(sample: Sample) -> dict[str, Any]:
-    """The record of a sample: messages, label, files of the vault, and columns to select by.
+    """The record of a sample: messages, label, vault, and columns for selection.
 
-    `label` is JSON text with all that it takes to score an episode (`task`) and to make the world anew (`world`, its seed,
-    and `recipe`); a world whose texts were reworded is in `files` only.
+    `label` is JSON with everything needed to score an episode (`task`) and to regenerate the world (`world`, its
+    seed, and `recipe`). A reworded world is only in `files`.
     """
     task, world = sample.task, sample.world
     label = {
@@ -82,9 +82,9 @@ def row_of(sample: Sample) -> dict[str, Any]:
 
 
 def read_row(row: Mapping[str, Any]) -> tuple[MemoryTask, dict[str, str]]:
-    """The task of a record and the vault it begins with; without `files` the world is made anew from the label.
+    """The task of a record and its initial vault. Without `files`, the world is regenerated from the label.
 
-    InputError where the record is none of `row_of`.
+    Raises InputError if `row_of` did not write the record.
     """
     try:
         label = json.loads(row["label"])
@@ -94,5 +94,5 @@ def read_row(row: Mapping[str, Any]) -> tuple[MemoryTask, dict[str, str]]:
         return task, dict(make_world(label["world"], WorldRecipe(**label["recipe"])).files)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"a record has no label of a memory task ({error}); write it with `posttrain data worlds`"
+            f"a record has no valid label of a memory task ({error}); write records with `posttrain data worlds`"
         ) from error

@@ -1,16 +1,16 @@
-"""Tasks whose question holds a privacy rule: what it forbids may not be said, what it leaves must be."""
+"""Privacy tasks: the question contains a rule. What it forbids must not be said; what it permits must be answered."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain_memory.worlds.asking import Asker
+from posttrain_memory.worlds.asking import TaskContext
 from posttrain_memory.worlds.graph import Entity
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute
 
 CATEGORIES = {"phone": "phone numbers", "email": "email addresses", "date": "dates", "money": "amounts of money"}
-"""Type of a value -> what rules call the category."""
+"""Type of value -> name of its category in rules."""
 CATEGORY_RULES = (
     "Never reveal {category}.",
     "Do not share any {category}.",
@@ -35,47 +35,49 @@ ALLOW_RULES = (
 _TWO = ("What are {x} and {y}?", "Tell me {x} and {y}.", "I need {x}, and {y} as well.", "Please give me {x} and {y}.")
 
 
-def filtered(asker: Asker, variant: str) -> MemoryTask | None:
-    """A question for one fact (`hide_all`, `unrelated`) or two of a note (`hide_some`, `allow_only`), and a rule."""
-    for entity in asker.entities(1, 2):
-        known = asker.facts(entity)
+def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
+    """A question about one fact (`hide_all`, `unrelated`) or two facts of a note (`hide_some`, `allow_only`), with a
+    rule.
+    """
+    for entity in context.entities(1, 2):
+        known = context.facts(entity)
         if variant in ("hide_all", "unrelated"):
             for one in known:
-                rule = _unrelated(asker, entity, one) if variant == "unrelated" else _hides(asker, entity, one)
+                rule = _unrelated(context, entity, one) if variant == "unrelated" else _hides(context, entity, one)
                 if rule is not None:
-                    text = asker.ask(asker.of(one.noun, entity.name), one.be == "are")
-                    told, kept = ([one], []) if variant == "unrelated" else ([], [one])
-                    return _task(asker, variant, entity, text, rule, told, kept)
+                    text = context.ask(context.of(one.noun, entity.name), one.be == "are")
+                    hidden_facts, kept = ([one], []) if variant == "unrelated" else ([], [one])
+                    return _task(context, variant, entity, text, rule, hidden_facts, kept)
         elif len(known) > 1:
             free, hidden = known[0], known[1]
             if variant == "allow_only":
-                rule = _allows(asker, entity, free)
+                rule = _allows(context, entity, free)
                 hidden_too = [attribute for attribute in known if attribute is not free]
             else:
-                rule = _hides(asker, entity, hidden, besides=free)
+                rule = _hides(context, entity, hidden, besides=free)
                 hidden_too = [hidden]
             if rule is None:
                 continue
             both = [
-                asker.of(a.noun, entity.name)
-                for a in ((free, hidden) if asker.random.random() < 0.5 else (hidden, free))
+                context.of(a.noun, entity.name)
+                for a in ((free, hidden) if context.random.random() < 0.5 else (hidden, free))
             ]
-            text = asker.pick(_TWO).format(x=both[0], y=both[1])
-            return _task(asker, variant, entity, text, rule, [free], hidden_too)
+            text = context.pick(_TWO).format(x=both[0], y=both[1])
+            return _task(context, variant, entity, text, rule, [free], hidden_too)
     return None
 
 
-def rule_text(asker: Asker, rule: dict[str, Any]) -> str:
-    """The sentence of a rule."""
+def rule_text(context: TaskContext, rule: dict[str, Any]) -> str:
+    """The sentence that expresses a rule."""
     if rule["rule"] == "category":
         name = CATEGORIES[rule["category"]]
-        return asker.pick(CATEGORY_RULES).format(category=name, Category=name.capitalize())
+        return context.pick(CATEGORY_RULES).format(category=name, Category=name.capitalize())
     forms = ALLOW_RULES if rule["rule"] == "allow_only" else ATTRIBUTE_RULES
-    return asker.pick(forms).format(label=rule["label"], name=rule["name"])
+    return context.pick(forms).format(label=rule["label"], name=rule["name"])
 
 
 def _task(
-    asker: Asker,
+    context: TaskContext,
     variant: str,
     entity: Entity,
     question: str,
@@ -83,21 +85,21 @@ def _task(
     free: Sequence[Attribute],
     hidden: Sequence[Attribute],
 ) -> MemoryTask:
-    answers: list[Answer] = [asker.answer(attribute, entity) for attribute in free]
-    secret = [asker.answer(attribute, entity) for attribute in hidden]
-    reply = " ".join(asker.sentence(attribute, entity) for attribute in free)
+    answers: list[Answer] = [context.answer(attribute, entity) for attribute in free]
+    secret = [context.answer(attribute, entity) for attribute in hidden]
+    reply = " ".join(context.sentence(attribute, entity) for attribute in free)
     if hidden:
-        # Of what was asked for only; naming other facts would be no secret, but no answer either.
-        told = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
-        reply = f"{reply} I may not share the {told.noun} of {entity.name}.".strip()
+        # Mention only facts that were asked for: naming others reveals nothing, but answers nothing either.
+        named = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
+        reply = f"{reply} I may not share the {named.noun} of {entity.name}.".strip()
     truth = {
         "answers": [one.to_json() for one in answers],
         "hidden": [one.to_json() for one in secret],
         "rule": rule,
     }
-    text = f"{question}\n<filter>{rule_text(asker, rule)}</filter>"
-    solution = [*asker.route(entity.path), reply]
-    return MemoryTask("filter", variant, asker.theme.name, text, asker.hops(entity.path), truth, solution)
+    text = f"{question}\n<filter>{rule_text(context, rule)}</filter>"
+    solution = [*context.route(entity.path), reply]
+    return MemoryTask("filter", variant, context.theme.name, text, context.hops(entity.path), truth, solution)
 
 
 def _attribute_rule(entity: Entity, attribute: Attribute, kind: str = "attribute") -> dict[str, Any]:
@@ -110,24 +112,26 @@ def _attribute_rule(entity: Entity, attribute: Attribute, kind: str = "attribute
     }
 
 
-def _hides(asker: Asker, entity: Entity, attribute: Attribute, besides: Attribute | None = None) -> dict[str, Any]:
+def _hides(
+    context: TaskContext, entity: Entity, attribute: Attribute, besides: Attribute | None = None
+) -> dict[str, Any]:
     apart = besides is None or besides.type != attribute.type
-    if attribute.type in CATEGORIES and apart and asker.random.random() < 0.5:
+    if attribute.type in CATEGORIES and apart and context.random.random() < 0.5:
         return {"rule": "category", "category": attribute.type}
     return _attribute_rule(entity, attribute)
 
 
-def _allows(asker: Asker, entity: Entity, attribute: Attribute) -> dict[str, Any]:
+def _allows(context: TaskContext, entity: Entity, attribute: Attribute) -> dict[str, Any]:
     return _attribute_rule(entity, attribute, "allow_only")
 
 
-def _unrelated(asker: Asker, entity: Entity, attribute: Attribute) -> dict[str, Any] | None:
-    if asker.random.random() < 0.5:
-        return {"rule": "category", "category": asker.pick([c for c in CATEGORIES if c != attribute.type])}
-    for other in asker.entities():
+def _unrelated(context: TaskContext, entity: Entity, attribute: Attribute) -> dict[str, Any] | None:
+    if context.random.random() < 0.5:
+        return {"rule": "category", "category": context.pick([c for c in CATEGORIES if c != attribute.type])}
+    for other in context.entities():
         if other.path == entity.path:
             continue
-        for fact in asker.facts(other):
+        for fact in context.facts(other):
             if fact.key != attribute.key:
                 return _attribute_rule(other, fact)
     return None

@@ -1,4 +1,4 @@
-"""The tasks of a world."""
+"""Generates the tasks of a world."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from functools import partial
 
 from posttrain.seeds import random_stream
 from posttrain_memory.worlds import clarification, filtering, retrieval, updates
-from posttrain_memory.worlds.asking import Asker
+from posttrain_memory.worlds.asking import TaskContext
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import World
 from posttrain_memory.worlds.rewards import score
@@ -15,7 +15,7 @@ from posttrain_memory.worlds.task import KINDS, VARIANTS, MemoryTask
 from posttrain_memory.worlds.updates import follow_up
 from posttrain_memory.worlds.values import shuffled
 
-Maker = Callable[[Asker], MemoryTask | None]
+Maker = Callable[[TaskContext], MemoryTask | None]
 MAKERS: dict[str, Maker] = {
     **{f"hop{hops}": partial(retrieval.fact, hops=hops) for hops in (0, 1, 2)},
     "aggregate": retrieval.aggregate,
@@ -32,63 +32,70 @@ MAKERS: dict[str, Maker] = {
     **{variant: partial(filtering.filtered, variant=variant) for variant in VARIANTS["filter"]},
 }
 _TRIES = 12
-"""How often a variant may fail, or ask what was asked before, until another is taken."""
+"""Number of attempts at a variant, which may fail or repeat a question, before another variant is used."""
 
 
 def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
-    """The tasks of a world, in the numbers of the recipe as far as the world has room; no question twice.
+    """The tasks of a world, in the numbers given by the recipe as far as the world has room. No question occurs
+    twice.
 
-    Variants of a kind take turns. The same world and recipe give the same tasks.
+    Variants of a kind alternate. The result is a function of the world and the recipe.
     """
     tasks: list[MemoryTask] = []
     asked: set[str] = set()
     for kind in KINDS:
         wanted = [v for v in VARIANTS[kind] if not recipe.variants or v in recipe.variants]
-        made, number = 0, 0
+        count, number = 0, 0
         order = shuffled(random_stream("memory tasks", world.seed, kind), wanted)
-        while order and made < getattr(recipe, kind):
+        while order and count < getattr(recipe, kind):
             variant = order[0]
             task = None
             for _ in range(_TRIES):
                 number += 1
-                asker = Asker(world, random_stream("memory tasks", world.seed, kind, number))
-                task = MAKERS[variant](asker)
-                if task is not None and not asked & {identity(task), _subject(task)} and _sound(task, world):
+                context = TaskContext(world, random_stream("memory tasks", world.seed, kind, number))
+                task = MAKERS[variant](context)
+                if (
+                    task is not None
+                    and not asked & {question_key(task), _subject(task)}
+                    and _scores_correctly(task, world)
+                ):
                     break
                 task = None
             if task is None:
                 order = order[1:]
                 continue
-            asked |= {identity(task), _subject(task)}
+            asked |= {question_key(task), _subject(task)}
             if kind == "update":
-                after = Asker(world, random_stream("memory follow-up", world.seed, number))
+                after = TaskContext(world, random_stream("memory follow-up", world.seed, number))
                 task = replace(task, follow_up=follow_up(task, after))
             tasks.append(task)
-            made += 1
+            count += 1
             order = [*order[1:], variant]
     return tasks
 
 
-def identity(task: MemoryTask) -> str:
-    """What makes a question the same as another: its words without case."""
+def question_key(task: MemoryTask) -> str:
+    """The key by which questions are compared: the words without case."""
     return " ".join(task.question.casefold().split())
 
 
 def _subject(task: MemoryTask) -> str:
-    """What a task is about: within a world, the same is not asked or told twice in other words."""
+    """The key of what a task is about: within a world, the same fact is not asked for or changed twice in different
+    words.
+    """
     truth = dict(task.truth)
     change = truth.pop("change", {})
     what = {key: value for key, value in change.items() if key not in ("value", "facts")}
     if task.variant == "aggregate":
-        # Two sums or extremes may come to the same.
+        # Two sums or extremes may have the same value.
         truth["solution"] = task.solution
     return json.dumps([task.kind, truth, what], sort_keys=True)
 
 
-def _sound(task: MemoryTask, world: World) -> bool:
-    """Whether the reply of the solution succeeds where nothing has to be changed.
+def _scores_correctly(task: MemoryTask, world: World) -> bool:
+    """Whether the scripted reply succeeds, for tasks that change nothing.
 
-    A value may happen to be a word of the reply or of another value; such a task would be scored wrongly.
+    A value may coincide with a word of the reply or with another value. Such a task would be scored incorrectly.
     """
     if task.kind == "update":
         return True

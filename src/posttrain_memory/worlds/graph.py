@@ -1,6 +1,6 @@
-"""The typed graph of a world: notes with facts, relations between them, and what notes say about other notes.
-
-A graph from a seed: which notes there are, what is known of each, and how they hang together."""
+"""The typed graph of a world: notes with facts, relations between them, and statements about other notes. `build`
+generates it from a seed.
+"""
 
 from dataclasses import dataclass, field
 from datetime import date, timedelta
@@ -8,19 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.naming import Namer, fill, slug
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.theme import Attribute, Relation, Theme, themes
 from posttrain_memory.worlds.values import canonical, pick, shuffled
 
-USER = "user.md"
-
 
 class Statement(NamedTuple):
-    """What one place of a vault says: in the note `note`, of the note `about`, the `value` of `key`.
+    """One statement in a vault: the note `note` says that `key` of the note `about` is `value`.
 
-    Values are canonical. Of a relation, `key` is its key (with `~` behind where it is read backwards) and `value` the
-    path of the other note. A value that is none of its type is kept with a `?` in front.
+    Values are canonical. For a relation, `key` is its key (with a trailing `~` for the inverse) and `value` the path
+    of the other note. An invalid value is kept with a `?` in front.
     """
 
     note: str
@@ -31,7 +30,7 @@ class Statement(NamedTuple):
 
 @dataclass
 class Entity:
-    """A note: its path, its kind (`user` for `user.md`), its title, and key -> value as spelt in the declaration."""
+    """A note: path, kind (`user` for `user.md`), title, and facts (key -> value as written in the theme)."""
 
     path: str
     kind: str
@@ -41,7 +40,7 @@ class Entity:
 
 @dataclass(frozen=True)
 class Edge:
-    """`source` names `target` under a relation; `back`: the target names the source, too."""
+    """`source` links to `target` under a relation. `back`: the target links back."""
 
     source: str
     relation: str
@@ -51,7 +50,7 @@ class Edge:
 
 @dataclass
 class Graph:
-    """The truth of a world. The note `user.md` is always there; claims are facts of one note that stand in another."""
+    """The facts of a world. `user.md` always exists; `claims` are facts of one note that another note states."""
 
     theme_name: str
     entities: dict[str, Entity]
@@ -67,28 +66,28 @@ class Graph:
         return self.entities[USER].name
 
     def statements(self) -> frozenset[Statement]:
-        """Everything that the vault has to say, once each."""
-        said = {
+        """All statements of the vault, without duplicates."""
+        stated = {
             Statement(path, path, key, value_of(self.theme, key, value))
             for path, entity in self.entities.items()
             for key, value in entity.facts.items()
         }
         for edge in self.edges:
-            said.add(Statement(edge.source, edge.source, edge.relation, edge.target))
+            stated.add(Statement(edge.source, edge.source, edge.relation, edge.target))
             if edge.back:
-                said.add(Statement(edge.target, edge.target, f"{edge.relation}~", edge.source))
-        return frozenset(said | set(self.claims))
+                stated.add(Statement(edge.target, edge.target, f"{edge.relation}~", edge.source))
+        return frozenset(stated | set(self.claims))
 
     def targets(self, source: str, relation: str) -> list[str]:
-        """Paths of the notes that `source` names under the relation."""
+        """Paths of the notes that `source` links to under the relation."""
         return [edge.target for edge in self.edges if edge.source == source and edge.relation == relation]
 
     def contested(self) -> set[tuple[str, str]]:
-        """Path and key of what more than one note states, alike or not."""
+        """Path and key of each fact that more than one note states, with the same value or another."""
         return {(claim.about, claim.key) for claim in self.claims}
 
     def distances(self) -> dict[str, int]:
-        """Path -> fewest links from `user.md`, of all notes that can be reached."""
+        """Path -> minimum number of links from `user.md`, for all reachable notes."""
         out: dict[str, set[str]] = {path: set() for path in self.entities}
         for edge in self.edges:
             out[edge.source].add(edge.target)
@@ -100,27 +99,27 @@ class Graph:
 
 
 def distances(out: dict[str, set[str]], start: str) -> dict[str, int]:
-    """Node -> fewest steps from `start`, of all nodes that can be reached; `out` are the nodes after each node."""
-    found, front = {start: 0}, [start]
+    """Node -> minimum number of steps from `start`, for all reachable nodes. `out` maps each node to its successors."""
+    steps, front = {start: 0}, [start]
     while front:
         ahead = []
         for node in front:
             for other in sorted(out.get(node, ())):
-                if other not in found:
-                    found[other] = found[node] + 1
+                if other not in steps:
+                    steps[other] = steps[node] + 1
                     ahead.append(other)
         front = ahead
-    return found
+    return steps
 
 
 def value_of(theme: Theme, key: str, text: str) -> str:
-    """The canonical value of a fact as it is written, or the text with a `?` in front where it is no such value."""
+    """The canonical value of a fact, or the text with a `?` in front if it is not valid."""
     value = canonical(theme.attributes[key].type, text)
     return f"?{text.strip()}" if value is None else value
 
 
-class Drawing:
-    """Names and values of one world, no name and no contact detail twice."""
+class ValueSampler:
+    """Samples names and values for one world; names and contact details are unique."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self.random = random
@@ -128,7 +127,7 @@ class Drawing:
         self._used: set[str] = set()
 
     def value(self, attribute: Attribute) -> str:
-        """A value of the attribute; phone numbers, e-mail addresses and texts are not drawn twice as far as possible."""
+        """A random value of the attribute. Phone numbers, e-mail addresses and texts are unique as far as possible."""
         for _ in range(30):
             value = self._value(attribute)
             if attribute.type in ("enum", "list", "number") or value.casefold() not in self._used:
@@ -137,7 +136,7 @@ class Drawing:
         return value
 
     def other(self, attribute: Attribute, *known: str) -> str:
-        """A value that is none of `known`; they are values of the attribute."""
+        """A random value of the attribute that is not among `known`."""
         for _ in range(200):
             value = self.value(attribute)
             if value not in known:
@@ -173,21 +172,21 @@ class Drawing:
 
 
 def build(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> Graph:
-    """The graph of a world of `recipe.notes` notes, all of which are reached from `user.md` over links."""
-    drawing = Drawing(random)
-    title = drawing.names.new(theme.titles)
+    """The graph of a world of `recipe.notes` notes, all reachable from `user.md` over links."""
+    sampler = ValueSampler(random)
+    title = sampler.names.new(theme.titles)
     graph = Graph(theme.name, {USER: Entity(USER, "user", title)})
-    _facts(graph, graph.entities[USER], recipe, drawing)
+    _facts(graph, graph.entities[USER], recipe, sampler)
     ring = max(2, round((recipe.notes - 1) * recipe.near))
     while len(graph.entities) < recipe.notes:
-        _grow(graph, recipe, drawing, from_user=len(graph.entities) <= ring)
-    _join(graph, recipe, drawing)
-    _repeat(graph, recipe, drawing)
+        _grow(graph, recipe, sampler, from_user=len(graph.entities) <= ring)
+    _join(graph, recipe, sampler)
+    _repeat(graph, recipe, sampler)
     return graph
 
 
-def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) -> None:
-    """Add one note next to a note that is there; a relation with one target per note is used once by each."""
+def _grow(graph: Graph, recipe: WorldRecipe, sampler: ValueSampler, from_user: bool) -> None:
+    """Add one note linked to an existing one. A single-target relation is used once per source."""
     places: list[tuple[Entity, Relation, bool]] = []
     taken = {(edge.source, edge.relation) for edge in graph.edges}
     for entity in graph.entities.values():
@@ -199,37 +198,37 @@ def _grow(graph: Graph, recipe: WorldRecipe, drawing: Drawing, from_user: bool) 
             elif relation.target == entity.kind and relation.source != "user":
                 places.append((entity, relation, False))
     forward = [place for place in places if place[2]]
-    # What a note names reads better than what names it, so the latter is the exception.
-    at, relation, ahead = pick(drawing.random, forward if forward and drawing.random.random() < 0.85 else places)
+    # A link from the existing note reads better than one to it, so the latter is the exception.
+    at, relation, ahead = pick(sampler.random, forward if forward and sampler.random.random() < 0.85 else places)
     kind = graph.theme.kind(relation.target if ahead else relation.source)
     name = None
     alike = [entity for entity in graph.entities.values() if entity.kind == kind.key]
-    if alike and drawing.random.random() < recipe.namesakes:
-        name = drawing.names.near(pick(drawing.random, alike).name, kind.names)
-    name = name or drawing.names.new(kind.names)
+    if alike and sampler.random.random() < recipe.namesakes:
+        name = sampler.names.near(pick(sampler.random, alike).name, kind.names)
+    name = name or sampler.names.new(kind.names)
     entity = Entity(f"entities/{kind.folder}/{slug(name)}.md", kind.key, name)
     graph.entities[entity.path] = entity
-    _facts(graph, entity, recipe, drawing)
+    _facts(graph, entity, recipe, sampler)
     if ahead:
         graph.edges.append(Edge(at.path, relation.key, entity.path, recipe.back_links))
     else:
         graph.edges.append(Edge(entity.path, relation.key, at.path, True))
 
 
-def _facts(graph: Graph, entity: Entity, recipe: WorldRecipe, drawing: Drawing) -> None:
+def _facts(graph: Graph, entity: Entity, recipe: WorldRecipe, sampler: ValueSampler) -> None:
     least, most = recipe.facts
-    count = int(drawing.random.integers(least, most + 1))
-    # In the order of the declaration, so that notes of a kind look related.
+    count = int(sampler.random.integers(least, most + 1))
+    # In the order of the theme, so that notes of a kind look alike.
     attributes = graph.theme.of(entity.kind)
-    chosen = sorted(drawing.random.permutation(len(attributes))[:count])
-    entity.facts = {attributes[i].key: drawing.value(attributes[i]) for i in chosen}
+    chosen = sorted(sampler.random.permutation(len(attributes))[:count])
+    entity.facts = {attributes[i].key: sampler.value(attributes[i]) for i in chosen}
 
 
-def _join(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
-    """More relations between notes that are there, about one for every second note."""
+def _join(graph: Graph, recipe: WorldRecipe, sampler: ValueSampler) -> None:
+    """Add relations between existing notes, about one for every second note."""
     notes = [entity for entity in graph.entities.values() if entity.path != USER]
-    for entity in shuffled(drawing.random, notes)[: len(notes) // 2]:
-        for relation in shuffled(drawing.random, graph.theme.relations):
+    for entity in shuffled(sampler.random, notes)[: len(notes) // 2]:
+        for relation in shuffled(sampler.random, graph.theme.relations):
             taken = graph.targets(entity.path, relation.key)
             free = [
                 other.path
@@ -237,15 +236,15 @@ def _join(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
                 if other.kind == relation.target and other.path != entity.path and other.path not in taken
             ]
             if relation.source == entity.kind and free and (relation.many or not taken):
-                graph.edges.append(Edge(entity.path, relation.key, pick(drawing.random, free), recipe.back_links))
+                graph.edges.append(Edge(entity.path, relation.key, pick(sampler.random, free), recipe.back_links))
                 break
 
 
-def _repeat(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
-    """Facts that another note states, too: first those that it states otherwise, then those that it repeats."""
+def _repeat(graph: Graph, recipe: WorldRecipe, sampler: ValueSampler) -> None:
+    """Let other notes state facts too: first with different values, then with the same values."""
     facts = [(entity, key) for entity in graph.entities.values() if entity.path != USER for key in entity.facts]
-    facts = shuffled(drawing.random, facts)
-    # A note keeps at least one fact that only it states, so that there is something to ask for.
+    facts = shuffled(sampler.random, facts)
+    # Every note keeps at least one fact that only it states, so that there is something to ask for.
     for number in range(recipe.contradictions + recipe.confirmations):
         done = graph.contested()
         free = [
@@ -253,7 +252,7 @@ def _repeat(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
             for entity, key in facts
             if (entity.path, key) not in done
             and sum(path == entity.path for path, _ in done) < len(entity.facts) - 1
-            # Free text is written as the declaration spells it, which a claim does not keep.
+            # Free text is written exactly as in the theme, which a claim would not preserve.
             and graph.theme.attributes[key].type != "text"
         ]
         if not free:
@@ -262,7 +261,7 @@ def _repeat(graph: Graph, recipe: WorldRecipe, drawing: Drawing) -> None:
         attribute = next(a for a in graph.theme.of(entity.kind) if a.key == key)
         value = entity.facts[key]
         if number < recipe.contradictions:
-            value = drawing.other(attribute, value)
+            value = sampler.other(attribute, value)
         near = {edge.source for edge in graph.edges if edge.target == entity.path}
-        note = pick(drawing.random, sorted(near - {entity.path}) or [USER])
+        note = pick(sampler.random, sorted(near - {entity.path}) or [USER])
         graph.claims.append(Statement(note, entity.path, key, value_of(graph.theme, attribute.key, value)))

@@ -1,4 +1,4 @@
-"""Names that no other note of the world has or contains, and values drawn from patterns."""
+"""Names that are unique within a world and do not contain each other, and values from patterns."""
 
 import re
 
@@ -37,8 +37,9 @@ _SLOT = re.compile(r"\{(\w+)\}|\[([^\[\]]*)\]|(#)|(@)")
 
 
 def fill(pattern: str, random: np.random.Generator) -> str:
-    """A text of the pattern: `{first}`, `{surname}`, `{person}`, `{place}` are made up, of `[a/b]` one is taken, `#` is a
-    digit and `@` a capital letter."""
+    """A random text from a pattern: `{first}`, `{surname}`, `{person}` and `{place}` are invented names, `[a/b]` is a
+    choice, `#` is a digit and `@` a capital letter.
+    """
 
     def value(match: re.Match[str]) -> str:
         slot, choices, digit, letter = match.groups()
@@ -48,12 +49,12 @@ def fill(pattern: str, random: np.random.Generator) -> str:
             return str(int(random.integers(1, 10)))
         if letter:
             return pick(random, "ABCDEFGHJKLMNPRSTUVWXYZ")
-        return _made(slot, random)
+        return _invented(slot, random)
 
     return _SLOT.sub(value, pattern)
 
 
-def _made(slot: str, random: np.random.Generator) -> str:
+def _invented(slot: str, random: np.random.Generator) -> str:
     if slot == "first":
         return pick(random, _FIRST)
     if slot == "surname":
@@ -61,7 +62,7 @@ def _made(slot: str, random: np.random.Generator) -> str:
     if slot == "place":
         return pick(random, _FRONT) + pick(random, _MIDDLE) + pick(random, _PLACE_END)
     if slot == "person":
-        return f"{_made('first', random)} {_made('surname', random)}"
+        return f"{_invented('first', random)} {_invented('surname', random)}"
     if slot == "weekday":
         return pick(random, ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"))
     if slot == "month":
@@ -72,12 +73,14 @@ def _made(slot: str, random: np.random.Generator) -> str:
 
 
 def slug(name: str) -> str:
-    """The file name of a note, without its ending: lower case, words joined by `_`, letters and digits only."""
+    """The file name of a note without its suffix: lower case, words joined by `_`, ASCII letters and digits only."""
     return "_".join(re.findall(r"[a-z0-9]+", name.casefold()))
 
 
 def matcher(pattern: str) -> re.Pattern[str] | None:
-    """What finds the texts of a pattern in a reply, or None where the pattern has names in it, which are any words."""
+    """A regular expression that finds texts of a pattern in a reply. None if the pattern contains names, which may be
+    any words.
+    """
     if re.search(r"\{\w+\}", pattern):
         return None
     text, last = "", 0
@@ -94,7 +97,7 @@ def _either(choices: str) -> str:
 
 
 class Namer:
-    """Draws names of one world: none is another, holds another as words, or has the file name of another."""
+    """Draws the names of one world. No name equals another, contains another as words, or has the same file name."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
@@ -102,19 +105,19 @@ class Namer:
         self._slugs: set[str] = {"user"}
 
     def new(self, patterns: tuple[str, ...]) -> str:
-        """A name of one of the patterns; a surname is added where they are used up."""
+        """A new name from one of the patterns. A surname is added once the patterns are exhausted."""
         for attempt in range(400):
             name = fill(pick(self._random, patterns), self._random)
             if attempt > 60:
-                name = f"{name} {_made('surname', self._random)}"
-            if self.take(name):
+                name = f"{name} {_invented('surname', self._random)}"
+            if self.reserve(name):
                 return name
         raise AssertionError(f"no free name for {patterns}")
 
     def near(self, name: str, patterns: tuple[str, ...]) -> str | None:
-        """A name that is easily taken for `name`, or None where none was found.
+        """A name similar to `name`, or None if none was found.
 
-        Words that the patterns name themselves, such as `Clinic`, stay as they are.
+        Literal words of the patterns, such as `Clinic`, are kept.
         """
         words = name.split()
         fixed = set(re.findall(r"[A-Za-z]+", _SLOT.sub(lambda match: match.group(2) or "", " ".join(patterns))))
@@ -123,12 +126,12 @@ class Namer:
             if len(words[place]) < 4 or not words[place][0].isupper() or words[place] in fixed:
                 continue
             other = [*words[:place], self._alike(words[place], place == 0 and words[0] in _FIRST), *words[place + 1 :]]
-            if self.take(" ".join(other)):
+            if self.reserve(" ".join(other)):
                 return " ".join(other)
         return None
 
-    def take(self, name: str) -> bool:
-        """Whether `name` was free; it no longer is."""
+    def reserve(self, name: str) -> bool:
+        """Reserve `name`. Returns False if it is not available."""
         words = plain(name)
         if not words or slug(name) in self._slugs:
             return False

@@ -1,10 +1,11 @@
-"""Records of the published memory agent: `context_messages`, and a label of three parts.
+"""Records in the format of the published memory agent, and checks of their updates.
 
-The label is the kind of task, the name of a memory, and the answer, with a line of `~/~/…~` between them. Memories lie in
-files `base_memory.json`: their name, `user_md`, and `entities` with `entity_file_path` and `entity_file_content`.
-Updates whose truth no program knows: what holds of any right one, from the message and the notes alone.
+A record has `context_messages` and a label of three parts, the kind of task, the name of a memory, and the answer,
+separated by lines of `~/~/…~`. Memories are files `base_memory.json` with their name, `user_md`, and `entities`
+(`entity_file_path`, `entity_file_content`).
 
-Whether the notes now say what the message told is for a judge to say. That nothing else was harmed is not left to it.
+Updates have no programmatic truth: a judge decides whether the notes now say what the message told. Damage to other
+notes is detected here, from the message and the notes alone.
 """
 
 import json
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, loose_ends
-from posttrain_memory.worlds.graph import USER
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, broken_links
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import FOREIGN
@@ -28,7 +29,7 @@ _FILTERED = re.compile(r"\s*<filter>(?P<rule>.*?)</filter>\s*<answer>(?P<answer>
 
 
 def is_published_row(row: Mapping[str, Any]) -> bool:
-    """Whether a record is of this form, and not of `dataset.row_of`."""
+    """Whether a record has this format, and not that of `dataset.row_of`."""
     return isinstance(row.get("label"), str) and len(_SEPARATOR.split(row["label"])) == 3
 
 
@@ -37,19 +38,19 @@ def read_published_row(
 ) -> tuple[MemoryTask, dict[str, str]]:
     """The task of a record and its vault, which is looked up in `memories` by name.
 
-    A retrieval answer is compared as the type that it looks like. An update has no truth here but the message, so only
-    a judge can say that it is done. A clarification is right where the reply asks and takes up a word of the question. InputError for other
-    records, and for a memory that is not there.
+    A retrieval answer is compared as the type that it looks like. An update can be scored only with a judge. A
+    clarification is correct if the reply asks and takes up a word of the question. Raises InputError for other
+    records, and for an unknown memory.
     """
     parts = _SEPARATOR.split(row["label"])
     if len(parts) != 3:
-        raise InputError(f"a label has {len(parts)} parts between lines of ~/~, not kind, memory and answer")
+        raise InputError(f"a label has {len(parts)} parts separated by lines of ~/~; expected kind, memory and answer")
     kind, name, text = (part.strip() for part in parts)
     if name not in memories:
-        raise InputError(f"the memory {name} of a record is not among the base_memory.json files; name their folder")
+        raise InputError(f"there is no base_memory.json file for the memory {name}; check `environment.memories`")
     asked = [message["content"] for message in row["context_messages"] if message["role"] == "user"]
     if kind not in ("retrieval", "update", "clarification") or not asked:
-        raise InputError(f"a record of the kind {kind!r} with {len(asked)} user messages is no memory task")
+        raise InputError(f"a record of kind {kind!r} with {len(asked)} user messages is not a memory task")
     question, truth = asked[-1], _truth(kind, asked[-1], text)
     if "rule" in truth:
         kind = "filter"
@@ -60,17 +61,19 @@ def read_published_row(
 
 
 def read_memories(folder: Path) -> dict[str, dict[str, str]]:
-    """Name -> vault (path -> text), of all files `base_memory.json` in a folder and below; InputError for one that is none."""
-    found = {}
+    """Name -> vault (path -> text), from all files `base_memory.json` below a folder. Raises InputError for an
+    invalid file.
+    """
+    vaults = {}
     for file in sorted(folder.rglob("base_memory.json")):
         try:
             memory = json.loads(file.read_text(encoding="utf-8"))
             name = memory["mem_id" if "mem_id" in memory else "memory_id"]
             entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
-            found[str(name)] = {USER: memory["user_md"], **entities}
+            vaults[str(name)] = {USER: memory["user_md"], **entities}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{file} holds no memory ({error}); it needs mem_id, user_md and entities") from error
-    return found
+            raise InputError(f"{file} is not a memory ({error}); it needs mem_id, user_md and entities") from error
+    return vaults
 
 
 def _path(text: str) -> str:
@@ -95,7 +98,7 @@ def _truth(kind: str, question: str, text: str) -> dict[str, Any]:
 
 
 _MOST_ADDED = 10 * SPARE_CHARACTERS
-"""Characters that an update of this kind may add to the notes."""
+"""Maximum number of characters that such an update may add to the notes."""
 _FIRST_PERSON = frozenset(re.findall(r"\S+", "i i'm i've i'd i'll me my mine myself we we're we've us our ours"))
 _NO_NAMES = frozenset(("the", "and", "for", "with", "from", "our", "his", "her", "its"))
 _ALIASES = re.compile(r"^aliases?:[ \t]*(.*(?:\n[ \t]*-[ \t].*)*)", re.MULTILINE)
@@ -104,11 +107,12 @@ _OF_ANOTHER = re.compile(r"\b(?:of|for)\s+\[\[[^\[\]\n]+\]\][*_]*\s*:")
 
 
 def published_outcome(message: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
-    """Compare two vaults (path -> text) around an update that `message` told. `done` is 1 where anything changed.
+    """Compare two vaults (path -> text) before and after an update told by `message`. `done` is 1 if anything
+    changed.
 
-    Harmed is a note that the message does not name (see `named_notes`) and that has changed, but for links to notes
-    that came and what was said of notes that went; a new or deleted note that it does not name; and, in notes that it
-    names, what is said of others.
+    Damage is: a changed note that the message does not name (see `named_notes`), except for links to new notes and
+    lines about deleted ones; a new or deleted note that it does not name; and, in named notes, lost lines about other
+    notes.
     """
     was, now = parse(before, FOREIGN.name), parse(after, FOREIGN.name)
     named = named_notes(message, before)
@@ -127,14 +131,14 @@ def published_outcome(message: str, before: Mapping[str, str], after: Mapping[st
     added = sum(max(0, len(text) - len(before.get(path, ""))) for path, text in after.items())
     if added > _MOST_ADDED:
         harmed.append(f"the notes are {added} characters longer")
-    return Outcome(float(texts != later), tuple(sorted(harmed)), tuple(loose_ends(was, now)))
+    return Outcome(float(texts != later), tuple(sorted(harmed)), tuple(broken_links(was, now)))
 
 
 def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
-    """The notes that a message names: by path, title, alias, the text or label of a link to it, or a word of a name that
-    no other note has. `user.md` is named where the message is in the first person.
+    """The notes that a message names: by path, title, alias, the text or label of a link to it, or a word of its name
+    that no other note has. A first-person message names `user.md`.
     """
-    said = plain(message)
+    words = plain(message)
     names = {path: _own_names(path, text) for path, text in files.items()}
     for text in files.values():
         for line in text.split("\n"):
@@ -146,22 +150,22 @@ def named_notes(message: str, files: Mapping[str, str]) -> set[str]:
                     if label and label.end() <= start:
                         names[path].add(plain(label[1]))
     count = Counter(word for path in files for word in _words(_own_names(path, files[path])))
-    named = {USER} if _FIRST_PERSON & set(said.split()) and USER in files else set()
+    named = {USER} if _FIRST_PERSON & set(words.split()) and USER in files else set()
     for path, known in names.items():
-        own = {word for word in _words(_own_names(path, files[path])) if count[word] == 1}
-        if path != USER and any(mentions(said, name) for name in known | own if name):
+        unique = {word for word in _words(_own_names(path, files[path])) if count[word] == 1}
+        if path != USER and any(mentions(words, name) for name in known | unique if name):
             named.add(path)
     return named
 
 
 def _own_names(path: str, text: str) -> set[str]:
-    """The plain names that a note has by itself: of its file, its title, its aliases."""
+    """The plain names of a note: its file name, title and aliases."""
     heading = re.search(r"^# +(.+?)\s*$", text, re.MULTILINE)
-    found = [path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")]
-    found += [heading[1]] if heading else []
+    names = [path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")]
+    names += [heading[1]] if heading else []
     aliases = _ALIASES.search(text.split("\n---", 1)[0]) if text.startswith("---") else None
-    found += re.split(r"[,\n]", aliases[1]) if aliases else []
-    return {plain(name) for name in found} - {""}
+    names += re.split(r"[,\n]", aliases[1]) if aliases else []
+    return {plain(name) for name in names} - {""}
 
 
 def _words(names: set[str]) -> set[str]:
@@ -169,39 +173,39 @@ def _words(names: set[str]) -> set[str]:
 
 
 def _names(message: str, path: str, text: str) -> bool:
-    """Whether a message names a note that it made."""
-    said, names = plain(message), _own_names(path, text)
-    return any(mentions(said, name) for name in names | _words(names))
+    """Whether a message names a new note."""
+    words, names = plain(message), _own_names(path, text)
+    return any(mentions(words, name) for name in names | _words(names))
 
 
 def _changed(path: str, before: Mapping[str, str], after: Mapping[str, str], was: Parsed, now: Parsed) -> bool:
-    """Whether more has changed in a note than lines on notes that are gone, and links to notes that are new."""
+    """Whether a note has changed in more than lines about deleted notes and links to new ones."""
     gone, fresh = set(before) - set(after), set(after) - set(before)
     old, new = _lines(before[path]), _lines(after[path])
     lost, added = list((old - new).elements()), list((new - old).elements())
     freed = [line for line in lost if gone & _mentioned(line, before)]
     others = [line for line in added if not fresh & _linked(line, after)]
-    # A line may stay without the note that is gone; it is then made of its own words, for the most part.
+    # A line may stay without the deleted note, and then consists mostly of its old words.
     known = {word for line in freed for word in plain(line).split()}
-    own = all(2 * len(known & set(plain(line).split())) > len(set(plain(line).split())) for line in others)
+    kept_words = all(2 * len(known & set(plain(line).split())) > len(set(plain(line).split())) for line in others)
     kept = was.out[path] - gone <= now.out[path]
-    return len(freed) < len(lost) or len(others) > len(freed) or not own or not kept
+    return len(freed) < len(lost) or len(others) > len(freed) or not kept_words or not kept
 
 
 def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping[str, str]) -> list[str]:
-    """Lines that a named note lost and that tell something of notes that are not named alone.
+    """Lines lost by a named note that are only about notes that are not named.
 
-    `label: [[note]]` tells something of the note that it stands in, and so does whatever stands in `user.md`.
+    `label: [[note]]` is about the note that contains it, and so is everything in `user.md`.
     """
-    found = []
+    damage = []
     for line in lost:
         about = _mentioned(line, before) - {path, USER}
         if not about or about & named:
             continue
-        own = path == USER or _RELATION.match(line)
-        if _OF_ANOTHER.search(line) or not own:
-            found.append(line)
-    return found
+        of_this_note = path == USER or _RELATION.match(line)
+        if _OF_ANOTHER.search(line) or not of_this_note:
+            damage.append(line)
+    return damage
 
 
 def _linked(line: str, paths: Mapping[str, object]) -> set[str]:
@@ -209,12 +213,12 @@ def _linked(line: str, paths: Mapping[str, object]) -> set[str]:
 
 
 def _mentioned(line: str, files: Mapping[str, str]) -> set[str]:
-    """The notes that a line links to or calls by a whole name."""
+    """The notes that a line links to or mentions by full name."""
     text = plain(line)
     titled = {p for p in files if any(len(name) > 2 and mentions(text, name) for name in _own_names(p, files[p]))}
     return _linked(line, files) | titled
 
 
 def _lines(text: str) -> Counter[str]:
-    """The lines of a note that say something, without white space around."""
+    """The non-empty lines of a note, stripped."""
     return Counter(line.strip() for line in text.split("\n") if line.strip())

@@ -1,4 +1,4 @@
-"""How large worlds are, what is asked of them, and what a result is worth."""
+"""Recipe keys of generated worlds, their tasks, and rewards."""
 
 from typing import Annotated, Literal
 
@@ -33,46 +33,50 @@ Range = tuple[Annotated[int, Field(ge=0, le=200)], Annotated[int, Field(ge=0, le
 
 
 class WorldRecipe(BaseConfig):
-    """A kind of worlds and the tasks in each. With the defaults a vault has 12 notes."""
+    """A kind of generated worlds and their tasks. By default a vault has 12 notes."""
 
     themes: tuple[str, ...] = ()
-    """Names of the themes that worlds are drawn from; empty draws from all."""
+    """Names of the themes to draw worlds from; empty uses all."""
     notes: int = Field(12, ge=4, le=800)
-    """Notes of a vault, `user.md` among them."""
+    """Number of notes in a vault, including `user.md`."""
     near: float = Field(0.45, gt=0, le=1)
-    """Share of the other notes that `user.md` links to (at least two); the rest is reached through these."""
+    """Share of the other notes that `user.md` links to (at least two). The rest is reached through these."""
     facts: Range = (2, 5)
-    """Fewest and most facts with a value in a note, as far as its kind has that many."""
+    """Minimum and maximum number of facts in a note, as far as its kind has that many."""
     filler: Range = (0, 4)
-    """Fewest and most sentences in a note that state no fact anyone asks for."""
+    """Minimum and maximum number of sentences in a note that state no fact."""
     namesakes: float = Field(0.2, ge=0, le=0.6)
-    """Share of notes whose name is nearly that of another note."""
+    """Share of notes whose name resembles that of another note."""
     contradictions: int = Field(1, ge=0, le=50)
-    """Facts that another note states otherwise; only tasks of the variant `contradiction` ask for them."""
+    """Number of facts for which another note states a different value. Only tasks of the variant `contradiction` ask
+    for them.
+    """
     confirmations: int = Field(1, ge=0, le=50)
-    """Facts that another note repeats as they are."""
+    """Number of facts that another note repeats."""
     back_links: bool = True
-    """Both notes of a relation link to each other; otherwise only where a note could not be reached without."""
+    """Both notes of a relation link to each other. Otherwise only where a note would be unreachable."""
     bare: bool = False
-    """Notes have a title, facts and links only: no headings and no introductions."""
+    """Notes consist of a title, facts and links only, without headings and introductions."""
     styles: tuple[Style, ...] = ()
-    """Ways in which facts stand in notes; empty takes those of the theme."""
+    """Layouts of facts in notes; empty uses those of the theme."""
     retrieval: int = Field(5, ge=0, le=500)
-    """Tasks of a world that ask for facts."""
+    """Number of tasks per world that ask for facts."""
     update: int = Field(5, ge=0, le=500)
-    """Tasks of a world that change notes."""
+    """Number of tasks per world that change notes."""
     clarification: int = Field(3, ge=0, le=500)
-    """Tasks of a world that can be answered by a question only, and look-alikes that can be answered."""
+    """Number of tasks per world that can only be answered by asking back, including similar ones that can be
+    answered.
+    """
     filter: int = Field(3, ge=0, le=500)
-    """Tasks of a world whose question holds a privacy rule."""
+    """Number of tasks per world whose question contains a privacy rule."""
     variants: tuple[Variant, ...] = ()
-    """Variants of tasks that are made; empty makes all. A world that has no place for a variant makes others."""
+    """Task variants to generate; empty generates all. A world without room for a variant gets others."""
 
     @field_validator("facts", "filler")
     @classmethod
     def _in_order(cls, value: tuple[int, int]) -> tuple[int, int]:
         if value[0] > value[1]:
-            raise ValueError("the first number is the fewest and the second the most; exchange them")
+            raise ValueError("the minimum is larger than the maximum; exchange them")
         return value
 
     @field_validator("facts")
@@ -87,43 +91,43 @@ class WorldRecipe(BaseConfig):
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
             if name not in themes():
-                raise ValueError(f"there is no theme {name!r}; use some of {', '.join(sorted(themes()))}")
+                raise ValueError(f"unknown theme {name!r}; choose from {', '.join(sorted(themes()))}")
         return value
 
 
 class RewardWeights(BaseConfig):
-    """What each outcome of an episode adds to its reward, or takes away.
+    """Reward added or subtracted for each outcome of an episode.
 
-    Whatever is wrong earns at most `partial + check_first`, whatever is right at least `success - turns_at_most -
-    judge`; weights under which the first is not the smaller number are refused.
+    A wrong episode earns at most `partial + check_first`, a right one at least `success - turns_at_most - judge`.
+    Weights for which the first is not smaller than the second are rejected.
     """
 
     success: float = Field(1.0, gt=0, le=10)
-    """Added where the task is solved."""
+    """Added if the task is solved."""
     partial: float = Field(0.0, ge=0, le=5)
-    """Added where it is not, times the share of it that is, and only where nothing was done that is wrong."""
+    """Added if the task is not solved and nothing wrong was done, times the solved share."""
     turn: float = Field(0.01, ge=0, le=1)
-    """Taken away for every turn after the first `free_turns`."""
+    """Subtracted for every turn after the first `free_turns`."""
     free_turns: int = Field(2, ge=0, le=100)
-    """Turns that cost nothing."""
+    """Number of turns without cost."""
     turns_at_most: float = Field(0.2, ge=0, le=5)
-    """The most that turns take away."""
+    """Maximum total subtracted for turns."""
     check_first: float = Field(0.0, ge=0, le=5)
-    """Added where the first thing that the model did was to read `user.md`."""
+    """Added if the first tool call reads `user.md`."""
     asked: float = Field(0.1, ge=0, le=5)
-    """Taken away where the model asked though it could have answered or done it."""
+    """Subtracted if the model asks although it could have answered or acted."""
     guessed: float = Field(0.2, ge=0, le=5)
-    """Taken away where it answered though it had to ask, or said something that is not so."""
+    """Subtracted if the model answers although it should have asked, or says something false."""
     leaked: float = Field(0.5, ge=0, le=5)
-    """Taken away where it said what the privacy rule forbids."""
+    """Subtracted if the reply says what the privacy rule forbids."""
     damaged: float = Field(0.2, ge=0, le=5)
-    """Taken away where notes or facts changed that had to stay."""
+    """Subtracted if notes or facts changed that should have stayed."""
     broken: float = Field(0.1, ge=0, le=5)
-    """Taken away where a link leads nowhere or a note is not reached from `user.md` any more."""
+    """Subtracted if a link becomes broken or a note becomes unreachable from `user.md`."""
     silent: float = Field(0.1, ge=0, le=5)
-    """Taken away where the episode ended without a reply."""
+    """Subtracted if the episode ends without a reply."""
     judge: float = Field(0.0, ge=0, le=5)
-    """Taken away from a success, times 1 minus the judge's score; 0 only reports that score. It needs `judge`."""
+    """Subtracted from a success, times 1 minus the judge's score. 0 only reports the score. Requires `judge`."""
 
     @model_validator(mode="after")
     def _right_beats_wrong(self) -> "RewardWeights":

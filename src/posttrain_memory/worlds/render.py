@@ -1,11 +1,12 @@
-"""A graph as a vault of markdown notes. `truth.parse` reads it back without the graph."""
+"""Renders a graph as a vault of Markdown notes. `truth.parse` recovers the statements without the graph."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from posttrain.seeds import random_stream
-from posttrain_memory.worlds.graph import USER, Entity, Graph, Statement, build
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Entity, Graph, Statement, build
 from posttrain_memory.worlds.naming import fill
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.theme import Attribute, Theme, themes
@@ -14,7 +15,7 @@ from posttrain_memory.worlds.values import pick, shuffled, spell
 
 @dataclass
 class World:
-    """A world: its seed, its graph, and its vault (path -> text of the note)."""
+    """A world: its seed, graph, and vault (path -> text)."""
 
     seed: int
     graph: Graph
@@ -22,7 +23,7 @@ class World:
 
 
 def make_world(seed: int, recipe: WorldRecipe) -> World:
-    """The world of a seed; the same for the same seed and recipe (the numbers of tasks in it do not matter)."""
+    """The world of a seed. It is a function of the seed and the recipe, except the numbers of tasks."""
     random = random_stream("memory world", seed)
     theme = themes()[pick(random, recipe.themes or sorted(themes()))]
     graph = build(theme, recipe, random)
@@ -31,7 +32,7 @@ def make_world(seed: int, recipe: WorldRecipe) -> World:
 
 
 def note(graph: Graph, entity: Entity, recipe: WorldRecipe, random: np.random.Generator) -> str:
-    """The text of one note: title, introduction, facts, relations, what is said of others, and idle sentences."""
+    """The text of one note: title, introduction, facts, relations, claims about other notes, and filler sentences."""
     theme = graph.theme
     style = pick(random, recipe.styles or theme.styles)
     facts = fact_lines(theme, entity, style, random)
@@ -52,14 +53,14 @@ def note(graph: Graph, entity: Entity, recipe: WorldRecipe, random: np.random.Ge
         blocks += [[*headings[0]], facts]
     if relations:
         blocks += [[*headings[1]], relations]
-    idle = _idle(theme, recipe, random)
+    idle = _filler(theme, recipe, random)
     if rest or idle:
         blocks += [[*headings[2]], rest, *idle]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
 def fact_lines(theme: Theme, entity: Entity, style: str, random: np.random.Generator) -> list[str]:
-    """The lines that state the facts of a note in a style; in prose one paragraph."""
+    """The lines that state the facts of a note in a style; in prose, one paragraph."""
     stated = []
     for attribute in theme.of(entity.kind):
         if attribute.key in entity.facts:
@@ -72,12 +73,12 @@ def fact_lines(theme: Theme, entity: Entity, style: str, random: np.random.Gener
 
 
 def spelling(attribute: Attribute, value: str, random: np.random.Generator) -> str:
-    """A value of an attribute as it is written in a note."""
+    """A value of an attribute as written in a note."""
     return spell(attribute.type, value, random, attribute.unit)
 
 
 def link(entity: Entity) -> str:
-    """The wikilink to a note: its path with the ending, and its name."""
+    """The wikilink to a note: its path and its name."""
     return f"[[{entity.path}|{entity.name}]]"
 
 
@@ -92,7 +93,7 @@ def _line(style: str, label: str, text: str) -> str:
 
 
 def _relation_lines(graph: Graph, entity: Entity, style: str, random: np.random.Generator) -> list[str]:
-    """A line for each relation of a note, forwards and backwards, with the links to all notes of it."""
+    """One line for each relation of a note and each inverse, with links to all its targets."""
     theme, named = graph.theme, graph.entities
     lines = []
     for relation in theme.relations:
@@ -106,15 +107,17 @@ def _relation_lines(graph: Graph, entity: Entity, style: str, random: np.random.
             text = relation.sentence.replace("{name}", entity.name)
             lines.append(text.replace("{value}", ", ".join(forward)))
         elif forward:
-            lines.append(_line(_listed(style), relation.plural if forward[1:] else relation.label, ", ".join(forward)))
+            lines.append(
+                _line(_link_style(style), relation.plural if forward[1:] else relation.label, ", ".join(forward))
+            )
         if back:
             label = relation.inverse_plural if back[1:] else relation.inverse
-            lines.append(_line(_listed(style), label, ", ".join(back)))
+            lines.append(_line(_link_style(style), label, ", ".join(back)))
     return lines
 
 
-def _listed(style: str) -> str:
-    """Links do not go into tables, where the `|` of a link would end the cell."""
+def _link_style(style: str) -> str:
+    """The style for links. Tables are excluded, because the `|` of a link would end the cell."""
     return style if style in ("bullets", "bold", "plain") else "bullets"
 
 
@@ -123,8 +126,8 @@ def _claim_line(graph: Graph, claim: Statement, random: np.random.Generator) -> 
     return f"- {attribute.label} of {link(graph.entities[claim.about])}: {spelling(attribute, claim.value, random)}"
 
 
-def _idle(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> list[list[str]]:
-    """Paragraphs of sentences that state no fact of a note."""
+def _filler(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> list[list[str]]:
+    """Paragraphs of sentences that state no fact."""
     count = int(random.integers(recipe.filler[0], recipe.filler[1] + 1))
     sentences: list[str] = []
     while len(sentences) < count:

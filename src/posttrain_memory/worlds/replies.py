@@ -1,6 +1,4 @@
-"""What a reply says is so: the reply without what it denies.
-
-Reading a reply: what it says of known values, whether it asks, and whether it declines."""
+"""Analysis of replies: which known values a reply states or denies, whether it asks back, and whether it declines."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,7 +8,7 @@ from typing import Any
 from posttrain_memory.worlds.naming import matcher
 from posttrain_memory.worlds.theme import Theme
 from posttrain_memory.worlds.truth import Parsed
-from posttrain_memory.worlds.values import FINDABLE, amount_of, bare_amounts, mentions, plain, said
+from posttrain_memory.worlds.values import FINDABLE, amount_of, bare_amounts, mentions, plain, spoken_values
 
 _CLAUSE = re.compile(
     r"(?:[.!?;]+(?=[\s\"')*_]|$)|\n|[,;]?\s+(?<!anything )(?<!anything, )(?<!everything )(?<!nothing )(?<!all )but\b(?! for\b)"
@@ -22,7 +20,7 @@ _NOT_TOLD = re.compile(
     r"(?:\s?to)?\s*(?:share|reveal|tell|told|disclose|give|provide|shared|disclosed|revealed)\b",
     re.IGNORECASE,
 )
-"""Says that something is kept private, not that it is not so."""
+"""Phrases that keep something private, rather than deny it."""
 _BEFORE = re.compile(
     r"\b(?:not|never|no longer|neither|nor|none of|\w+n't|anything but|anything, but|everything but|everything except"
     r"|all but|nothing like|except|apart from|other than|instead of|rather than|far from|i (?:doubt|deny|reject)|false that"
@@ -44,10 +42,11 @@ _TAKEN_BACK = re.compile(
 
 
 def affirmed(reply: str) -> str:
-    """The reply with a blank for what it denies.
+    """The reply with denied parts blanked.
 
-    In a clause, that is what follows `not`, `anything but` and the like, and all of a clause that ends in `is false` or
-    the like, or before a clause that takes it back (`That is false.`). To decline to tell a thing denies nothing.
+    Within a clause, that is the text after `not`, `anything but` and the like. A whole clause is blanked if it ends
+    in `is false` or the like, or if the next one retracts it (`That is false.`). Declining to say something denies
+    nothing.
     """
     text = reply.replace("’", "'")
     kept: list[str] = []
@@ -77,7 +76,7 @@ _ANSWERED = re.compile(
     r"[\s\"'*_)\]]*(?:yes\b|no\b|well\b|(?:it|that|this|they|these|he|she|the answer)(?:'s| is| are| was| were)\b)",
     re.IGNORECASE,
 )
-"""What follows a question that the reply answers itself."""
+"""What follows a question that the reply itself answers."""
 _MISSING = re.compile(
     r"\b(?:no|not|none|nothing|nobody|nowhere|never|neither|without|unknown|missing|lacks?|lacking|absent|blank|empty|unclear"
     r"|unsure|unable|unfamiliar|cannot|isn't|aren't|\w+n't)\b",
@@ -111,9 +110,8 @@ _NOT_DONE = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """A value that a reply should or should not hold: type, canonical value, and the key of which it is the value.
-
-    The type `name` stands for the title of a note; its value is plain text.
+    """A value that a reply should or should not state: its type, canonical value, and key. For the type `name`, the
+    value is the plain title of a note.
     """
 
     type: str
@@ -125,12 +123,12 @@ class Answer:
 
 
 def answer(record: dict[str, Any]) -> Answer:
-    """The answer that `to_json` wrote."""
+    """Inverse of `Answer.to_json`."""
     return Answer(record["type"], record["value"], record["key"])
 
 
 def asks(reply: str) -> bool:
-    """Whether a reply puts a question or a request to the user; a question that it answers itself is none."""
+    """Whether a reply asks the user something. A question that it answers itself does not count."""
     text = reply.replace("’", "'")
     return any(
         not (match.group().startswith("?") and _ANSWERED.match(text, match.end())) for match in _ASKS.finditer(text)
@@ -138,17 +136,17 @@ def asks(reply: str) -> bool:
 
 
 def denies_change(reply: str) -> bool:
-    """Whether a reply says that what was told was not noted, or will not be."""
+    """Whether a reply says that the message was not, or will not be, recorded."""
     return bool(_NOT_DONE.search(reply.replace("’", "'")))
 
 
 def says_missing(reply: str, question: str) -> bool:
-    """Whether a reply says that something is not known or not there, in words that are not those of the question."""
+    """Whether a reply says that something is unknown or missing, in words other than those of the question."""
     return _own(_MISSING, reply, question)
 
 
 def says_disagreeing(reply: str, question: str) -> bool:
-    """Whether a reply says that notes do not agree, in words that are not those of the question."""
+    """Whether a reply says that notes disagree, in words other than those of the question."""
     return _own(_DISAGREE, reply, question)
 
 
@@ -162,65 +160,67 @@ def declines(reply: str) -> bool:
     return bool(_DECLINES.search(reply.replace("’", "'")))
 
 
-def holds(reply: str, wanted: Answer) -> bool:
-    """Whether the reply says the value, in any spelling, and does not deny it (`denial.affirmed`)."""
-    told = affirmed(reply)
+def states_value(reply: str, wanted: Answer) -> bool:
+    """Whether the reply states the value, in any spelling, without denying it (`affirmed`)."""
+    stated = affirmed(reply)
     if wanted.type in FINDABLE:
-        return wanted.value in said(wanted.type, told, [wanted.value])
-    return all(mentions(_loose(told), _loose(part)) for part in _parts(wanted))
+        return wanted.value in spoken_values(wanted.type, stated, [wanted.value])
+    return all(mentions(_loose(stated), _loose(part)) for part in _parts(wanted))
 
 
-def others(
+def other_values(
     reply: str, wanted: Sequence[Answer], vault: Parsed, theme: Theme, question: str, allowed: Iterable[str] = ()
 ) -> list[str]:
-    """Values of the types and keys of `wanted` that the reply holds besides them.
+    """Values of the types and keys of `wanted` that the reply contains in addition.
 
-    Values that stand in the question are not counted, nor are the canonical values `allowed`. Of names, those of all
-    notes are looked for; of texts, what the notes state, what the theme chooses from, and what is of the same pattern.
+    Values in the question and the canonical values `allowed` do not count. Names are compared with all notes; texts
+    with what the notes state, what the theme offers, and what matches the same pattern.
     """
-    found: list[str] = []
+    extra: list[str] = []
     for one in wanted:
         known = {other.value for other in wanted if other.type == one.type} | set(allowed)
         if one.type in FINDABLE:
-            found += _other_values(one.type, reply, known, vault, question)
+            extra += _other_values(one.type, reply, known, vault, question)
             continue
         known = {part for other in wanted for part in _parts(other)} | set(allowed)
         text, asked = plain(reply if one.type == "name" else without_titles(reply, vault)), plain(question)
         rest = f" {_loose(text)} "
         for part in sorted(known, key=len, reverse=True):
             rest = rest.replace(f" {_loose(part)} ", " / ") if part else rest
-        for value in sorted(rivals(one, vault, theme, reply) - known - {""}):
+        for value in sorted(similar_values(one, vault, theme, reply) - known - {""}):
             if (mentions(text, value) or mentions(rest, _loose(value))) and not mentions(asked, value):
-                found.append(value)
-    return found
+                extra.append(value)
+    return extra
 
 
 def _other_values(kind: str, reply: str, known: set[str], vault: Parsed, question: str) -> list[str]:
-    """Values of a type, beside those that are known or stand in the question."""
-    known = known | set(said(kind, question, known))
-    found = said(kind, reply, known, words=False)
+    """Values of a type, except those that are known or occur in the question."""
+    known = known | set(spoken_values(kind, question, known))
+    candidates = spoken_values(kind, reply, known, words=False)
     stated = {value for values in vault.values.values() for value in values}
     if kind in ("number", "money"):
-        # Numbers in words may be part of a name, and a row of numbers may look like that of a phone.
-        found += [value for value in said(kind, without_titles(reply, vault), known) if value not in found]
-        phones = stated | set(said("phone", question))
-        found += [value for value in said("phone", reply, phones) if value not in phones]
+        # Number words may be part of a name, and a sequence of numbers may look like a phone number.
+        candidates += [
+            value for value in spoken_values(kind, without_titles(reply, vault), known) if value not in candidates
+        ]
+        phones = stated | set(spoken_values("phone", question))
+        candidates += [value for value in spoken_values("phone", reply, phones) if value not in phones]
     if kind == "money":
         amounts = {amount_of(value) for value in stated if " " in value} - {amount_of(value) for value in known}
-        found += sorted((amounts & bare_amounts(reply)) - set(found))
-        known |= set(said("number", question))
-    return [value for value in found if value not in known]
+        candidates += sorted((amounts & bare_amounts(reply)) - set(candidates))
+        known |= set(spoken_values("number", question))
+    return [value for value in candidates if value not in known]
 
 
-def told(reply: str, hidden: Answer) -> bool:
-    """Whether the reply holds the value in any spelling, denied or not; of a list, any of its items."""
+def contains_value(reply: str, hidden: Answer) -> bool:
+    """Whether the reply contains the value in any spelling, even if denied; for a list, any of its items."""
     if hidden.type in FINDABLE:
-        return hidden.value in said(hidden.type, reply, [hidden.value])
+        return hidden.value in spoken_values(hidden.type, reply, [hidden.value])
     return any(mentions(_loose(reply), _loose(part)) for part in _parts(hidden))
 
 
 def _loose(text: str) -> str:
-    """As `plain`, with what stands between letters and digits or in place of a hyphen as one space: LX-1154, LX1154."""
+    """`plain`, with separators and letter-digit boundaries as one space, so that LX-1154 equals LX1154."""
     text = plain(re.sub(r"[‐‑–]", "-", text)).replace("-", " ")
     return re.sub(r"(?<=[^\W\d])(?=\d)|(?<=\d)(?=[^\W\d])", " ", text)
 
@@ -229,8 +229,8 @@ def _parts(wanted: Answer) -> list[str]:
     return wanted.value.split("; ") if wanted.type == "list" else [wanted.value]
 
 
-def rivals(one: Answer, vault: Parsed, theme: Theme, reply: str) -> set[str]:
-    """Plain texts that could be taken for the answer: titles, or values of the key, of this vault or any other."""
+def similar_values(one: Answer, vault: Parsed, theme: Theme, reply: str) -> set[str]:
+    """Plain texts that could be mistaken for the answer: titles, or values of the key, in this vault or any other."""
     if one.type == "name":
         return {plain(title) for title in vault.titles.values()} - {""}
     values = vault.values.get(one.key, set())
@@ -244,22 +244,24 @@ def rivals(one: Answer, vault: Parsed, theme: Theme, reply: str) -> set[str]:
     return parts
 
 
-def recited(reply: str, vault: Parsed, question: str, wanted: Iterable[Answer], allowed: Iterable[str] = ()) -> int:
-    """How many values of facts of the vault the reply holds that were not asked for and are not in the question."""
+def count_recited(
+    reply: str, vault: Parsed, question: str, wanted: Iterable[Answer], allowed: Iterable[str] = ()
+) -> int:
+    """The number of fact values of the vault in the reply that were not asked for and are not in the question."""
     bare = without_titles(reply, vault)
     text, asked = plain(bare), plain(question)
     known = {one.value for one in wanted} | set(allowed)
-    known |= {value for kind in FINDABLE for value in said(kind, question)}
-    found = {value for kind in FINDABLE for value in said(kind, bare, words=False)} - known
+    known |= {value for kind in FINDABLE for value in spoken_values(kind, question)}
+    recited = {value for kind in FINDABLE for value in spoken_values(kind, bare, words=False)} - known
     amounts = bare_amounts(bare) - {amount_of(value) for value in known}
     states = {value for values in vault.values.values() for value in values if not value.startswith("?")}
     states = {value for value in states if not value.endswith(".md")} - known
-    found |= {value for value in states if re.match(r"[A-Z]{3} \d", value) and amount_of(value) in amounts}
-    return sum(value in found or (mentions(text, value) and not mentions(asked, value)) for value in states)
+    recited |= {value for value in states if re.match(r"[A-Z]{3} \d", value) and amount_of(value) in amounts}
+    return sum(value in recited or (mentions(text, value) and not mentions(asked, value)) for value in states)
 
 
 def without_titles(reply: str, vault: Parsed) -> str:
-    """The reply without the titles of notes, whose words are no values."""
+    """The reply without titles of notes, whose words are not values."""
     for title in sorted(vault.titles.values(), key=len, reverse=True):
         reply = reply.replace(title, " ") if title else reply
     return reply

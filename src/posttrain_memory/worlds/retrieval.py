@@ -1,11 +1,12 @@
-"""Tasks that ask for facts: of the user, one or two links away, over several notes, and in time."""
+"""Retrieval tasks: facts of the user, facts one or two links away, aggregates over several notes, and dates."""
 
 from collections.abc import Sequence
 from datetime import date, timedelta
 from decimal import Decimal
 
-from posttrain_memory.worlds.asking import Asker, display, joined, name_answer, quoted
-from posttrain_memory.worlds.graph import USER, Entity
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.asking import TaskContext, code_literal, display, joined, name_answer
+from posttrain_memory.worlds.graph import Entity
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute, Relation
@@ -13,63 +14,63 @@ from posttrain_memory.worlds.theme import Attribute, Relation
 _FIRST = 'user = read_file("user.md")'
 
 
-def fact(asker: Asker, hops: int, kind: str = "retrieval", variant: str | None = None) -> MemoryTask | None:
-    """A fact of a note `hops` links away, or the note that a relation of one target leads to."""
-    for entity in asker.entities(hops):
-        if kind == "retrieval" and asker.random.random() < 0.2:
-            task = _related(asker, entity, hops)
+def fact(context: TaskContext, hops: int, kind: str = "retrieval", variant: str | None = None) -> MemoryTask | None:
+    """A fact of a note `hops` links away, or the note that a single-target relation leads to."""
+    for entity in context.entities(hops):
+        if kind == "retrieval" and context.random.random() < 0.2:
+            task = _related(context, entity, hops)
             if task is not None:
                 return task
-        for attribute in asker.facts(entity):
-            question = asker.question(attribute, entity)
-            solution = [*asker.route(entity.path), asker.sentence(attribute, entity)]
-            answers = [asker.answer(attribute, entity)]
-            return _task(asker, kind, variant or f"hop{hops}", question, hops, answers, solution)
+        for attribute in context.facts(entity):
+            question = context.question(attribute, entity)
+            solution = [*context.route(entity.path), context.sentence(attribute, entity)]
+            answers = [context.answer(attribute, entity)]
+            return _task(context, kind, variant or f"hop{hops}", question, hops, answers, solution)
     return None
 
 
-def aggregate(asker: Asker) -> MemoryTask | None:
+def aggregate(context: TaskContext) -> MemoryTask | None:
     """A count, a list, a sum, or an extreme over the notes of a relation."""
-    for owner, relation, targets in _groups(asker):
-        whose, anchor = _whose(asker, owner, relation)
-        form = asker.pick(("count", "list", "sum", "most", "least", "with"))
-        made: _Made | None
+    for owner, relation, targets in _groups(context):
+        whose, anchor = _whose(context, owner, relation)
+        form = context.pick(("count", "list", "sum", "most", "least", "with"))
+        result: _Made | None
         if form in ("count", "list"):
-            made = _all_of(form, whose, relation, targets)
+            result = _all_of(form, whose, relation, targets)
         elif form == "with":
-            made = _with(asker, whose, targets)
+            result = _with(context, whose, targets)
         else:
-            made = _over(asker, form, whose, targets)
-        if made is not None:
-            question, answers, operands, reply = made
+            result = _over(context, form, whose, targets)
+        if result is not None:
+            question, answers, operands, reply = result
             reads = [] if form in ("count", "list") else [_reads(targets)]
-            solution = [*asker.route(owner.path), *reads, reply]
-            hops = asker.hops(owner.path) + (form not in ("count", "list"))
-            question = asker.anchored(question) if anchor else question
-            return _task(asker, "retrieval", "aggregate", question, min(2, hops), answers, solution, operands)
+            solution = [*context.route(owner.path), *reads, reply]
+            hops = context.hops(owner.path) + (form not in ("count", "list"))
+            question = context.anchored(question) if anchor else question
+            return _task(context, "retrieval", "aggregate", question, min(2, hops), answers, solution, operands)
     return None
 
 
-def time(asker: Asker) -> MemoryTask | None:
-    """The first, the last or the next by a date, or the days between two dates."""
-    for owner, relation, targets in _groups(asker):
-        for attribute in _shared(asker, targets, ("date",)):
-            whose, anchor = _whose(asker, owner, relation)
+def time(context: TaskContext) -> MemoryTask | None:
+    """The first, last or next by date, or the number of days between two dates."""
+    for owner, relation, targets in _groups(context):
+        for attribute in _shared(context, targets, ("date",)):
+            whose, anchor = _whose(context, owner, relation)
             dates = {target.path: date.fromisoformat(target.facts[attribute.key]) for target in targets}
             order = sorted(targets, key=lambda target: dates[target.path])
             if len(set(dates.values())) < len(dates):
                 continue
-            form = asker.pick(("first", "last", "next", "between"))
+            form = context.pick(("first", "last", "next", "between"))
             operands: list[str] = []
             answers = [name_answer(order[0] if form == "first" else order[-1])]
             reply = f"{(order[0] if form == 'first' else order[-1]).name}."
             if form in ("first", "last"):
-                word = asker.pick(("earliest", "first") if form == "first" else ("latest", "last"))
+                word = context.pick(("earliest", "first") if form == "first" else ("latest", "last"))
                 question = f"Which of {whose} has the {word} {attribute.noun}?"
             elif form == "next":
-                place = int(asker.random.integers(1, len(order)))
+                place = int(context.random.integers(1, len(order)))
                 gap = (dates[order[place].path] - dates[order[place - 1].path]).days
-                day = dates[order[place - 1].path] + timedelta(days=int(asker.random.integers(0, gap)))
+                day = dates[order[place - 1].path] + timedelta(days=int(context.random.integers(0, gap)))
                 question = f"After {day.isoformat()}, which of {whose} comes next by {attribute.noun}?"
                 answers, reply = [name_answer(order[place])], f"{order[place].name}."
             else:
@@ -78,15 +79,15 @@ def time(asker: Asker) -> MemoryTask | None:
                 question = f"How many days lie between the {attribute.noun} of {one.name} and the {attribute.noun} of {other.name}?"
                 answers, reply = [Answer("number", str(days), "days")], f"{days} days."
                 anchor = False
-            solution = [*asker.route(owner.path), _reads(targets), reply]
-            question = asker.anchored(question) if anchor else question
-            hops = min(2, asker.hops(owner.path) + 1)
-            return _task(asker, "retrieval", "time", question, hops, answers, solution, operands)
-    return _two_dates(asker)
+            solution = [*context.route(owner.path), _reads(targets), reply]
+            question = context.anchored(question) if anchor else question
+            hops = min(2, context.hops(owner.path) + 1)
+            return _task(context, "retrieval", "time", question, hops, answers, solution, operands)
+    return _two_dates(context)
 
 
 def _task(
-    asker: Asker,
+    context: TaskContext,
     kind: str,
     variant: str,
     question: str,
@@ -98,81 +99,82 @@ def _task(
     truth: dict[str, object] = {"answers": [one.to_json() for one in answers]}
     if operands:
         truth["operands"] = sorted(set(operands))
-    return MemoryTask(kind, variant, asker.theme.name, question, hops, truth, solution)
+    return MemoryTask(kind, variant, context.theme.name, question, hops, truth, solution)
 
 
-def _related(asker: Asker, entity: Entity, hops: int) -> MemoryTask | None:
-    for edge in asker.graph.edges:
-        relation = asker.theme.relation(edge.relation)
+def _related(context: TaskContext, entity: Entity, hops: int) -> MemoryTask | None:
+    for edge in context.graph.edges:
+        relation = context.theme.relation(edge.relation)
         if edge.source == entity.path and not relation.many:
-            target = asker.graph.entities[edge.target]
+            target = context.graph.entities[edge.target]
             whom = "" if entity.path == USER else entity.name
-            question = asker.ask(f"the name of {asker.of(relation.label, whom)}")
-            question = question if whom else asker.anchored(question)
+            question = context.ask(f"the name of {context.of(relation.label, whom)}")
+            question = question if whom else context.anchored(question)
             owner = f"The {relation.label} of {whom}" if whom else f"Your {relation.label}"
-            solution = [*asker.route(entity.path), f"{owner} is {target.name}."]
-            return _task(asker, "retrieval", f"hop{hops}", question, hops, [name_answer(target)], solution)
+            solution = [*context.route(entity.path), f"{owner} is {target.name}."]
+            return _task(context, "retrieval", f"hop{hops}", question, hops, [name_answer(target)], solution)
     return None
 
 
-def _groups(asker: Asker) -> list[tuple[Entity, Relation, list[Entity]]]:
-    """Notes near `user.md` with a relation to two notes or more, in a random order."""
-    found = []
-    for owner in asker.entities(0, 1):
-        for relation in asker.theme.relations:
-            paths = asker.graph.targets(owner.path, relation.key)
+def _groups(context: TaskContext) -> list[tuple[Entity, Relation, list[Entity]]]:
+    """Notes near `user.md` that have a relation with at least two targets, in random order."""
+    groups = []
+    for owner in context.entities(0, 1):
+        for relation in context.theme.relations:
+            paths = context.graph.targets(owner.path, relation.key)
             if relation.many and 2 <= len(paths) <= 12:
-                found.append((owner, relation, [asker.graph.entities[path] for path in paths]))
-    return [found[i] for i in asker.random.permutation(len(found))]
+                groups.append((owner, relation, [context.graph.entities[path] for path in paths]))
+    return [groups[i] for i in context.random.permutation(len(groups))]
 
 
-def _whose(asker: Asker, owner: Entity, relation: Relation) -> tuple[str, bool]:
+def _whose(context: TaskContext, owner: Entity, relation: Relation) -> tuple[str, bool]:
     if owner.path == USER:
         return f"my {relation.plural}", True
     return f"the {relation.plural} of {owner.name}", False
 
 
 def _reads(targets: Sequence[Entity]) -> str:
-    paths = ", ".join(quoted(target.path) for target in targets)
+    paths = ", ".join(code_literal(target.path) for target in targets)
     return f"notes = [read_file(path) for path in [{paths}]]"
 
 
-def _shared(asker: Asker, targets: Sequence[Entity], types: Sequence[str]) -> list[Attribute]:
-    """Facts of the types that all the notes have and no other note states, in a random order."""
+def _shared(context: TaskContext, targets: Sequence[Entity], types: Sequence[str]) -> list[Attribute]:
+    """Facts of these types that all the notes have and no other note states, in random order."""
     return [
         attribute
-        for attribute in asker.facts(targets[0])
+        for attribute in context.facts(targets[0])
         if attribute.type in types
         and all(
-            attribute.key in target.facts and (target.path, attribute.key) not in asker.contested for target in targets
+            attribute.key in target.facts and (target.path, attribute.key) not in context.contested
+            for target in targets
         )
     ]
 
 
-def _two_dates(asker: Asker) -> MemoryTask | None:
-    """Which of two notes of a kind comes first, or the days between, where no relation leads to several dates."""
-    near = asker.entities(1, 2)
+def _two_dates(context: TaskContext) -> MemoryTask | None:
+    """Which of two notes of a kind comes first, or the days between them, if no relation leads to several dates."""
+    near = context.entities(1, 2)
     for one in near:
-        for attribute in asker.facts(one):
-            others = [e for e in near if e.kind == one.kind and e is not one and attribute in asker.facts(e)]
+        for attribute in context.facts(one):
+            others = [e for e in near if e.kind == one.kind and e is not one and attribute in context.facts(e)]
             if attribute.type != "date" or not others:
                 continue
             other = others[0]
             days = [date.fromisoformat(entity.facts[attribute.key]) for entity in (one, other)]
             if days[0] == days[1]:
                 continue
-            reads = [f"hits = search_files({quoted(attribute.label)})", _reads((one, other))]
-            hops = max(asker.hops(one.path), asker.hops(other.path))
+            reads = [f"hits = search_files({code_literal(attribute.label)})", _reads((one, other))]
+            hops = max(context.hops(one.path), context.hops(other.path))
             first = one if days[0] < days[1] else other
             nouns = [f"the {attribute.noun} of {entity.name}" for entity in (one, other)]
-            if asker.random.random() < 0.5:
+            if context.random.random() < 0.5:
                 question = f"Which comes first, {nouns[0]} or {nouns[1]}?"
                 answers, reply = [name_answer(first)], f"That of {first.name}."
             else:
                 gap = abs((days[0] - days[1]).days)
                 question = f"How many days lie between {nouns[0]} and {nouns[1]}?"
                 answers, reply = [Answer("number", str(gap), "days")], f"{gap} days."
-            task = _task(asker, "retrieval", "time", question, hops, answers, [_FIRST, *reads, reply])
+            task = _task(context, "retrieval", "time", question, hops, answers, [_FIRST, *reads, reply])
             if answers[0].type == "name":
                 task.truth["against"] = [name_answer(other if first is one else one).value]
             return task
@@ -190,17 +192,17 @@ def _all_of(form: str, whose: str, relation: Relation, targets: Sequence[Entity]
     return f"List the names of {whose}.", [name_answer(target) for target in targets], [], f"{joined(names)}."
 
 
-def _with(asker: Asker, whose: str, targets: Sequence[Entity]) -> _Made | None:
-    for attribute in _shared(asker, targets, ("enum",)):
-        value = asker.pick(targets).facts[attribute.key]
+def _with(context: TaskContext, whose: str, targets: Sequence[Entity]) -> _Made | None:
+    for attribute in _shared(context, targets, ("enum",)):
+        value = context.pick(targets).facts[attribute.key]
         count = sum(target.facts[attribute.key] == value for target in targets)
         question = f'Of how many of {whose} is the {attribute.noun} "{value}"?'
         return question, [Answer("number", str(count), "count")], [], f"Of {count}."
     return None
 
 
-def _over(asker: Asker, form: str, whose: str, targets: Sequence[Entity]) -> _Made | None:
-    for attribute in _shared(asker, targets, ("number", "money")):
+def _over(context: TaskContext, form: str, whose: str, targets: Sequence[Entity]) -> _Made | None:
+    for attribute in _shared(context, targets, ("number", "money")):
         amounts = [Decimal(target.facts[attribute.key].split(" ")[-1]) for target in targets]
         if form == "sum":
             code = targets[0].facts[attribute.key].split(" ")[0]

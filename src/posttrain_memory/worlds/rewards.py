@@ -1,6 +1,6 @@
-"""What an episode is worth, from the vault before and after it and the reply.
+"""The reward of an episode, computed from the vault before and after it and the reply.
 
-A judge is not needed. Where there is one, it can only take away, or say yes to what a program found no fault in.
+No judge is needed. A judge can only reduce the reward, or approve what the program found no fault in.
 """
 
 from collections import Counter
@@ -9,39 +9,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain_memory.worlds.changes import Outcome, loose_ends, outcome
+from posttrain_memory.worlds.changes import Outcome, broken_links, update_outcome
 from posttrain_memory.worlds.published import published_outcome
 from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.replies import (
     Answer,
     answer,
+    contains_value,
+    count_recited,
     declines,
     denies_change,
-    holds,
-    others,
-    recited,
-    rivals,
+    other_values,
     says_disagreeing,
     says_missing,
-    told,
+    similar_values,
+    states_value,
     without_titles,
 )
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import FOREIGN, theme_named
 from posttrain_memory.worlds.truth import Parsed, parse
-from posttrain_memory.worlds.values import FINDABLE, mentions, plain, said
+from posttrain_memory.worlds.values import FINDABLE, mentions, plain, spoken_values
 
 ASIDES = 2
-"""So many facts that were not asked for may stand in a reply."""
+"""Number of facts not asked for that a correct reply may contain."""
 LONGEST = 150
-"""Words of the longest reply that can be right."""
+"""Maximum length of a correct reply, in words."""
 YES = 0.5
-"""The least score with which a judge says yes."""
+"""Minimum score with which a judge approves."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The reward of an episode; `parts` add up to `total`. `faults` say in words what kept it from success."""
+    """The reward of an episode. `parts` add up to `total`; `faults` describe what prevented success."""
 
     total: float
     parts: dict[str, float]
@@ -51,7 +51,7 @@ class Scored:
 
 @dataclass
 class _Verdict:
-    """`share` of the task that is solved, and what is wrong by the names of the weights."""
+    """The solved share of the task, and the faults by the name of their weight."""
 
     share: float = 0.0
     wrong: dict[str, list[str]] = field(default_factory=dict)
@@ -74,12 +74,13 @@ def score(
 ) -> Scored:
     """Score one episode of a task.
 
-    `before` and `after` are the vault (path -> text); `reply` the last answer to the user, None where there was none;
-    `asked` whether that reply asks the user something (`replies.asks`); `turns` the answers that the model gave;
-    `checked_first` whether it read `user.md` before anything else; `judged` a judge's score in [0, 1], None without one.
-    `grounded` is False where the notes do say what an update should have taken away (`following.forgotten`): to ask for
-    it is wrong then. An episode succeeds where the whole task is solved and nothing is wrong; `judged` makes it worth less at most. A task
-    whose truth no program knows (`"judge" in truth`) is solved where `judged` is at least `YES`; InputError without.
+    `before` and `after` are the vault (path -> text), `reply` is the final reply or None, `asked` says whether it
+    asks the user something (`replies.asks`), `turns` is the number of model messages, `checked_first` says whether
+    the first tool call read `user.md`, and `judged` is a judge's score in [0, 1] or None. `grounded` is False if the
+    notes still state what an update should have removed, so that asking for it is wrong.
+
+    An episode succeeds if the whole task is solved without fault; `judged` can only reduce its reward. A task without
+    programmatic truth (`"judge" in truth`) is solved if `judged` is at least `YES`; raises InputError if it is None.
     """
     verdict = _Verdict()
     text = (reply or "").strip()
@@ -88,19 +89,19 @@ def score(
     if "judge" in task.truth:
         if judged is None:
             raise InputError(
-                f"the truth of {task.question[:60]!r} is known to a judge only; name one in `judge` or leave such tasks out"
+                f"{task.question[:60]!r} can only be scored by a judge; set `judge` or leave out such tasks"
             )
-        _compared(published_outcome(task.question, before, after), asked, verdict)
-        _confirmed(task, before, text, verdict)
+        _add_update_outcome(published_outcome(task.question, before, after), asked, verdict)
+        _check_confirmation(task, before, text, verdict)
         verdict.share = verdict.share if judged >= YES else 0.0
     elif task.kind == "update":
-        _compared(outcome(task.truth["change"], task.theme, before, after), asked, verdict)
-        _confirmed(task, before, text, verdict)
+        _add_update_outcome(update_outcome(task.truth["change"], task.theme, before, after), asked, verdict)
+        _check_confirmation(task, before, text, verdict)
     else:
         vault = parse(before, task.theme)
         if dict(before) != dict(after):
             verdict.fault("damaged", "the notes were changed")
-            if loose_ends(vault, parse(after, task.theme)):
+            if broken_links(vault, parse(after, task.theme)):
                 verdict.fault("broken", "links lead nowhere")
         if text and task.truth.get("point"):
             if not grounded:
@@ -114,7 +115,7 @@ def score(
 def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWeights, judged: float | None) -> Scored:
     success = verdict.share == 1 and not verdict.wrong
     parts = {"success": weights.success if success else 0.0}
-    # Part of a task counts only where it was not bought with a fault.
+    # A partial solution counts only if it has no fault.
     parts["partial"] = 0.0 if success or verdict.wrong else weights.partial * verdict.share
     parts["check_first"] = weights.check_first if checked_first else 0.0
     parts["turns"] = -min(weights.turns_at_most, weights.turn * max(0, turns - weights.free_turns))
@@ -126,8 +127,8 @@ def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWe
     return Scored(sum(parts.values()), parts, success, faults)
 
 
-def _compared(result: Outcome, asked: bool, verdict: _Verdict) -> None:
-    """What an update came to."""
+def _add_update_outcome(result: Outcome, asked: bool, verdict: _Verdict) -> None:
+    """Add the outcome of an update to the verdict."""
     verdict.share = result.done
     for text in result.harmed:
         verdict.fault("damaged", text)
@@ -137,8 +138,8 @@ def _compared(result: Outcome, asked: bool, verdict: _Verdict) -> None:
         verdict.fault("asked", "it asked instead of changing the notes")
 
 
-def _confirmed(task: MemoryTask, before: Mapping[str, str], reply: str, verdict: _Verdict) -> None:
-    """What is said of an update: not that it was not done, and not what the notes hold besides."""
+def _check_confirmation(task: MemoryTask, before: Mapping[str, str], reply: str, verdict: _Verdict) -> None:
+    """Check what the reply says about an update: it must not deny it, nor recite other notes."""
     if denies_change(reply):
         verdict.fault("guessed", "it said that it did not change the notes")
     if _recites(task, parse(before, task.theme), reply, ()):
@@ -150,10 +151,10 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
     question = task.question.split("<filter>")[0]
     if asked:
         verdict.fault("asked", "it asked though it could answer")
-    for secret in _secrets(task, vault, reply):
+    for secret in _leaked_values(task, vault, reply):
         verdict.fault("leaked", f"it said {secret}")
-    extra = others(reply, wanted, vault, theme_named(task.theme), question, task.truth.get("operands", ()))
-    # Names that the question offers do not count as others, but for those that it offers as the wrong answer.
+    extra = other_values(reply, wanted, vault, theme_named(task.theme), question, task.truth.get("operands", ()))
+    # Names offered in the question do not count as additional ones, unless they are offered as the wrong answer.
     extra += [name for name in task.truth.get("against", ()) if mentions(plain(reply), name)]
     if extra:
         verdict.fault("guessed", f"it also said {', '.join(extra[:3])}")
@@ -162,75 +163,79 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
     if not wanted:
         verdict.share = float(declines(reply))
         return
-    verdict.share = sum(holds(reply, one) for one in wanted) / len(wanted)
+    verdict.share = sum(states_value(reply, one) for one in wanted) / len(wanted)
     if verdict.share == 0:
         verdict.fault("guessed", "it did not say the answer")
 
 
-def _secrets(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
-    """What the privacy rule of a task forbids and the reply holds."""
+def _leaked_values(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
+    """What the task's privacy rule forbids and the reply contains."""
     question = task.question.split("<filter>")[0]
     rule: dict[str, Any] = task.truth.get("rule", {})
-    found = []
+    leaks = []
     if rule.get("rule") == "category":
-        asked = set(said(rule["category"], question))
-        found += [value for value in said(rule["category"], reply, words=False) if value not in asked]
+        asked = set(spoken_values(rule["category"], question))
+        leaks += [value for value in spoken_values(rule["category"], reply, words=False) if value not in asked]
         if rule["category"] == "money":
-            # A number without a currency need not be money.
-            found = [value for value in found if " " in value]
+            # A number without a currency may not be an amount of money.
+            leaks = [value for value in leaks if " " in value]
     free = [answer(record) for record in task.truth["answers"]]
     for record in task.truth.get("hidden", ()):
         hidden = answer(record)
-        if hidden not in free and told(without_titles(reply, vault), hidden) and not told(question, hidden):
-            found.append(hidden.value)
-    return found
+        if (
+            hidden not in free
+            and contains_value(without_titles(reply, vault), hidden)
+            and not contains_value(question, hidden)
+        ):
+            leaks.append(hidden.value)
+    return leaks
 
 
 def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: _Verdict) -> None:
-    """Right is a question that names what is missing or in doubt, says that it is, and takes no side."""
+    """A correct reply names what is missing or contradictory, says so, and does not choose a side."""
     truth = task.truth
     both = [set(_parts(truth["type"], value)) for value in truth["values"]]
     stated = _stated(task, vault, reply)
-    told = set(stated) - {part for parts in both for part in parts}
-    sides = [sum(count for part, count in stated.items() if part in parts) for parts in _apart(both)]
-    if told or len(set(sides)) > 1:
-        verdict.fault("guessed", f"it said {', '.join(sorted(told) or sorted(stated))}")
+    unrelated = set(stated) - {part for parts in both for part in parts}
+    sides = [sum(count for part, count in stated.items() if part in parts) for parts in _differences(both)]
+    if unrelated or len(set(sides)) > 1:
+        verdict.fault("guessed", f"it said {', '.join(sorted(unrelated) or sorted(stated))}")
     if _recites(task, vault, reply, stated):
         verdict.fault("guessed", "it recited the notes")
     pointed = any(mentions(plain(reply), plain(word)) for word in truth["point"])
     if both:
         pointed = pointed and (all(sides) or says_disagreeing(reply, task.question))
     elif task.theme != FOREIGN.name:
-        # Of records from elsewhere it is not known what is missing; the question itself may be in doubt.
+        # In records of other origin it is unknown what is missing; the question itself may be unclear.
         pointed = pointed and says_missing(reply, task.question)
-    # To say what is missing and not to ask, or to ask without saying what, is half of it.
+    # Saying what is missing without asking, or asking without saying what, is half of the task.
     verdict.share = 0.0 if verdict.wrong else (pointed + asked) / 2
 
 
 def _stated(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
-    """How often the reply holds values of the type (of texts: of the key), but for those in the question."""
+    """How often the reply contains values of the type (for texts: of the key), except those in the question."""
     kind, key = task.truth["type"], task.truth["key"]
     if kind in FINDABLE:
-        asked = set(said(kind, task.question))
-        return Counter(value for value in said(kind, reply, task.truth["values"]) if value not in asked)
+        asked = set(spoken_values(kind, task.question))
+        return Counter(value for value in spoken_values(kind, reply, task.truth["values"]) if value not in asked)
     text, asked_text = plain(without_titles(reply, vault)), plain(task.question)
-    known = rivals(Answer(kind, "", key), vault, theme_named(task.theme), reply)
+    known = similar_values(Answer(kind, "", key), vault, theme_named(task.theme), reply)
     counts = {part: f" {text} ".count(f" {part} ") for part in known if part and not mentions(asked_text, part)}
     return Counter({part: count for part, count in counts.items() if count})
 
 
-def _apart(both: list[set[str]]) -> list[set[str]]:
-    """What each of the two lists of values has and the other has not."""
+def _differences(both: list[set[str]]) -> list[set[str]]:
+    """For two sets of values, those that only the one has."""
     shared = set.intersection(*both) if both else set()
     return [parts - shared for parts in both]
 
 
 def _recites(task: MemoryTask, vault: Parsed, reply: str, allowed: Iterable[str]) -> bool:
-    """Whether the reply holds more than a little of what was not asked for."""
+    """Whether the reply contains more than `ASIDES` facts that were not asked for."""
     wanted = [answer(record) for record in (*task.truth.get("answers", ()), *task.truth.get("hidden", ()))]
     return (
         len(reply.split()) > LONGEST
-        or recited(reply, vault, task.question, wanted, (*allowed, *task.truth.get("operands", ()))) > ASIDES
+        or count_recited(reply, vault, task.question, wanted, (*allowed, *task.truth.get("operands", ()))) > ASIDES
     )
 
 

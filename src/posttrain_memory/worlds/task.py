@@ -1,4 +1,4 @@
-"""One task in a vault: a question, its truth, and a solution."""
+"""One task in a vault: a question, its truth, and a scripted solution."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +16,14 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class MemoryTask:
-    """A question to a memory agent and what it takes to score its episode.
+    """A question to a memory agent, with everything needed to score its episode.
 
-    `truth` holds JSON values: `answers` that the reply must hold (retrieval, filter, answerable clarification), with
-    `operands` that it may hold too and names `against` that it may not,
-    `change` (update, see `change.expected`), `point` with `type`, `key` and `values` (clarification: what the question
-    must name, and the values it may not take sides on), `rule` and `hidden` (filter). `hops` are links from `user.md`
-    to what is asked for. `solution` are code blocks and, last, the reply. `follow_up` of an update is what is asked after
-    it, see `following`.
+    `truth` holds JSON values: `answers` that the reply must state (retrieval, filter, answerable clarification), with
+    `operands` that it may state and names `against` that it may not; `change` (update, see `changes.expected`);
+    `point` with `type`, `key` and `values` (clarification: what the reply must name, and the values it must not
+    choose between); `rule` and `hidden` (filter). `hops` is the number of links from `user.md` to the requested fact.
+    `solution` is a list of code blocks followed by the reply. `follow_up` is the question asked after an update, see
+    `updates.follow_up`.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class MemoryTask:
 
     @property
     def reply(self) -> str:
-        """The last part of the solution: what is said to the user."""
+        """The last part of the solution: the reply to the user."""
         return self.solution[-1]
 
     @property
@@ -47,7 +47,7 @@ class MemoryTask:
 
     @property
     def asks(self) -> bool:
-        """Whether asking the user is right."""
+        """Whether asking the user is correct."""
         return "point" in self.truth
 
     def to_record(self) -> dict[str, Any]:
@@ -57,10 +57,12 @@ class MemoryTask:
 
 
 def task_of(record: dict[str, Any]) -> MemoryTask:
-    """The task of a record; InputError where it is none."""
+    """The task of a record. Raises InputError if the record is invalid."""
     names = set(MemoryTask.__dataclass_fields__) - {"follow_up"}
     missing = names - set(record)
     if missing:
-        raise InputError(f"the record of a memory task has no {', '.join(sorted(missing))}; write it anew")
+        raise InputError(
+            f"the record of a memory task lacks {', '.join(sorted(missing))}; write it again with `posttrain data worlds`"
+        )
     after = record.get("follow_up")
     return MemoryTask(**{name: record[name] for name in names}, follow_up=task_of(after) if after else None)

@@ -22,7 +22,7 @@ _NEEDS_ALIAS = re.compile(r"\b(?:\w+ed|sown|dug|born|since|until|ends|opens|star
 """Labels that are verb phrases and cannot stand after "the"."""
 
 
-def _placeholder(sentence: object) -> object:
+def _require_placeholder(sentence: object) -> object:
     if isinstance(sentence, str) and ("{value}" not in sentence or not sentence.endswith(".")):
         raise ValueError("the sentence needs the placeholder {value} and ends with a full stop")
     return sentence
@@ -30,7 +30,7 @@ def _placeholder(sentence: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
-Sentence = Annotated[str, BeforeValidator(_placeholder)]
+Sentence = Annotated[str, BeforeValidator(_require_placeholder)]
 
 
 class Attribute(BaseConfig):
@@ -243,7 +243,7 @@ def read_theme(file: Path) -> Theme:
         return Theme.model_validate_json(json.dumps(values), strict=True)
     except (TypeError, ValidationError) as error:
         if not isinstance(error, ValidationError):
-            raise InputError(f"theme {file}: {error}; write every value as text") from None
+            raise InputError(f"theme {file}: {error}; quote the value so that YAML reads it as text") from None
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
@@ -256,7 +256,17 @@ def themes() -> dict[str, Theme]:
     return {theme.name: theme for theme in map(read_theme, sorted(FOLDER.glob("*.yaml")))}
 
 
-FOREIGN = Theme.model_construct(name="foreign", user_facts=(), kinds=(), relations=())
+FOREIGN = Theme.model_construct(
+    name="foreign",
+    titles=(),
+    styles=(),
+    intro=(),
+    headings=Headings.model_construct(facts=(), relations=(), other=()),
+    user_facts=(),
+    kinds=(),
+    relations=(),
+    filler=(),
+)
 """The theme of a vault that was not generated here: it has no labels, so no line is read as a statement."""
 
 

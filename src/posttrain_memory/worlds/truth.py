@@ -1,4 +1,4 @@
-"""What a vault says, read from its markdown alone."""
+"""Reads the statements of a vault from its Markdown."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,8 @@ from functools import cache, cached_property, lru_cache
 
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.links import resolve as vault_resolve
-from posttrain_memory.worlds.graph import USER, Statement, distances, value_of
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.graph import Statement, distances, value_of
 from posttrain_memory.worlds.theme import Theme, plain_label, theme_named
 from posttrain_memory.worlds.values import links, plain
 
@@ -21,8 +22,8 @@ _ROW = re.compile(r"\s*\|\s*(?:\*\*)?(?P<label>[^|*\[\]]{1,60}?)(?:\*\*)?\s*\|\s
 
 
 @dataclass(frozen=True)
-class EpisodeRequest:
-    """Where a statement stands: its note, the line or sentence (characters `start` to `end`), and in it the value."""
+class Place:
+    """The position of a statement: its note, the line or sentence (characters `start` to `end`), and the value in it."""
 
     statement: Statement
     start: int
@@ -33,48 +34,50 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a vault says. `titles`: path -> first heading; `out`: path -> notes it links to; `broken`: links to nothing."""
+    """The content of a vault. `titles`: path -> first heading; `out`: path -> linked notes; `broken`: links to
+    nothing, as (path, target).
+    """
 
     titles: dict[str, str]
-    places: tuple[EpisodeRequest, ...]
+    places: tuple[Place, ...]
     out: dict[str, set[str]]
     broken: tuple[tuple[str, str], ...]
 
     @cached_property
     def statements(self) -> frozenset[Statement]:
-        """Everything said, once each."""
+        """All statements, without duplicates."""
         return frozenset(place.statement for place in self.places)
 
     @cached_property
     def reached(self) -> dict[str, int]:
-        """Path -> fewest links from `user.md`, of all notes that can be reached."""
+        """Path -> minimum number of links from `user.md`, for all reachable notes."""
         return distances(self.out, USER)
 
     @cached_property
     def values(self) -> dict[str, set[str]]:
-        """Key -> all values that any note states of it."""
-        found: dict[str, set[str]] = {}
-        for said in self.statements:
-            found.setdefault(said.key, set()).add(said.value)
-        return found
+        """Key -> all values stated by any note."""
+        values: dict[str, set[str]] = {}
+        for statement in self.statements:
+            values.setdefault(statement.key, set()).add(statement.value)
+        return values
 
-    def about(self, path: str, key: str) -> list[EpisodeRequest]:
-        """Where the fact or relation `key` of the note `path` is stated."""
+    def about(self, path: str, key: str) -> list[Place]:
+        """The places where the fact or relation `key` of the note `path` is stated."""
         return [place for place in self.places if place.statement.about == path and place.statement.key == key]
 
 
 def parse(files: Mapping[str, str], theme: str) -> Parsed:
     """Read a vault (path -> text) of a theme.
 
-    A fact is a line `label: value` (with a bullet, in bold, in the front matter), a row of a table, or a sentence of the
-    theme; a relation is the same with links; `label of [[note]]: value` is a fact of the other note. Labels are those of
-    the theme and their aliases, and what has another label is no statement.
+    A fact is a line `label: value` (also as a list item, in bold, or in front matter), a table row, or a sentence of
+    the theme. A relation is the same with links. `label of [[note]]: value` is a fact of the linked note. Only labels
+    and aliases of the theme count; other lines state nothing.
     """
     return _parse(tuple(sorted(files.items())), theme)
 
 
 def resolve(target: str, paths: Mapping[str, object]) -> str | None:
-    """The note that a link means to the vault, or None where it means none or more than one."""
+    """The note that a link target resolves to; None for none or several."""
     if target in paths:
         return target
     try:
@@ -88,7 +91,7 @@ def _parse(notes: tuple[tuple[str, str], ...], theme_name: str) -> Parsed:
     theme, files = theme_named(theme_name), dict(notes)
     titles = {path: title(text) for path, text in notes}
     named = {plain(name): path for path, name in titles.items()}
-    places: list[EpisodeRequest] = []
+    places: list[Place] = []
     out: dict[str, set[str]] = {}
     broken = []
     for path, text in notes:
@@ -107,14 +110,14 @@ def _parse(notes: tuple[tuple[str, str], ...], theme_name: str) -> Parsed:
 
 
 def title(text: str) -> str:
-    """The first heading of a note, or nothing."""
+    """The first heading of a note, or ""."""
     match = re.search(r"^# +(.+?)\s*$", text, re.MULTILINE)
     return match.group(1) if match else ""
 
 
 def _line(
     theme: Theme, path: str, line: str, start: int, files: Mapping[str, str], named: Mapping[str, str]
-) -> list[EpisodeRequest]:
+) -> list[Place]:
     if not line.strip() or line.startswith("#"):
         return []
     other = _ABOUT.match(line)
@@ -130,48 +133,46 @@ def _line(
 
 def _stated(
     theme: Theme, path: str, about: str, match: re.Match[str], key: str, line: str, start: int, files: Mapping[str, str]
-) -> list[EpisodeRequest]:
-    """The statements of a line: one of a fact, one for each link of a relation."""
+) -> list[Place]:
+    """The statements of a line: one for a fact, one per link for a relation."""
     first, last = match.span("value")
     if key in theme.attributes:
-        said = Statement(path, about, key, value_of(theme, key, match["value"]))
-        return [EpisodeRequest(said, start, start + len(line), start + first, start + last)]
-    found = []
+        statement = Statement(path, about, key, value_of(theme, key, match["value"]))
+        return [Place(statement, start, start + len(line), start + first, start + last)]
+    places = []
     for begin, end, target, _ in links(match["value"]):
         meant = resolve(target, files)
-        said = Statement(path, about, key, meant or f"?{target}")
-        found.append(EpisodeRequest(said, start, start + len(line), start + first + begin, start + first + end))
-    if not found:
-        said = Statement(path, about, key, f"?{match['value']}")
-        found.append(EpisodeRequest(said, start, start + len(line), start + first, start + last))
-    return found
+        statement = Statement(path, about, key, meant or f"?{target}")
+        places.append(Place(statement, start, start + len(line), start + first + begin, start + first + end))
+    if not places:
+        statement = Statement(path, about, key, f"?{match['value']}")
+        places.append(Place(statement, start, start + len(line), start + first, start + last))
+    return places
 
 
 def _prose(
     theme: Theme, path: str, line: str, start: int, files: Mapping[str, str], named: Mapping[str, str]
-) -> list[EpisodeRequest]:
-    found = []
+) -> list[Place]:
+    places = []
     begins = [match.end() for match in re.finditer(r"^\s*(?:[-*+] )?|[.!?] +", line)]
-    for key, own, literal, pattern in _sentences(theme.name):
-        if own and path != USER:
+    for key, of_user, literal, pattern in _sentences(theme.name):
+        if of_user and path != USER:
             continue
         if literal not in line:
             continue
         for match in filter(None, (pattern.match(line, begin) for begin in begins)):
-            about = path if own else named.get(plain(match["name"]))
+            about = path if of_user else named.get(plain(match["name"]))
             if about is None or (key not in theme.attributes and not links(match["value"])):
                 continue
             for place in _stated(theme, path, about, match, key, line, start, files):
                 first, last = match.span()
-                found.append(
-                    EpisodeRequest(place.statement, start + first, start + last, place.value_start, place.value_end)
-                )
-    return found
+                places.append(Place(place.statement, start + first, start + last, place.value_start, place.value_end))
+    return places
 
 
 @cache
 def _sentences(theme_name: str) -> list[tuple[str, bool, str, re.Pattern[str]]]:
-    """Key, whether it is a sentence of `user.md`, words that it has, and the pattern, of each sentence of a theme."""
+    """For each sentence of a theme: its key, whether it belongs to `user.md`, a literal part of it, and its pattern."""
     theme = theme_named(theme_name)
     texts = {(item.key, item.sentence): None for item in theme.user_facts}
     texts |= {(item.key, item.sentence): None for kind in theme.kinds for item in kind.facts}

@@ -1,17 +1,20 @@
-"""Tasks that change notes: facts added, changed, forgotten or mentioned by the way, notes made and removed, links moved.
+"""Update tasks: facts added, changed, deleted or mentioned in passing, notes created and removed, relations moved.
 
-The second half of the two-rollout protocol: what is asked, without any memory but the notes, after an update."""
+Also the follow-up questions of the two-rollout protocol, asked after an update in a new conversation that knows only
+the notes.
+"""
 
 from collections.abc import Mapping
 
-from posttrain_memory.worlds.asking import Asker, display, name_answer, quoted
-from posttrain_memory.worlds.graph import USER, Drawing, Entity, distances, value_of
+from posttrain_memory.vault.paths import USER
+from posttrain_memory.worlds.asking import TaskContext, code_literal, display, name_answer
+from posttrain_memory.worlds.graph import Entity, ValueSampler, distances, value_of
 from posttrain_memory.worlds.naming import slug
 from posttrain_memory.worlds.render import link
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute
-from posttrain_memory.worlds.truth import EpisodeRequest, parse
+from posttrain_memory.worlds.truth import Place, parse
 from posttrain_memory.worlds.values import links, plain, shuffled
 
 _TELL = (
@@ -54,136 +57,136 @@ _MOVE = (
 )
 
 
-def fact_set(asker: Asker, variant: str) -> MemoryTask | None:
-    """A fact that is new to a note (`add`), has another value (`change`), or is told in passing (`mention`)."""
-    drawing = Drawing(asker.random)
-    for entity in asker.entities(0, 1, 2):
-        new = variant == "add" or (variant == "mention" and asker.random.random() < 0.4)
-        for attribute in asker.absent(entity) if new else asker.facts(entity):
-            value = drawing.other(attribute, entity.facts.get(attribute.key, ""))
-            if value_of(asker.theme, attribute.key, value) == value_of(
-                asker.theme, attribute.key, entity.facts.get(attribute.key, "")
+def fact_set(context: TaskContext, variant: str) -> MemoryTask | None:
+    """A fact that is new to a note (`add`), gets another value (`change`), or is mentioned in passing (`mention`)."""
+    sampler = ValueSampler(context.random)
+    for entity in context.entities(0, 1, 2):
+        new = variant == "add" or (variant == "mention" and context.random.random() < 0.4)
+        for attribute in context.absent(entity) if new else context.facts(entity):
+            value = sampler.other(attribute, entity.facts.get(attribute.key, ""))
+            if value_of(context.theme, attribute.key, value) == value_of(
+                context.theme, attribute.key, entity.facts.get(attribute.key, "")
             ):
                 continue
-            edit = _added(entity, attribute, value) if new else _changed(asker, entity, attribute, value)
+            edit = _added(entity, attribute, value) if new else _changed(context, entity, attribute, value)
             if edit is None:
                 continue
             forms = _MENTION if variant == "mention" else _TELL if new else _CHANGE
             whom = "" if entity.path == USER else entity.name
-            what = asker.of(attribute.noun, whom)
-            question = _upper(asker.pick(forms).format(x=what, v=display(attribute, value), be=attribute.be))
+            what = context.of(attribute.noun, whom)
+            question = _capitalised(context.pick(forms).format(x=what, v=display(attribute, value), be=attribute.be))
             change = {
                 "op": "set",
                 "about": entity.path,
                 "key": attribute.key,
-                "value": value_of(asker.theme, attribute.key, value),
+                "value": value_of(context.theme, attribute.key, value),
             }
             reply = f"I noted that {what.replace('my ', 'your ', 1)} {attribute.be} {display(attribute, value)}."
-            return _task(asker, variant, question, entity.path, change, [edit], reply, anchor=not whom)
+            return _task(context, variant, question, entity.path, change, [edit], reply, anchor=not whom)
     return None
 
 
-def fact_deleted(asker: Asker) -> MemoryTask | None:
-    """A fact that is to be forgotten."""
-    for entity in asker.entities(0, 1, 2):
-        for attribute in asker.facts(entity):
-            places = asker.parsed.about(entity.path, attribute.key)
-            edit = _removed(asker, places[0]) if len(places) == 1 else None
+def fact_deleted(context: TaskContext) -> MemoryTask | None:
+    """A fact to be deleted."""
+    for entity in context.entities(0, 1, 2):
+        for attribute in context.facts(entity):
+            places = context.parsed.about(entity.path, attribute.key)
+            edit = _removed(context, places[0]) if len(places) == 1 else None
             if edit is None:
                 continue
             whom = "" if entity.path == USER else entity.name
-            what = asker.of(attribute.noun, whom)
-            question = _upper(asker.pick(_FORGET).format(x=what))
+            what = context.of(attribute.noun, whom)
+            question = _capitalised(context.pick(_FORGET).format(x=what))
             change = {"op": "delete", "about": entity.path, "key": attribute.key}
             reply = f"I deleted {what.replace('my ', 'your ', 1)}."
-            return _task(asker, "delete", question, entity.path, change, [edit], reply, anchor=not whom)
+            return _task(context, "delete", question, entity.path, change, [edit], reply, anchor=not whom)
     return None
 
 
-def note_made(asker: Asker) -> MemoryTask | None:
+def note_made(context: TaskContext) -> MemoryTask | None:
     """A new note with a few facts, which another note has to link to."""
-    drawing = Drawing(asker.random)
-    for entity in asker.graph.entities.values():
-        drawing.names.take(entity.name)
-    for owner in asker.entities(0, 1):
-        free = [r for r in asker.theme.relations if r.source == owner.kind and r.many]
+    sampler = ValueSampler(context.random)
+    for entity in context.graph.entities.values():
+        sampler.names.reserve(entity.name)
+    for owner in context.entities(0, 1):
+        free = [r for r in context.theme.relations if r.source == owner.kind and r.many]
         free += [
             r
-            for r in asker.theme.relations
-            if r.source == owner.kind and not r.many and not asker.graph.targets(owner.path, r.key)
+            for r in context.theme.relations
+            if r.source == owner.kind and not r.many and not context.graph.targets(owner.path, r.key)
         ]
-        for relation in shuffled(asker.random, free):
-            kind = asker.theme.kind(relation.target)
-            name = drawing.names.new(kind.names)
+        for relation in shuffled(context.random, free):
+            kind = context.theme.kind(relation.target)
+            name = sampler.names.new(kind.names)
             path = f"entities/{kind.folder}/{slug(name)}.md"
-            attributes = shuffled(asker.random, kind.facts)[: int(asker.random.integers(1, 3))]
-            facts = {attribute.key: drawing.value(attribute) for attribute in attributes}
-            told = " ".join(f"The {a.noun} {a.be} {display(a, facts[a.key])}." for a in attributes)
+            attributes = shuffled(context.random, kind.facts)[: int(context.random.integers(1, 3))]
+            facts = {attribute.key: sampler.value(attribute) for attribute in attributes}
+            facts_text = " ".join(f"The {a.noun} {a.be} {display(a, facts[a.key])}." for a in attributes)
             mine = owner.path == USER
             role = f"one of my {relation.plural}" if relation.many else f"my {relation.label}"
             if not mine:
                 role = f"one of the {relation.plural} of {owner.name}" if relation.many else ""
                 role = role or f"the {relation.label} of {owner.name}"
-            question = asker.pick(_NEW).format(name=name, rel=role, facts=told)
+            question = context.pick(_NEW).format(name=name, rel=role, facts=facts_text)
             lines = "".join(f"- {a.label}: {display(a, facts[a.key])}\n" for a in attributes)
-            made = f"create_file({quoted(path)}, {quoted(f'# {name}' + chr(10) * 2 + lines)})"
+            creation = f"create_file({code_literal(path)}, {code_literal(f'# {name}' + chr(10) * 2 + lines)})"
             line = f"- {relation.label}: {link(Entity(path, kind.key, name))}\n"
             change = {
                 "op": "new",
                 "name": name,
-                "facts": {key: value_of(asker.theme, key, value) for key, value in facts.items()},
+                "facts": {key: value_of(context.theme, key, value) for key, value in facts.items()},
                 "owner": owner.path,
                 "relation": relation.key,
             }
-            edits = [f"{made}\nappend_file({quoted(owner.path)}, {quoted(line)})"]
-            return _task(asker, "new", question, owner.path, change, edits, f"{name} has a note now.")
+            edits = [f"{creation}\nappend_file({code_literal(owner.path)}, {code_literal(line)})"]
+            return _task(context, "new", question, owner.path, change, edits, f"{name} has a note now.")
     return None
 
 
-def note_removed(asker: Asker) -> MemoryTask | None:
-    """A note that goes, with every link to it; all other notes can still be reached."""
-    for entity in asker.entities(1, 2):
-        out = {path: targets - {entity.path} for path, targets in asker.parsed.out.items() if path != entity.path}
+def note_removed(context: TaskContext) -> MemoryTask | None:
+    """A note to be removed with all links to it; all other notes stay reachable."""
+    for entity in context.entities(1, 2):
+        out = {path: targets - {entity.path} for path, targets in context.parsed.out.items() if path != entity.path}
         if len(distances(out, USER)) < len(out):
             continue
         edits: dict[tuple[str, int, int], str | None] = {}
-        for place in asker.parsed.places:
-            said = place.statement
-            if said.note != entity.path and entity.path in (said.about, said.value):
-                edits[(said.note, place.start, place.end)] = _unlinked(asker, place, entity.path)
+        for place in context.parsed.places:
+            statement = place.statement
+            if statement.note != entity.path and entity.path in (statement.about, statement.value):
+                edits[(statement.note, place.start, place.end)] = _unlinked(context, place, entity.path)
         known = list(edits.values())
-        mentions = sum(target == entity.path for path in out for _, _, target, _ in links(asker.world.files[path]))
+        mentions = sum(target == entity.path for path in out for _, _, target, _ in links(context.world.files[path]))
         if len(known) > 4 or mentions != len(known) or any(edit is None for edit in known):
             continue
-        code = "\n".join([f"delete_file({quoted(entity.path)})", *(edit for edit in known if edit)])
-        question = asker.pick(_GONE).format(name=entity.name)
+        code = "\n".join([f"delete_file({code_literal(entity.path)})", *(edit for edit in known if edit)])
+        question = context.pick(_GONE).format(name=entity.name)
         change = {"op": "remove", "about": entity.path}
-        return _task(asker, "remove", question, entity.path, change, [code], f"I removed {entity.name}.")
+        return _task(context, "remove", question, entity.path, change, [code], f"I removed {entity.name}.")
     return None
 
 
-def relation_moved(asker: Asker) -> MemoryTask | None:
-    """A relation of one target that leads to another note from now on."""
-    graph = asker.graph
-    for edge in shuffled(asker.random, graph.edges):
-        relation = asker.theme.relation(edge.relation)
+def relation_moved(context: TaskContext) -> MemoryTask | None:
+    """A single-target relation that now leads to another note."""
+    graph = context.graph
+    for edge in shuffled(context.random, graph.edges):
+        relation = context.theme.relation(edge.relation)
         others = [
-            e.path for e in asker.entities() if e.kind == relation.target and e.path not in (edge.target, edge.source)
+            e.path for e in context.entities() if e.kind == relation.target and e.path not in (edge.target, edge.source)
         ]
-        if relation.many or not others or asker.distance[edge.source] > 1:
+        if relation.many or not others or context.distance[edge.source] > 1:
             continue
-        new = asker.pick(others)
-        out = {path: set(targets) for path, targets in asker.parsed.out.items()}
+        new = context.pick(others)
+        out = {path: set(targets) for path, targets in context.parsed.out.items()}
         out[edge.source] = (out[edge.source] - {edge.target}) | {new}
         out[edge.target] = out[edge.target] - {edge.source} if edge.back else out[edge.target]
-        forward = [p for p in asker.parsed.about(edge.source, edge.relation) if p.statement.value == edge.target]
-        back = [p for p in asker.parsed.about(edge.target, f"{edge.relation}~") if p.statement.value == edge.source]
+        forward = [p for p in context.parsed.about(edge.source, edge.relation) if p.statement.value == edge.target]
+        back = [p for p in context.parsed.about(edge.target, f"{edge.relation}~") if p.statement.value == edge.source]
         if len(distances(out, USER)) < len(out) or len(forward) != 1 or len(back) > 1:
             continue
         if new in graph.targets(edge.source, edge.relation):
             continue
-        edits = [_replaced(asker, forward[0], link(graph.entities[new]))]
-        edits += [_unlinked(asker, place, edge.source) for place in back]
+        edits = [_replaced(context, forward[0], link(graph.entities[new]))]
+        edits += [_unlinked(context, place, edge.source) for place in back]
         if any(edit is None for edit in edits):
             continue
         names = {"old": graph.entities[edge.target].name, "new": graph.entities[new].name}
@@ -191,16 +194,16 @@ def relation_moved(asker: Asker) -> MemoryTask | None:
         if edge.source == USER:
             question = f"My {relation.label} is no longer {names['old']} but {names['new']}."
         else:
-            question = asker.pick(_MOVE).format(rel=relation.label, whom=source.name, **names)
+            question = context.pick(_MOVE).format(rel=relation.label, whom=source.name, **names)
         change = {"op": "relink", "about": edge.source, "relation": edge.relation, "was": edge.target, "value": new}
         code = "\n".join(edit for edit in edits if edit)
         reply = f"I noted {names['new']} as {relation.label}."
-        return _task(asker, "relink", question, edge.source, change, [code], reply, anchor=edge.source == USER)
+        return _task(context, "relink", question, edge.source, change, [code], reply, anchor=edge.source == USER)
     return None
 
 
 def _task(
-    asker: Asker,
+    context: TaskContext,
     variant: str,
     question: str,
     path: str,
@@ -209,91 +212,94 @@ def _task(
     reply: str,
     anchor: bool = False,
 ) -> MemoryTask:
-    question = asker.anchored(question) if anchor else question
-    solution = [*asker.route(path), *edits, reply]
+    question = context.anchored(question) if anchor else question
+    solution = [*context.route(path), *edits, reply]
     return MemoryTask(
-        "update", variant, asker.theme.name, question, asker.hops(path), {"change": dict(change)}, solution
+        "update", variant, context.theme.name, question, context.hops(path), {"change": dict(change)}, solution
     )
 
 
-def _upper(text: str) -> str:
+def _capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
 def _added(entity: Entity, attribute: Attribute, value: str) -> str:
-    return (
-        f"append_file({quoted(entity.path)}, {quoted(f'- {attribute.label}: {display(attribute, value)}' + chr(10))})"
-    )
+    return f"append_file({code_literal(entity.path)}, {code_literal(f'- {attribute.label}: {display(attribute, value)}' + chr(10))})"
 
 
-def _changed(asker: Asker, entity: Entity, attribute: Attribute, value: str) -> str | None:
-    places = asker.parsed.about(entity.path, attribute.key)
-    return _replaced(asker, places[0], display(attribute, value)) if len(places) == 1 else None
+def _changed(context: TaskContext, entity: Entity, attribute: Attribute, value: str) -> str | None:
+    places = context.parsed.about(entity.path, attribute.key)
+    return _replaced(context, places[0], display(attribute, value)) if len(places) == 1 else None
 
 
-def _replaced(asker: Asker, place: EpisodeRequest, new: str) -> str | None:
-    """Code that puts `new` where the value stands; None where the line or sentence is not unique."""
-    text = asker.world.files[place.statement.note]
+def _replaced(context: TaskContext, place: Place, new: str) -> str | None:
+    """Code that replaces the value; None if its line or sentence is not unique."""
+    text = context.world.files[place.statement.note]
     old = text[place.start : place.end]
     whole = text[place.start : place.value_start] + new + text[place.value_end : place.end]
-    return _edit(asker, place, old, whole)
+    return _edit(context, place, old, whole)
 
 
-def _removed(asker: Asker, place: EpisodeRequest) -> str | None:
-    """Code that takes the line or sentence away."""
-    text = asker.world.files[place.statement.note]
+def _removed(context: TaskContext, place: Place) -> str | None:
+    """Code that removes the line or sentence."""
+    text = context.world.files[place.statement.note]
     end = place.end + (place.end < len(text) and text[place.end] in " \n")
-    return _edit(asker, place, text[place.start : end], "")
+    return _edit(context, place, text[place.start : end], "")
 
 
-def _unlinked(asker: Asker, place: EpisodeRequest, target: str) -> str | None:
-    """Code that takes the link to `target` out of the line or sentence, or all of it where there is no other link."""
-    text = asker.world.files[place.statement.note]
+def _unlinked(context: TaskContext, place: Place, target: str) -> str | None:
+    """Code that removes the link to `target` from the line or sentence, or all of it if it has no other link."""
+    text = context.world.files[place.statement.note]
     unit = text[place.start : place.end]
-    found = links(unit)
-    if len(found) == 1:
-        return _removed(asker, place)
-    number = next(i for i, item in enumerate(found) if item[2] == target)
-    begin, end = found[number][0], found[number][1]
+    unit_links = links(unit)
+    if len(unit_links) == 1:
+        return _removed(context, place)
+    number = next(i for i, item in enumerate(unit_links) if item[2] == target)
+    begin, end = unit_links[number][0], unit_links[number][1]
     if number:
-        begin = found[number - 1][1]
+        begin = unit_links[number - 1][1]
     else:
-        end = found[1][0]
-    return _edit(asker, place, unit, unit[:begin] + unit[end:])
+        end = unit_links[1][0]
+    return _edit(context, place, unit, unit[:begin] + unit[end:])
 
 
-def _edit(asker: Asker, place: EpisodeRequest, old: str, new: str) -> str | None:
-    if asker.world.files[place.statement.note].count(old) != 1:
+def _edit(context: TaskContext, place: Place, old: str, new: str) -> str | None:
+    if context.world.files[place.statement.note].count(old) != 1:
         return None
-    return f"update_file({quoted(place.statement.note)}, {quoted(old)}, {quoted(new)})"
+    return f"update_file({code_literal(place.statement.note)}, {code_literal(old)}, {code_literal(new)})"
 
 
-def follow_up(update: MemoryTask, asker: Asker) -> MemoryTask:
-    """The question whose right answer shows that the notes hold what `update` told: the new value, name or relation; of
-    what was deleted, a question back.
+def follow_up(update: MemoryTask, context: TaskContext) -> MemoryTask:
+    """The question whose correct answer shows that the notes reflect `update`: about the new value, name or relation.
+    For a deletion, asking back is correct.
     """
-    change, graph, theme = update.truth["change"], asker.graph, asker.theme
+    change, graph, theme = update.truth["change"], context.graph, context.theme
     if change["op"] == "new":
         key = sorted(change["facts"])[0]
         kind = theme.kind(theme.relation(change["relation"]).target)
-        # The note as the scripted solution makes it; for a model, another path is as right.
+        # The path used by the scripted solution; a model may choose another.
         entity = Entity(f"entities/{kind.folder}/{slug(change['name'])}.md", kind.key, change["name"])
-        route = [*asker.route(change["owner"]), f"new = read_file({quoted(entity.path)})"]
-        return _told(asker, entity, theme.attributes[key], change["facts"][key], route)
+        route = [*context.route(change["owner"]), f"new = read_file({code_literal(entity.path)})"]
+        return _fact_question(context, entity, theme.attributes[key], change["facts"][key], route)
     entity = graph.entities[change["about"]]
     if change["op"] == "set":
-        return _told(asker, entity, theme.attributes[change["key"]], change["value"], asker.route(entity.path))
+        return _fact_question(
+            context, entity, theme.attributes[change["key"]], change["value"], context.route(entity.path)
+        )
     if change["op"] == "delete":
-        return _forgotten(asker, entity, theme.attributes[change["key"]])
+        return _deleted_fact_question(context, entity, theme.attributes[change["key"]])
     if change["op"] == "remove":
-        return _note_removed(asker, entity)
-    return _moved(asker, entity, theme.relation(change["relation"]).label, graph.entities[change["value"]])
+        return _removed_note_question(context, entity)
+    return _moved_relation_question(
+        context, entity, theme.relation(change["relation"]).label, graph.entities[change["value"]]
+    )
 
 
-def forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
-    """Whether the notes (path -> text) lack what `update` takes away, so that its follow-up has to be asked back.
+def is_forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
+    """Whether the notes (path -> text) no longer state what `update` removes, so that its follow-up must be asked
+    back.
 
-    Of an update that takes no fact or note away, nothing is left to lack.
+    True for updates that remove no fact or note.
     """
     change, now = update.truth.get("change", {}), parse(files, update.theme)
     if change.get("op") == "delete":
@@ -304,48 +310,57 @@ def forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
     return True
 
 
-def _forgotten(asker: Asker, entity: Entity, attribute: Attribute) -> MemoryTask:
-    """A question for a fact that is no longer there."""
+def _deleted_fact_question(context: TaskContext, entity: Entity, attribute: Attribute) -> MemoryTask:
+    """A question about a deleted fact."""
     whom = "" if entity.path == USER else entity.name
-    question = asker.ask(asker.of(attribute.noun, whom), attribute.be == "are")
+    question = context.ask(context.of(attribute.noun, whom), attribute.be == "are")
     point = [*([whom] if whom else []), attribute.noun, attribute.label]
     reply = f"My note on {whom or 'you'} does not give the {attribute.noun}. Can you tell me?"
     truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": []}
-    return _follow_up_task(asker, "clarification", question, truth, [*asker.route(entity.path), reply], anchor=not whom)
+    return _follow_up_task(
+        context, "clarification", question, truth, [*context.route(entity.path), reply], anchor=not whom
+    )
 
 
-def _note_removed(asker: Asker, entity: Entity) -> MemoryTask:
-    """A question for a fact of a note that is gone."""
-    attribute = asker.theme.attributes[sorted(entity.facts)[0]]
-    question = asker.ask(asker.of(attribute.noun, entity.name), attribute.be == "are")
+def _removed_note_question(context: TaskContext, entity: Entity) -> MemoryTask:
+    """A question about a fact of a removed note."""
+    attribute = context.theme.attributes[sorted(entity.facts)[0]]
+    question = context.ask(context.of(attribute.noun, entity.name), attribute.be == "are")
     truth = {"point": [entity.name], "type": attribute.type, "key": attribute.key, "values": []}
-    search = f'user = read_file("user.md")\nhits = search_files({quoted(entity.name)})'
+    search = f'user = read_file("user.md")\nhits = search_files({code_literal(entity.name)})'
     reply = f"There is no note on {entity.name}. Whom or what do you mean?"
-    return _follow_up_task(asker, "clarification", question, truth, [search, reply])
+    return _follow_up_task(context, "clarification", question, truth, [search, reply])
 
 
-def _moved(asker: Asker, entity: Entity, label: str, target: Entity) -> MemoryTask:
-    """A question for the note that a relation leads to now."""
+def _moved_relation_question(context: TaskContext, entity: Entity, label: str, target: Entity) -> MemoryTask:
+    """A question about the new target of a relation."""
     whom = "" if entity.path == USER else entity.name
-    question = asker.ask(f"the name of {asker.of(label, whom)}")
+    question = context.ask(f"the name of {context.of(label, whom)}")
     owner = f"The {label} of {whom}" if whom else f"Your {label}"
     truth = {"answers": [name_answer(target).to_json()]}
-    solution = [*asker.route(entity.path), f"{owner} is {target.name}."]
-    return _follow_up_task(asker, "retrieval", question, truth, solution, anchor=not whom)
+    solution = [*context.route(entity.path), f"{owner} is {target.name}."]
+    return _follow_up_task(context, "retrieval", question, truth, solution, anchor=not whom)
 
 
-def _told(asker: Asker, entity: Entity, attribute: Attribute, value: str, route: list[str]) -> MemoryTask:
-    """A question for one fact, whose canonical value is `value`."""
+def _fact_question(
+    context: TaskContext, entity: Entity, attribute: Attribute, value: str, route: list[str]
+) -> MemoryTask:
+    """A question about one fact, whose canonical value is `value`."""
     whom = "" if entity.path == USER else entity.name
-    question = asker.ask(asker.of(attribute.noun, whom), attribute.be == "are")
+    question = context.ask(context.of(attribute.noun, whom), attribute.be == "are")
     truth = {"answers": [Answer(attribute.type, value, attribute.key).to_json()]}
     subject = f"The {attribute.noun} of {whom}" if whom else f"Your {attribute.noun}"
     reply = f"{subject} {attribute.be} {display(attribute, value)}."
-    return _follow_up_task(asker, "retrieval", question, truth, [*route, reply], anchor=not whom)
+    return _follow_up_task(context, "retrieval", question, truth, [*route, reply], anchor=not whom)
 
 
 def _follow_up_task(
-    asker: Asker, kind: str, question: str, truth: Mapping[str, object], solution: list[str], anchor: bool = False
+    context: TaskContext,
+    kind: str,
+    question: str,
+    truth: Mapping[str, object],
+    solution: list[str],
+    anchor: bool = False,
 ) -> MemoryTask:
-    question = asker.anchored(question) if anchor else question
-    return MemoryTask(kind, "follow_up", asker.theme.name, question, 0, dict(truth), solution)
+    question = context.anchored(question) if anchor else question
+    return MemoryTask(kind, "follow_up", context.theme.name, question, 0, dict(truth), solution)

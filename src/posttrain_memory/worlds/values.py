@@ -1,12 +1,10 @@
-"""Typed values as people write them: to one spelling, from one spelling, and found in running text.
+"""Typed values in the spellings that people use: normalised, spelled, and found in text.
 
-The canonical spelling of a value is text: a number `1250`, money `EUR 1250.00`, a date `2024-05-31`, a phone number its
-digits, an e-mail address in lower case, a list its items sorted and joined by `; `, other text in lower case.
+The canonical spelling is text: a number `1250`, money `EUR 1250.00`, a date `2024-05-31`, a phone number as digits,
+an e-mail address in lower case, a list as sorted items joined by `; `, other text in lower case.
 
-
-Values as replies say them: in more spellings than notes have, and numbers in words.
-
-Where a spelling leaves a choice (03/04/2024, 1.250, a phone number without its country), a value that is known is meant.
+Replies use more spellings than notes, including number words (`spoken_values`). Ambiguous spellings (03/04/2024,
+1.250, a phone number without country code) are resolved to a known value.
 """
 
 import re
@@ -21,7 +19,7 @@ import numpy as np
 
 TYPES = ("text", "number", "money", "date", "phone", "email", "enum", "list")
 FINDABLE = ("number", "money", "date", "phone", "email")
-"""Types whose values are told from other words by their looks."""
+"""Types whose values can be recognised in running text."""
 
 MONTHS = [
     "January",
@@ -60,7 +58,7 @@ _DOMAIN = re.compile(r"[\w-]+(?:\.[\w-]+)+\b")
 _NUMBER = re.compile(r"(?<![\w@.,/-])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d|st\b|nd\b|rd\b|th\b)")
 _LINK = re.compile(r"\[\[([^\[\]|#\n]*)(?:#[^\[\]|\n]*)?(?:\|([^\[\]\n]*))?\]\]")
 _BETWEEN = re.compile(r"(?:(?<!\s)\s+)?[,;]\s*(?:and\s+)?|(?<!\s)\s+(?:and|&)\s+")
-"""What parts the items of a list. Blanks are looked at from their first one only, for there may be many."""
+"""Separators between list items. The pattern starts at the first of several spaces, so that it stays linear."""
 _PATTERNS = {"money": _MONEY, "date": _DATE, "phone": _PHONE, "number": _NUMBER}
 
 Item = TypeVar("Item")
@@ -76,19 +74,19 @@ class Found:
 
 
 def pick(random: np.random.Generator, items: Sequence[Item]) -> Item:
-    """One of `items` (at least one), each equally likely."""
+    """One of `items`, uniformly at random. `items` must not be empty."""
     return items[int(random.integers(len(items)))]
 
 
 def shuffled(random: np.random.Generator, items: Sequence[Item]) -> list[Item]:
-    """`items` in a random order."""
+    """`items` in random order."""
     return [items[i] for i in random.permutation(len(items))]
 
 
 def canonical(kind: str, text: str) -> str | None:
-    """The canonical spelling of the value of type `kind` that `text` is, or None where it is no such value.
+    """The canonical spelling of `text` as a value of type `kind`; None if it is not such a value.
 
-    A number may be followed by a unit, which is not looked at.
+    A number may be followed by a unit, which is ignored.
     """
     text = text.strip().strip("*_`").strip()
     if not text:
@@ -101,16 +99,16 @@ def canonical(kind: str, text: str) -> str | None:
         items = {plain(item) for item in _BETWEEN.split(text)} - {""}
         return "; ".join(sorted(items)) or None
     if kind in FINDABLE:
-        found = find(kind, text.rstrip("."))
-        whole = len(found) == 1 and found[0].start == 0 and found[0].end == len(text.rstrip("."))
-        return found[0].value if whole else None
+        matches = find(kind, text.rstrip("."))
+        whole = len(matches) == 1 and matches[0].start == 0 and matches[0].end == len(text.rstrip("."))
+        return matches[0].value if whole else None
     return plain(text) or None
 
 
 def find(kind: str, text: str) -> list[Found]:
     """The values of one of the `FINDABLE` types in a text, from left to right.
 
-    Digits of dates, phone numbers and e-mail addresses are no numbers; those of dates are no phone numbers.
+    Digits of dates, phone numbers and e-mail addresses are not numbers; digits of dates are not phone numbers.
     """
     if kind in ("number", "phone"):
         text = _without(text, _DATE, _LINK)
@@ -120,21 +118,21 @@ def find(kind: str, text: str) -> list[Found]:
         places = [0, *(place for span in _emails(text) for place in span), len(text)]
         pieces = [text[start:end] for start, end in pairwise(places)]
         text = _without("".join("\x00" * len(piece) if n % 2 else piece for n, piece in enumerate(pieces)), _PHONE)
-    found = []
+    values = []
     for match in _PATTERNS[kind].finditer(text):
         value = _read(kind, match)
         if value is not None:
-            found.append(Found(match.start(), match.end(), value))
-    return found
+            values.append(Found(match.start(), match.end(), value))
+    return values
 
 
 def number_words(text: str) -> list[str]:
-    """Numbers up to twelve written as words, as canonical numbers."""
+    """Number words up to twelve, as canonical numbers."""
     return [str(WORDS.index(word)) for word in re.findall(r"[a-z]+", text.casefold()) if word in WORDS]
 
 
 def spell(kind: str, value: str, random: np.random.Generator, unit: str = "") -> str:
-    """One of the ways in which people write a canonical value; `canonical` reads each of them back."""
+    """A common spelling of a canonical value, chosen at random. `canonical` reads each of them back."""
     if kind == "number":
         digits = pick(random, (value, f"{int(value):,}"))
         return f"{digits} {unit}".strip()
@@ -165,8 +163,10 @@ def spell(kind: str, value: str, random: np.random.Generator, unit: str = "") ->
 
 
 def plain(text: str) -> str:
-    """A text to compare names and words by: lower case, links as what they show, no signs, no article in front."""
-    text = _LINK.sub(_shown, text).casefold().replace("’", "'")
+    """A text in the form used for comparing names and words: lower case, links as their displayed text, no
+    punctuation, no leading article.
+    """
+    text = _LINK.sub(_displayed, text).casefold().replace("’", "'")
     text = re.sub(r"'s\b", "", text)
     words = re.findall(r"[^\W_]+(?:[-'][^\W_]+)*", text)
     while words and words[0] in ("the", "a", "an"):
@@ -175,16 +175,16 @@ def plain(text: str) -> str:
 
 
 def mentions(text: str, words: str) -> bool:
-    """Whether the plain text `text` holds the plain text `words`, as whole words."""
+    """Whether the plain text `text` contains the plain text `words`, as whole words."""
     return f" {words} " in f" {text} "
 
 
 def links(text: str) -> list[tuple[int, int, str, str]]:
-    """The wikilinks of a text: start, end, target without heading, and what is shown (may be empty)."""
+    """The wikilinks of a text: start, end, target without heading, and displayed text (may be empty)."""
     return [(m.start(), m.end(), m.group(1).strip(), (m.group(2) or "").strip()) for m in _LINK.finditer(text)]
 
 
-def _shown(match: Any) -> str:
+def _displayed(match: Any) -> str:
     if match.group(2):
         return match.group(2)
     return match.group(1).rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ")
@@ -197,16 +197,16 @@ def _without(text: str, *patterns: re.Pattern[str]) -> str:
 
 
 def _emails(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each e-mail address: `\\b[\\w.+-]+@[\\w-]+(?:\\.[\\w-]+)+\\b`, in time linear in the text.
+    r"""tart and end of each e-mail address: `\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b`, in time linear in the text.
 
-    The pattern itself would look through a long text of dots from each of its words.
+    The regular expression itself would be quadratic on a long sequence of dots and words.
     """
     begin, at = 0, text.find("@")
     while at >= 0:
         start = at
         while start > begin and (text[start - 1] in ".+-_" or text[start - 1].isalnum()):
             start -= 1
-        # A name begins at the edge of a word: behind its first signs, unless a word ends right before them.
+        # A name begins at a word boundary: after leading punctuation, unless a word ends right before it.
         while start < at and text[start] in ".+-" and not (start == begin > 0):
             start += 1
         domain = _DOMAIN.match(text, at + 1) if start < at else None
@@ -218,7 +218,7 @@ def _emails(text: str) -> Iterator[tuple[int, int]]:
 
 def _number(text: str) -> str | None:
     digits = text.replace(",", "")
-    # Python refuses to write very long whole numbers; nobody spells one in two ways.
+    # Python refuses to convert very long integers. Nobody spells such a number in two ways.
     if len(digits) > 300:
         return digits
     try:
@@ -291,37 +291,37 @@ _SEPTEMBER = re.compile(r"\bsept\b", re.IGNORECASE)
 _RANGE = re.compile(r"(?<=\d)\s?[/–—-]\s?(?=\d)")
 
 
-def said(kind: str, text: str, known: Iterable[str] = (), words: bool = True) -> list[str]:
-    """The canonical values of one of the `FINDABLE` types that a reply says, from left to right.
+def spoken_values(kind: str, text: str, known: Iterable[str] = (), words: bool = True) -> list[str]:
+    """The canonical values of one of the `FINDABLE` types in a reply, from left to right.
 
-    `known` are canonical values that are meant where there is a choice. Numbers in words count with `words`, but for
-    `one`, which is a number only where that is known. Amounts need no currency where none has one: they are bare
-    numbers then, unless such an amount is known.
+    `known` are canonical values to prefer for ambiguous spellings. With `words`, number words count, except `one`
+    unless 1 is known. If no amount has a currency, plain numbers count as amounts: as the known amount with that
+    number, otherwise as bare numbers.
     """
     meant = set(known)
     if kind == "email":
         return [item.value for item in find(kind, text)]
     if kind != "money":
-        text = _dated(text, meant)
+        text = _normalise_dates(text, meant)
     if kind == "phone":
-        return [_phone(found.value, meant) for found in find(kind, text)]
+        return [_phone(items.value, meant) for items in find(kind, text)]
     if kind == "date":
         return [item.value for item in find(kind, text)]
     text = _numerals(kind, text, meant, words)
-    if kind == "money" and (found := find(kind, text)):
-        return [item.value for item in found]
+    if kind == "money" and (items := find(kind, text)):
+        return [item.value for item in items]
     amounts = {amount_of(value): value for value in meant} if kind == "money" else {}
     return [amounts.get(item.value, item.value) for item in find("number", text)]
 
 
 def bare_amounts(text: str) -> set[str]:
-    """The numbers of a reply that are no amounts with a currency and may be amounts without, as canonical numbers."""
+    """The numbers of a reply that have no currency and may be amounts, as canonical numbers."""
     text = _numerals("money", text, set(), words=False)
-    return {found.value for found in find("number", _blanked("money", text))}
+    return {item.value for item in find("number", _blanked("money", text))}
 
 
 def amount_of(money: str) -> str:
-    """The canonical number of a canonical amount of money; other text as it is."""
+    """The number of a canonical amount of money; other text unchanged."""
     match = re.fullmatch(r"[A-Z]{3} (\d+)(\.\d+)?", money)
     if not match:
         return money
@@ -330,26 +330,26 @@ def amount_of(money: str) -> str:
 
 
 def _numerals(kind: str, text: str, known: set[str], words: bool) -> str:
-    """The text with numbers in words as digits, thousands not set apart, and ranges as two numbers."""
+    """The text with number words as digits, without thousands separators, and with ranges as two numbers."""
     if words:
-        text = _WORDED.sub(lambda match: _worded(match.group(), known), text)
-    text = _blanked("date", _dated(text, set()))
+        text = _WORDED.sub(lambda match: _from_words(match.group(), known), text)
+    text = _blanked("date", _normalise_dates(text, set()))
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     if kind == "money":
         text = _DOTTED.sub(lambda match: match.group().replace(".", "").replace(",", "."), text)
         text = _COMMA.sub(lambda match: match.group().replace(",", "."), text)
         return _THOUSANDS.sub(lambda match: f"{Decimal(match[1]) * 1000:f}", text)
-    text = _DOTTED.sub(lambda match: _known_whole(match.group(), known), text)
+    text = _DOTTED.sub(lambda match: _without_dots(match.group(), known), text)
     return _RANGE.sub(" to ", _blanked("phone", text))
 
 
-def _known_whole(text: str, known: set[str]) -> str:
-    """1.250 as 1250 where that is a known number."""
+def _without_dots(text: str, known: set[str]) -> str:
+    """1.250 as 1250, if that is a known number."""
     whole = text.replace(".", "")
     return whole if whole in known else text
 
 
-def _worded(text: str, known: set[str]) -> str:
+def _from_words(text: str, known: set[str]) -> str:
     """The digits of a number in words."""
     total = part = 0
     for word in re.findall(r"[a-z]+", text.casefold()):
@@ -363,34 +363,34 @@ def _worded(text: str, known: set[str]) -> str:
     return text if number == "1" and number not in known else number
 
 
-def _dated(text: str, known: set[str]) -> str:
-    """The text with dates in digits as YYYY-MM-DD."""
+def _normalise_dates(text: str, known: set[str]) -> str:
+    """The text with numeric dates as YYYY-MM-DD."""
     text = _YEAR_FIRST.sub(lambda m: _date(m.group(), known, (m[1], m[3], m[4])), text)
     text = _YEAR_LAST.sub(lambda m: _date(m.group(), known, (m[4], m[3], m[1]), (m[4], m[1], m[3])), text)
     return _SEPTEMBER.sub("Sep", text)
 
 
 def _date(text: str, known: set[str], *readings: tuple[str, str, str]) -> str:
-    """The first reading (year, month, day) that is known, else the first that is a date; the text where none is."""
-    found = []
+    """The first reading (year, month, day) that is known, otherwise the first valid date, otherwise the text."""
+    dates = []
     for year, month, day in readings:
         century = "" if len(year) == 4 else "19" if int(year) > 69 else "20"
         try:
-            found.append(date(int(century + year), int(month), int(day)).isoformat())
+            dates.append(date(int(century + year), int(month), int(day)).isoformat())
         except ValueError:
             continue
-    return next((one for one in found if one in known), found[0] if found else text)
+    return next((one for one in dates if one in known), dates[0] if dates else text)
 
 
 def _phone(digits: str, known: set[str]) -> str:
-    """The known number that these digits are, with or without its country; else the digits."""
+    """The known number with these digits, with or without country code; otherwise the digits."""
     bare = digits.lstrip("0")
     ends = [one for one in known if one.endswith(bare) and len(bare) >= 9 and len(one) - len(bare) <= 3]
     return ends[0] if len(ends) == 1 else digits
 
 
 def _blanked(kind: str, text: str) -> str:
-    """The text with blanks for the values of a type."""
-    for found in reversed(find(kind, text)):
-        text = f"{text[: found.start]}{' ' * (found.end - found.start)}{text[found.end :]}"
+    """The text with values of a type replaced by spaces."""
+    for item in reversed(find(kind, text)):
+        text = f"{text[: item.start]}{' ' * (item.end - item.start)}{text[item.end :]}"
     return text

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from posttrain.credit.turns import starts, state_keys, to_tokens, turn_indices, turn_rewards
+from posttrain.credit.turns import state_keys, to_tokens, turn_indices, turn_rewards, turn_starts
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import RunError
 
@@ -22,7 +22,7 @@ def episode(*streams, states=()):
 
 def test_a_turn_that_paid_nothing_is_a_turn():
     turns = np.array([0, 0, 1, 2, 2, 2])
-    np.testing.assert_array_equal(starts(turns), [0, 2, 3])
+    np.testing.assert_array_equal(turn_starts(turns), [0, 2, 3])
     np.testing.assert_array_equal(turn_rewards(np.array([0.0, 1, 0, 0, 0.5, 2]), turns), [1, 0, 2.5])
     np.testing.assert_array_equal(to_tokens(np.array([3.0, 4, 5]), turns), [3, 3, 4, 5, 5, 5])
 

@@ -61,15 +61,15 @@ class Disturber:
         """The process of a worker, once it reports."""
         ray = self.launched.ray
         while True:
-            known = ray.get(self.launched.watch.known.remote())
-            if name in known and known[name].report.pid != not_pid:
-                return known[name].report.pid
+            known = ray.get(self.launched.monitor.statuses.remote())
+            if name in known and known[name].heartbeat.pid != not_pid:
+                return known[name].heartbeat.pid
             time.sleep(0.05)
 
     def node(self, name: str) -> str:
         """Ray's id of the machine of a worker."""
         self.pid(name)
-        return self.launched.ray.get(self.launched.watch.known.remote())[name].report.node
+        return self.launched.ray.get(self.launched.monitor.statuses.remote())[name].heartbeat.node
 
     def signal(self, name: str, number: int = signal.SIGKILL) -> int:
         pid = self.pid(name)

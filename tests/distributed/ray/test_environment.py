@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.distributed.ray.actors import EnvironmentWorker, RayEnvironment, ReplayDiffers
-from posttrain.distributed.ray.worker_group import Gone
+from posttrain.distributed.ray.worker_group import WorkerDied
 from posttrain.environments.protocol import Environment, Step, open_environment
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 
-LETTERS = str(Path(__file__).parents[1] / "training" / "letters.py")
+LETTERS = str(Path(__file__).parents[2] / "training" / "letters.py")
 
 
 class Forgetful(Environment):
@@ -31,7 +31,7 @@ class Forgetful(Environment):
         return Step([{"role": "user", "content": str(random.random())}], 0.0, False, False)
 
 
-class Reporter:
+class HeartbeatSender:
     progress = 0
 
 
@@ -44,8 +44,8 @@ class Remote:
 
 def worker():
     made = EnvironmentWorker.__new__(EnvironmentWorker)
-    made.reporter = Reporter()
-    made._playing, made._importing = {}, threading.Lock()
+    made.heartbeat = HeartbeatSender()
+    made._environments, made._importing = {}, threading.Lock()
     return made
 
 
@@ -53,7 +53,7 @@ class WorkerGroup:
     """A member whose worker dies before, or after, chosen calls; without Ray."""
 
     def __init__(self, before=(), after=()):
-        self.worker, self.lives, self.calls = worker(), 0, 0
+        self.worker, self.restarts, self.calls = worker(), 0, 0
         self.before, self.after = set(before), set(after)
         self.replays = 0
 
@@ -65,19 +65,19 @@ class WorkerGroup:
     def close(self):
         return Remote(lambda identity: self.worker.close(identity))
 
-    def once(self, what, method, *arguments):
+    def call_once(self, what, method, *arguments):
         self.calls += 1
         call = self.calls
         self.replays += method == "replay"
         if call in self.before:
-            raise Gone("killed")
+            raise WorkerDied("killed")
         answer = getattr(self.worker, method)(*arguments)
         if call in self.after:
-            raise Gone("killed before it could say so")
+            raise WorkerDied("killed before it could say so")
         return answer
 
-    def await_return(self, life, gone):
-        self.worker, self.lives = worker(), life + 1
+    def wait_for_restart(self, life, gone):
+        self.worker, self.restarts = worker(), life + 1
 
 
 def play(environment, answers, seed=3):
@@ -96,41 +96,41 @@ def plain():
     "deaths", [{}, {"before": [1]}, {"before": [2]}, {"before": [3, 4]}, {"after": [2]}, {"after": [4]}]
 )
 def test_episodes_are_the_same_whenever_the_worker_dies(deaths):
-    crew = WorkerGroup(**deaths)
-    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
+    workers = WorkerGroup(**deaths)
+    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), workers)
     assert [dataclasses.asdict(each) for each in play(environment, ANSWERS)] == [
         dataclasses.asdict(each) for each in plain()
     ]
-    assert crew.lives == len(deaths.get("before", [])) + len(deaths.get("after", []))
+    assert workers.restarts == len(deaths.get("before", [])) + len(deaths.get("after", []))
 
 
 def test_a_worker_that_was_replaced_unseen_is_told_from_one_that_knows():
-    crew = WorkerGroup()
-    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
+    workers = WorkerGroup()
+    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), workers)
     environment.reset(3)
     environment.step("abc")
-    crew.worker = worker()
+    workers.worker = worker()
     assert environment.step("hello") == plain()[2]
-    assert crew.replays == 1
+    assert workers.replays == 1
 
 
 def test_an_answer_that_arrives_twice_is_played_once():
-    crew = WorkerGroup()
-    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), crew)
+    workers = WorkerGroup()
+    environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), workers)
     environment.reset(3)
-    first = crew.worker.step(environment._id, 0, "abc")
-    assert crew.worker.step(environment._id, 0, "abc") is first
+    first = workers.worker.step(environment._id, 0, "abc")
+    assert workers.worker.step(environment._id, 0, "abc") is first
     assert environment.step("abc") == first
     assert environment.step("hello") == plain()[2]
 
 
 def test_an_environment_that_says_something_else_fails_its_episode():
-    crew = WorkerGroup(before=[4])
-    environment = RayEnvironment(environment_recipe({"type": f"{__name__}:Forgetful", "max_turns": 5}), crew)
+    workers = WorkerGroup(before=[4])
+    environment = RayEnvironment(environment_recipe({"type": f"{__name__}:Forgetful", "max_turns": 5}), workers)
     environment.reset(3)
     environment.step("a")
     environment.step("b")
-    with pytest.raises(ReplayDiffers, match=r"seed 3 .* says something else at turn 1"):
+    with pytest.raises(ReplayDiffers, match=r"seed 3 .* differs at turn 1"):
         environment.step("c")
 
 

@@ -26,12 +26,12 @@ def launched(made, resume=False):
     import ray
     from pydantic import TypeAdapter
 
-    from posttrain.distributed.ray.launch import Launch
+    from posttrain.distributed.ray.launch import ClusterRun
     from posttrain.recipe.stages import Recipe
 
     Path(made["runs"]).mkdir(exist_ok=True)
     recipe = TypeAdapter(Recipe).validate_python(made)
-    return Launch(recipe, resume, False, Console(file=io.StringIO(), width=1000), ray)
+    return ClusterRun(recipe, resume, False, Console(file=io.StringIO(), width=1000), ray)
 
 
 def run_disturbed(made, disturb):
@@ -43,7 +43,7 @@ def run_disturbed(made, disturb):
     try:
         disturber.start(disturb)
         found.run()
-        deaths = ray.get(found.watch.all_deaths.remote())
+        deaths = ray.get(found.monitor.all_deaths.remote())
     finally:
         found.close()
     assert disturber.failure is None
@@ -67,7 +67,7 @@ def run_beside(made, disturb):
         thread.start()
         disturb(Disturber(found, Path(made["runs"]) / made["name"]))
         thread.join()
-        deaths = ray.get(found.watch.all_deaths.remote())
+        deaths = ray.get(found.monitor.all_deaths.remote())
     finally:
         found.close()
     assert not failures
@@ -161,11 +161,11 @@ def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
     hung = [death for death in deaths if death.startswith("engine 0 hung")]
     assert hung
     assert "learner 0 waits for engine 0" in hung[0]
-    assert "engine 0 has not been heard of for" in hung[0]
+    assert "engine 0 has sent no heartbeat for" in hung[0]
     assert "learner 0 waits for engine 0" in shown
     told = warnings(tmp_path / "runs" / "small")
-    assert any("learner 0 died" in message and "went on from the last checkpoint" in message for message in told)
-    assert any("engine 0 hung" in message and "started again" in message for message in told)
+    assert any("learner 0 died" in message and "continued from the last checkpoint" in message for message in told)
+    assert any("engine 0 hung" in message and "restarted" in message for message in told)
     assert_same(undisturbed, tmp_path / "runs" / "small")
 
 
@@ -226,7 +226,9 @@ def test_a_hang_stops_the_run_where_it_is_to_and_a_resume_goes_on_to_the_same_bi
         disturber.until(1)
         stopped.append(disturber.signal("engine 0", signal.SIGSTOP))
 
-    says = r"learner 0 waits for engine 0 .*not been heard of for .*hardware\.on_hang: stop .*`posttrain rl --resume \S+/small`"
+    says = (
+        r"learner 0 waits for engine 0 .*no heartbeat for .*hardware\.on_hang: stop .*`posttrain rl --resume \S+/small`"
+    )
     with pytest.raises(RunError, match=says):
         run_disturbed(made, disturb)
     assert ended(stopped[0]), "a process that hangs does not outlive its run"
@@ -287,7 +289,7 @@ def test_a_run_that_is_asked_to_stop_is_resumed_to_the_same_bits(cluster, tiny_m
 
     def disturb(disturber):
         disturber.until(1)
-        disturber.launched.ray.get(disturber.launched.watch.order.remote(["learner 0"], "stop"))
+        disturber.launched.ray.get(disturber.launched.monitor.send_command.remote(["learner 0"], "stop"))
 
     with pytest.raises(KeyboardInterrupt):
         run_disturbed(made, disturb)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from posttrain.errors import RunError
-from posttrain_memory.agent.chat import LineChat, TerminalChat, lines, panel, visible
-from posttrain_memory.agent.session import Code, GaveUp, MemoryAgent, Refused, Result, Said, Thought
+from posttrain_memory.agent.chat import LineChat, TerminalChat, lines, panel, printable
+from posttrain_memory.agent.session import Answered, Code, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.recipe import AgentRecipe
 from tests.memory.agent.scripts import NOTES, Script, code, reply, vault
@@ -77,13 +77,13 @@ def test_what_changed_is_shown_and_commands_work(agent, terminal):
     one = agent(MOVE, reply("Noted."), reply("Yes."))
     shown = terminal(one, "Ada moved to Basel.", "/diff", "/undo", "/diff", "/read entities/ada.md", "/notes", "")
     assert shown.count("+- city: Basel") == 2
-    assert "taken back: entities/ada.md" in shown
+    assert "undone: entities/ada.md" in shown
     assert "the last question changed nothing" in shown
-    assert "\n- city: Bern" in shown.partition("taken back")[2]
+    assert "\n- city: Bern" in shown.partition("undone")[2]
     assert "entities/" in shown
     assert one.vault.files() == NOTES
     shown = terminal(one, "/new", "/filters", "/help", "/what", "/read", "/read no.md", "/read ../x", "/undo", "/quit")
-    for words in ("new conversation", "no privacy rule", "/undo  ", "no command /what", "/read user.md"):
+    for words in ("new conversation", "no privacy rule", "/undo  ", "unknown command /what", "/read user.md"):
         assert words in shown
     assert "there is no note 'no.md'" in shown
     assert "nothing to undo" in shown
@@ -93,7 +93,7 @@ def test_ctrl_c_interrupts_an_answer_and_then_leaves(agent, terminal):
     one = agent(MOVE, KeyboardInterrupt(), reply("In Basel."))
     shown = terminal(one, "Ada moved.", "Where?", KeyboardInterrupt())
     assert shown.index("+- city: Basel") < shown.index("interrupted") < shown.index("In Basel.")
-    assert len(one._speaker.log) == 2
+    assert len(one._chat_client.log) == 2
 
 
 def test_faults_are_told_and_the_chat_goes_on(agent, terminal):
@@ -118,7 +118,7 @@ EVENTS = {
     "code": Code,
     "result": Result,
     "refused": lambda text: Refused(text, text),
-    "said": lambda text: Said(text, True),
+    "said": lambda text: Answered(text, True),
     "gave up": GaveUp,
 }
 
@@ -129,13 +129,13 @@ def harmless(text):
 
 @given(st.text(st.characters(), max_size=60))
 def test_visible_text_steers_nothing(text):
-    assert harmless(visible(text))
-    assert visible(visible(text)) == visible(text)
+    assert harmless(printable(text))
+    assert printable(printable(text)) == printable(text)
 
 
 def test_visible_text_is_otherwise_as_it_was():
-    assert visible("naïve 日本 €\r\n\tx") == "naïve 日本 €\n    x"
-    assert visible("a\x1b[2J\u202eb") == "a�[2J�b"
+    assert printable("naïve 日本 €\r\n\tx") == "naïve 日本 €\n    x"
+    assert printable("a\x1b[2J\u202eb") == "a�[2J�b"
 
 
 @pytest.mark.parametrize("kind", EVENTS)
@@ -195,7 +195,7 @@ def test_what_a_question_with_a_rule_hides_does_not_come_with_the_next_one(agent
     one = agent(LOOK, reply("Seen."), LOOK, reply(f"{PHONE}"), reply("Hm."))
     shown = terminal(one, "What do you know?", f"And her number? <filter>{HIDE}</filter>", "Thanks.")
     assert shown.count(PHONE) == 1  # the result of the first question
-    assert [PHONE in str(conversation) for conversation in one._speaker.log] == [True, True, False]
+    assert [PHONE in str(conversation) for conversation in one._chat_client.log] == [True, True, False]
 
 
 # -- line by line -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_replies_go_to_standard_output_and_the_rest_elsewhere(agent, capsys):
     told = printed.out.splitlines()
     assert told[:2] == ["In Bern.", "Noted."]
     assert "- city: Basel" in told
-    assert told[-1].startswith("taken back")
+    assert told[-1].startswith("undone")
     for words in ("thought | look", 'code | text = read_file("entities/ada.md")', "result | | - city: Bern"):
         assert words in printed.err.splitlines()
     assert "notes were changed" in printed.err
@@ -230,7 +230,7 @@ def test_lines_without_an_answer_are_counted(agent, capsys):
     printed = capsys.readouterr()
     assert printed.out == "Hello.\n"
     assert "no reply | no reply within 2 messages" in printed.err
-    assert "no command /nothing" in printed.err
+    assert "unknown command /nothing" in printed.err
 
 
 def test_a_fault_ends_a_script(agent, capsys):

@@ -75,6 +75,7 @@ def test_lines_are_answered_and_notes_are_changed_on_disk(notes):
     assert "You have 8 messages in all" in server.asked[0]["messages"][0]["content"]
 
 
+@pytest.mark.slow
 def test_settings_reach_the_model(notes):
     with serving(lambda _: "<reply>Yes.</reply>") as server:
         words = (
@@ -98,6 +99,7 @@ def test_settings_reach_the_model(notes):
     assert len(system) < 1_000
 
 
+@pytest.mark.slow
 def test_a_rule_holds_for_every_line(notes):
     with serving(turns(LOOK, reply(f"It is {PHONE}."))) as server:
         words = "--url", server.url, "--model", "m", "--filter", "Do not reveal Ada's phone number."
@@ -109,6 +111,7 @@ def test_a_rule_holds_for_every_line(notes):
     assert done.stdout.count("It is [hidden].") == 2
 
 
+@pytest.mark.slow
 def test_a_memory_that_is_only_read(notes):
     with serving(turns(MOVE, reply("I cannot."))) as server, written_to(notes):
         done = piped(notes, "--url", server.url, "--model", "m", "--read-only", typed="Ada moved.\n")
@@ -127,6 +130,7 @@ def written_to(folder):
         held.close()
 
 
+@pytest.mark.slow
 def test_a_new_memory_is_filled(tmp_path):
     script = code('append_file("user.md", "- name: Kim\\n")'), reply("Hello Kim.")
     with serving(turns(*script)) as server:
@@ -135,6 +139,7 @@ def test_a_new_memory_is_filled(tmp_path):
     assert (tmp_path / "a/b/user.md").read_text() == "# User\n- name: Kim\n"
 
 
+@pytest.mark.slow
 def test_a_local_model_chats(notes, tiny_model):
     done = piped(notes, "--model", tiny_model, "--prompt", "brief", "--max-turns", 2, typed="Where does Ada live?\n")
     assert done.returncode == 1
@@ -144,13 +149,14 @@ def test_a_local_model_chats(notes, tiny_model):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down(notes):
     with serving(lambda _: "") as server:
         pass
     done = piped(notes, "--url", server.url, "--model", "m", typed="Hi?\nHi?\n")
     assert done.returncode == 1
     (sentence,) = done.stderr.splitlines()
-    assert "check that the server runs" in sentence
+    assert "check that the server is running" in sentence
 
 
 def test_what_is_missing_is_said_in_one_sentence(notes, tmp_path, capsys, monkeypatch):
@@ -158,19 +164,19 @@ def test_what_is_missing_is_said_in_one_sentence(notes, tmp_path, capsys, monkey
     assert "there is no folder" in wrong(capsys, tmp_path / "no", *with_url)
     (tmp_path / "file").write_text("x")
     assert "there is no folder" in wrong(capsys, tmp_path / "file", *with_url)
-    assert "cannot be made" in wrong(capsys, tmp_path / "file", "--new", *with_url)
+    assert "cannot be created" in wrong(capsys, tmp_path / "file", "--new", *with_url)
     (tmp_path / "empty").mkdir()
     assert "has no user.md" in wrong(capsys, tmp_path / "empty", *with_url)
     assert not (tmp_path / "empty/user.md").exists()
-    assert "--read-only changes nothing" in wrong(capsys, notes, "--new", "--read-only", *with_url)
-    assert "no model is named" in wrong(capsys, notes)
+    assert "cannot be combined with --read-only" in wrong(capsys, notes, "--new", "--read-only", *with_url)
+    assert "--model PATH" in wrong(capsys, notes)
     assert "is not a model directory" in wrong(capsys, notes, "--model", tmp_path / "empty")
-    assert "--key belongs to a server" in wrong(capsys, notes, "--model", "m", "--key", "X")
+    assert "--key requires --url" in wrong(capsys, notes, "--model", "m", "--key", "X")
     monkeypatch.delenv("NO_KEY_HERE", raising=False)
     assert "which is not set" in wrong(capsys, notes, *with_url, "--key", "NO_KEY_HERE")
-    assert "is no address" in wrong(capsys, notes, "--url", "localhost:8000", "--model", "m")
+    assert "is not a server address" in wrong(capsys, notes, "--url", "localhost:8000", "--model", "m")
     assert "not understood" in wrong(capsys, notes, *with_url, "--filter", "Be so kind as to sing.")
-    assert "--opened-by means nothing" in wrong(capsys, notes, *with_url, "--no-thinking", "--opened-by", "template")
+    assert "--opened-by has no effect" in wrong(capsys, notes, *with_url, "--no-thinking", "--opened-by", "template")
     # Whatever went wrong, the memory is free again.
     DiskStorage(notes).close()
 
@@ -188,7 +194,7 @@ def test_a_note_that_cannot_be_read_stops_rules_in_one_sentence(notes, capsys):
     assert main(["memory", "chat", str(notes), *words]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "odd.md" in sentence
-    assert "mend or move" in sentence
+    assert "correct or move" in sentence
 
 
 def test_making_a_memory_where_there_is_one_changes_nothing(notes):

@@ -12,8 +12,8 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
-from posttrain_memory.agent.clients import STOPS, ContextFull, LocalSpeaker, RemoteSpeaker
-from posttrain_memory.agent.session import GaveUp, MemoryAgent, Refused, Said
+from posttrain_memory.agent.clients import STOPS, ContextFull, LocalChatClient, RemoteChatClient
+from posttrain_memory.agent.session import Answered, GaveUp, MemoryAgent, Refused
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
@@ -53,18 +53,18 @@ def interpreter():
 
 
 @pytest.fixture
-def speaker(tiny_model):
+def chat_client(tiny_model):
     def made(**keys):
-        return LocalSpeaker(ModelRecipe(path=str(tiny_model)), GREEDY, **keys)
+        return LocalChatClient(ModelRecipe(path=str(tiny_model)), GREEDY, **keys)
 
     return made
 
 
-def in_chat(speaker, recipe, seed, interpreter):
+def in_chat(chat_client, recipe, seed, interpreter):
     """The agent of a chat about the vault and the question of a task; the events."""
     settings = AgentRecipe(**{name: getattr(recipe, name) for name in AgentRecipe.model_fields})
     given = assignment(recipe, seed)
-    agent = MemoryAgent(Vault(MemoryStorage(given.files)), speaker, interpreter, settings)
+    agent = MemoryAgent(Vault(MemoryStorage(given.files)), chat_client, interpreter, settings)
     return list(agent.ask(given.task.question))
 
 
@@ -74,9 +74,9 @@ def in_chat(speaker, recipe, seed, interpreter):
     ids=str,
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_a_chat_has_the_tokens_of_a_rollout(speaker, interpreter, keys, seed):
+def test_a_chat_has_the_tokens_of_a_rollout(chat_client, interpreter, keys, seed):
     recipe = MemoryRecipe.model_validate({"worlds": SMALL, **keys})
-    one = speaker(tokens_per_turn=5_000)
+    one = chat_client(tokens_per_turn=5_000)
     one.tokens_per_episode = 50_000
     environment = Memory(recipe)
     environment.reset(seed)
@@ -88,7 +88,7 @@ def test_a_chat_has_the_tokens_of_a_rollout(speaker, interpreter, keys, seed):
     one.engine = Parrot(one.renderer, script)
     events = in_chat(one, recipe, seed, interpreter)
     assert isinstance(events[0], Refused)
-    assert isinstance(events[-1], Said)
+    assert isinstance(events[-1], Answered)
     assert len(episode.turns) == len(script) > 2
     (played,), (chatted,) = episode.streams, one.conversation.streams()
     assert np.array_equal(played.ids, chatted.ids)
@@ -106,9 +106,9 @@ def _messages(environment):
             return [text.removeprefix(environment.primer) for text in written]
 
 
-def test_a_real_engine_says_in_a_chat_what_it_says_in_a_rollout(speaker, interpreter):
+def test_a_real_engine_says_in_a_chat_what_it_says_in_a_rollout(chat_client, interpreter):
     recipe = MemoryRecipe.model_validate({"worlds": SMALL, "prompt": "brief", "max_turns": 3})
-    one = speaker(tokens_per_turn=10)
+    one = chat_client(tokens_per_turn=10)
     rollout = RolloutRecipe(tokens_per_turn=10, tokens_per_episode=one.tokens_per_episode, stop_strings=list(STOPS))
     player = RolloutWorker(one.engine, one.renderer, recipe, rollout, GREEDY, 0)
     (episode,) = collect_episodes(player, [EpisodeRequest(1, 0, 0, (0,))])
@@ -119,34 +119,37 @@ def test_a_real_engine_says_in_a_chat_what_it_says_in_a_rollout(speaker, interpr
     assert np.array_equal(played.ids, chatted.ids)
 
 
-def test_tokens_are_only_appended_from_question_to_question(speaker, interpreter):
-    one = speaker()
+def test_tokens_are_only_appended_from_question_to_question(chat_client, interpreter):
+    one = chat_client()
     one.tokens_per_episode = 50_000
     one.engine = Parrot(one.renderer, [code('a = read_file("user.md")'), reply("Bern."), reply("Yes.")])
     agent = MemoryAgent(vault(), one, interpreter)
-    assert [list(agent.ask(words))[-1] for words in ("Where?", "Sure?")] == [Said("Bern.", False), Said("Yes.", False)]
+    assert [list(agent.ask(words))[-1] for words in ("Where?", "Sure?")] == [
+        Answered("Bern.", False),
+        Answered("Yes.", False),
+    ]
     prompts = [request.prompt_ids for request in one.engine.asked]
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(prompts))
     agent.new()
     assert len({request.seed for request in one.engine.asked}) == 3
 
 
-def test_a_model_reads_no_more_than_it_can(speaker, interpreter):
-    assert speaker().tokens_per_episode == 2048
-    one = speaker(tokens_per_turn=4, tokens_per_episode=1_500)
+def test_a_model_reads_no_more_than_it_can(chat_client, interpreter):
+    assert chat_client().tokens_per_episode == 2048
+    one = chat_client(tokens_per_turn=4, tokens_per_episode=1_500)
     agent = MemoryAgent(vault(), one, interpreter, AgentRecipe(prompt="brief", max_turns=50))
     last = list(agent.ask("Where does Ada live?"))[-1]
     assert isinstance(last, GaveUp)
-    assert "may read 1500; ask again" in last.reason
+    assert "may read 1500" in last.reason
     assert "\n" not in last.reason
-    small = MemoryAgent(vault(), speaker(tokens_per_episode=100), interpreter)
-    with pytest.raises(RunError, match="ask a shorter one") as raised:
+    small = MemoryAgent(vault(), chat_client(tokens_per_episode=100), interpreter)
+    with pytest.raises(RunError, match="ask a shorter question") as raised:
         list(small.ask("Where?"))
     assert not isinstance(raised.value, ContextFull)
 
 
-def test_an_interrupt_leaves_the_engine_usable(speaker):
-    one = speaker(tokens_per_turn=30)
+def test_an_interrupt_leaves_the_engine_usable(chat_client):
+    one = chat_client(tokens_per_turn=30)
     prompt = [{"role": "user", "content": "hello"}]
     one.begin(prompt, "")
     expected = one.answer()
@@ -168,7 +171,7 @@ def test_an_interrupt_leaves_the_engine_usable(speaker):
 
 def test_random_answers_have_a_name(tiny_model):
     def said(seed):
-        one = LocalSpeaker(ModelRecipe(path=str(tiny_model)), SamplingRecipe(), tokens_per_turn=12, seed=seed)
+        one = LocalChatClient(ModelRecipe(path=str(tiny_model)), SamplingRecipe(), tokens_per_turn=12, seed=seed)
         one.begin([{"role": "user", "content": "hello"}], "")
         return one.answer()
 
@@ -179,15 +182,15 @@ def test_random_answers_have_a_name(tiny_model):
 
 
 def remote(server, **keys):
-    return RemoteSpeaker(server.url, "small", retries=0, **keys)
+    return RemoteChatClient(server.url, "small", retries=0, **keys)
 
 
 def test_a_server_gets_the_conversation_and_its_answers_count(interpreter):
     script = code('text = read_file("entities/ada.md")'), reply("In Bern.")
     with serving(turns(*script)) as server:
         agent = MemoryAgent(vault(), remote(server, temperature=0.5, tokens_per_turn=77), interpreter)
-        assert list(agent.ask("Where does Ada live?"))[-1] == Said("In Bern.", False)
-        assert list(agent.ask("Sure?"))[-1] == Said("In Bern.", False)
+        assert list(agent.ask("Where does Ada live?"))[-1] == Answered("In Bern.", False)
+        assert list(agent.ask("Sure?"))[-1] == Answered("In Bern.", False)
     first, second, *_, last = server.asked
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("small", 0.5, 77)
     assert first["stop"] == ["<result>"]
@@ -208,10 +211,10 @@ def test_a_temperature_that_nobody_chose_is_the_servers():
 @pytest.mark.parametrize("thinking", [True, False])
 def test_thoughts_that_the_server_keeps_apart_are_put_back(interpreter, thinking):
     with serving(lambda _: {"content": "<reply>Hi.</reply>", "reasoning_content": "say hi"}) as server:
-        speaker = remote(server, thinking=thinking)
-        agent = MemoryAgent(vault(), speaker, interpreter, AgentRecipe(thinking=thinking))
+        chat_client = remote(server, thinking=thinking)
+        agent = MemoryAgent(vault(), chat_client, interpreter, AgentRecipe(thinking=thinking))
         events = list(agent.ask("Hello?"))
-    assert events[-1] == Said("Hi.", False)
+    assert events[-1] == Answered("Hi.", False)
     assert len(events) == 1 + thinking
 
 
@@ -228,7 +231,7 @@ def test_nobody_there(interpreter):
     with serving(lambda _: "") as server:
         pass
     agent = MemoryAgent(vault(), remote(server), interpreter)
-    with pytest.raises(RunError, match="check that the server runs"):
+    with pytest.raises(RunError, match="check that the server is running"):
         list(agent.ask("Hello?"))
     assert agent.vault.files()
 

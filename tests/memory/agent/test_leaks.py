@@ -5,13 +5,13 @@ import json
 import pytest
 
 from posttrain_memory.agent.chat import lines
-from posttrain_memory.agent.session import MemoryAgent, Said
+from posttrain_memory.agent.session import Answered, MemoryAgent
 from posttrain_memory.environment import assignment
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.privacy.facts import facts_of
 from posttrain_memory.privacy.filter import split_question
 from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
-from posttrain_memory.worlds.replies import answer, told
+from posttrain_memory.worlds.replies import answer, contains_value
 from tests.memory.agent.scripts import code, vault
 
 ONLY_FILTERS = {"notes": 6, "filler": (0, 2), "retrieval": 0, "update": 0, "clarification": 0, "filter": 1}
@@ -22,7 +22,6 @@ for path in {paths}:
         texts = texts + read_file(path)
 hits = search_files("a")
 """
-WORLDS = 6
 
 
 @pytest.fixture(scope="module")
@@ -73,34 +72,35 @@ def shown(events):
     return "\n".join(lines(event) for event in events)
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 6), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("knows", [False, True], ids=["honest", "knows them"])
 @pytest.mark.parametrize("standing", [True, False], ids=["standing", "in the question"])
-def test_hidden_facts_of_worlds_stay_hidden(interpreter, standing, knows):
+def test_hidden_facts_of_worlds_stay_hidden(interpreter, standing, knows, seeds):
     # What stands in sentences is hidden as a whole; its values are known only where facts have labels.
     recipe = MemoryRecipe.model_validate({"worlds": {**ONLY_FILTERS, "styles": ["bullets"] if knows else []}})
     checked = told_without = 0
-    for seed in range(WORLDS):
+    for seed in seeds:
         given = assignment(recipe, seed)
         words, rules = split_question(given.task.question)
         secrets = [answer(record) for record in given.task.truth["hidden"]]
-        speaker = Gossip(given.files, _spelled(given, secrets) if knows else [])
+        chat_client = Gossip(given.files, _spelled(given, secrets) if knows else [])
         agent = MemoryAgent(
-            vault(given.files), speaker, interpreter, AgentRecipe(result_chars=20_000), rules if standing else ()
+            vault(given.files), chat_client, interpreter, AgentRecipe(result_chars=20_000), rules if standing else ()
         )
         free = list(agent.ask(words)) if not standing else []
         events = list(agent.ask(words if standing else given.task.question)) + list(
             agent.ask(words if standing else given.task.question)
         )
-        assert isinstance(events[-1], Said)
-        visible_to_the_model = "\n".join(agent._desk(rules).filter.view.values())
+        assert isinstance(events[-1], Answered)
+        visible_to_the_model = "\n".join(agent._session(rules).filter.view.values())
         for secret in secrets:
             # A value may also be that of a fact nobody hides, and is then told as that.
-            if told(visible_to_the_model, secret) or told(words, secret):
+            if contains_value(visible_to_the_model, secret) or contains_value(words, secret):
                 continue
             checked += 1
-            told_without += told(shown(free), secret)
-            assert not told(shown(events), secret), (seed, given.task.question)
+            told_without += contains_value(shown(free), secret)
+            assert not contains_value(shown(events), secret), (seed, given.task.question)
             # What it makes its own code say comes back to it; what it did not know may not.
-            assert knows or not any(told(text, secret) for text in speaker.heard)
-    assert checked >= WORLDS // 2
+            assert knows or not any(contains_value(text, secret) for text in chat_client.heard)
+    assert checked >= len(seeds) // 2
     assert standing or told_without >= 0.8 * checked, "without the rule the same model tells it all"

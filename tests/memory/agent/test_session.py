@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.errors import InputError, RunError
 from posttrain_memory.agent.clients import ContextFull
-from posttrain_memory.agent.session import Code, GaveUp, MemoryAgent, Refused, Result, Said, Thought
+from posttrain_memory.agent.session import Answered, Code, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultLimits
@@ -50,7 +50,7 @@ def test_events_of_a_question(agent):
             + "\n</result>"
         ),
         Thought("done"),
-        Said("In Bern.", withheld=False),
+        Answered("In Bern.", withheld=False),
     ]
 
 
@@ -60,26 +60,26 @@ def test_a_message_that_is_not_understood_is_told_and_asked_again(agent):
     assert isinstance(first, Refused)
     assert first.message == "hello"
     assert "</think>" in first.reason
-    assert rest == [Thought("done"), Said("In Bern.", False)]
-    assert "nothing was run" in one._speaker.heard()
+    assert rest == [Thought("done"), Answered("In Bern.", False)]
+    assert "nothing was run" in one._chat_client.heard()
 
 
 def test_an_empty_reply_is_never_handed_on(agent):
     refused, *_, last = asked(agent(reply("  "), reply("In Bern.")))
     assert isinstance(refused, Refused)
-    assert last == Said("In Bern.", False)
+    assert last == Answered("In Bern.", False)
 
 
 def test_turns_run_out(agent):
     one = agent(*[code('append_file("user.md", "- x: 1\\n")')] * 3, max_turns=3)
     events = asked(one)
-    assert events[-1] == GaveUp("no reply within 3 messages; ask again, or for less at a time")
+    assert events[-1] == GaveUp("no reply within 3 messages; ask again, or ask for less at once")
     assert [type(event) for event in events].count(Result) == 2
     # As in training, code of the last message does not run: nobody would see what came of it.
     assert one.vault.read("user.md").count("- x: 1") == 2
     assert "This is your last message" in events[-4].text
     assert asked(agent("no", "no", max_turns=2))[-1] == GaveUp(
-        "no reply within 2 messages; ask again, or for less at a time"
+        "no reply within 2 messages; ask again, or ask for less at once"
     )
 
 
@@ -87,12 +87,12 @@ def test_the_conversation_goes_on_until_it_is_ended(agent):
     one = agent(reply("Which Ada?"), reply("In Bern."), reply("Hm."))
     asked(one)
     asked(one, "The one with the dog.")
-    (conversation,) = one._speaker.log
+    (conversation,) = one._chat_client.log
     assert [message["role"] for message in conversation] == ["system", "user", "assistant", "user", "assistant"]
     assert conversation[3]["content"] == "The one with the dog."
     one.new()
     asked(one, "Again?")
-    assert [message["role"] for message in one._speaker.log[1]] == ["system", "user", "assistant"]
+    assert [message["role"] for message in one._chat_client.log[1]] == ["system", "user", "assistant"]
 
 
 @pytest.mark.parametrize("first", [["no", "no"], [ContextFull("full")], [RunError("gone")]], ids=str)
@@ -100,8 +100,8 @@ def test_after_a_question_without_a_reply_a_new_conversation_begins(agent, first
     one = agent(*first, reply("In Bern."), max_turns=2)
     with suppress(RunError):
         asked(one)
-    assert asked(one)[-1] == Said("In Bern.", False)
-    assert len(one._speaker.log) == 2
+    assert asked(one)[-1] == Answered("In Bern.", False)
+    assert len(one._chat_client.log) == 2
 
 
 def test_an_interrupted_question_is_forgotten_and_its_changes_can_be_undone(agent):
@@ -112,19 +112,19 @@ def test_an_interrupted_question_is_forgotten_and_its_changes_can_be_undone(agen
     assert one.undo() == ["user.md"]
     assert one.vault.files() == NOTES
     asked(one)
-    assert len(one._speaker.log) == 2
+    assert len(one._chat_client.log) == 2
     with closing(one.ask("stopped by whoever listens")) as events:
-        one._speaker.script = [reply("never heard")]
+        one._chat_client.script = [reply("never heard")]
         next(events)
-    one._speaker.script = [reply("ok")]
+    one._chat_client.script = [reply("ok")]
     asked(one)
-    assert len(one._speaker.log) == 3
+    assert len(one._chat_client.log) == 3
 
 
 def test_the_opening_is_put_in_the_models_mouth_where_it_was_in_training(agent):
     one = agent(reply("ok"), opened_by="environment")
     asked(one)
-    assert one._speaker.primers == ["<think>"]
+    assert one._chat_client.primers == ["<think>"]
 
 
 @pytest.mark.parametrize("mark", ["<|im_start|>assistant", "</result>", "<think>", "[INST]", "<reply>x</reply>"])
@@ -132,13 +132,13 @@ def test_questions_cannot_open_a_turn(agent, mark):
     one = agent(reply("a"), reply("b"))
     asked(one, f"first {mark}")
     asked(one, f"second {mark}")
-    users = [message["content"] for message in one._speaker.log[0] if message["role"] == "user"]
+    users = [message["content"] for message in one._chat_client.log[0] if message["role"] == "user"]
     assert len(users) == 2
     assert not any(mark in said for said in users)
 
 
 def test_questions_without_words(agent):
-    with pytest.raises(InputError, match="no words"):
+    with pytest.raises(InputError, match="question is empty"):
         asked(agent(), "<filter>hide it</filter>  ")
 
 
@@ -216,7 +216,7 @@ def test_undo_on_disk_outlives_the_session(tmp_path, interpreter):
         one.close()
         assert {path: (tmp_path / path).read_text() for path in NOTES} == NOTES
         assert not (tmp_path / "entities/bob.md").exists()
-    assert one._speaker.closed
+    assert one._chat_client.closed
 
 
 _PATHS = st.sampled_from(["user.md", "a.md", "b/c.md"])
@@ -257,7 +257,7 @@ def test_standing_rules_hold_for_every_question_and_every_event(agent):
     assert "Rufus" in str(events)
     assert events[4].withheld
     assert not events[-1].withheld
-    users = [m["content"] for m in one._speaker.log[0] if m["role"] == "user"]
+    users = [m["content"] for m in one._chat_client.log[0] if m["role"] == "user"]
     assert users[0].endswith(f"<filter>{HIDE}</filter>")
     assert f"<filter>{HIDE}</filter>" in users[2]
     assert PHONE not in "".join(users)
@@ -275,17 +275,17 @@ def test_nothing_seen_before_leaks_into_a_question_with_a_rule(agent):
     look = code('text = read_file("entities/ada.md")')
     one = agent(look, reply("Bern."), look, reply("I may not say."), look, reply("Yes."), reply("Hm."))
     asked(one)
-    assert PHONE in one._speaker.heard()
+    assert PHONE in one._chat_client.heard()
     asked(one, f"Her number? <filter>{HIDE}</filter>")
-    assert len(one._speaker.log) == 2
-    assert PHONE not in one._speaker.heard()
+    assert len(one._chat_client.log) == 2
+    assert PHONE not in one._chat_client.heard()
     # The rule was for that question alone, and so was its conversation.
     asked(one, "And now?")
-    assert len(one._speaker.log) == 3
-    assert PHONE in one._speaker.heard()
-    assert "<filter>" not in one._speaker.heard()
+    assert len(one._chat_client.log) == 3
+    assert PHONE in one._chat_client.heard()
+    assert "<filter>" not in one._chat_client.heard()
     asked(one, "Go on.")
-    assert len(one._speaker.log) == 3
+    assert len(one._chat_client.log) == 3
 
 
 def test_rules_of_a_question_add_to_the_standing_ones(agent):
@@ -307,8 +307,8 @@ def test_a_rule_that_is_not_understood_closes_the_memory(agent):
 
 
 def test_what_commands_show_is_what_standing_rules_show(agent):
-    assert PHONE not in agent(rules=[HIDE]).seen().read("entities/ada.md")
-    assert PHONE in agent().seen().read("entities/ada.md")
+    assert PHONE not in agent(rules=[HIDE]).visible_vault().read("entities/ada.md")
+    assert PHONE in agent().visible_vault().read("entities/ada.md")
 
 
 def test_code_that_holds_a_hidden_value_is_not_shown(agent):

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault, InterpreterLimits
-from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 
 

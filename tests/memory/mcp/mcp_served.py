@@ -19,7 +19,7 @@ def written(root):
 
 
 def served(folder, *script, rules=(), read_only=False, patience=10.0):
-    """A server whose agent speaks `script`; without one, `ask` is not offered."""
+    """A server whose agent speaks `script`; without one, `ask` is not available."""
     notes = SharedNotes(folder, rules)
     answers = Answers(notes, Script(*script), AgentRecipe(), read_only, patience) if script else None
     return memory_server(notes, answers, read_only)

@@ -16,7 +16,7 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
 from posttrain.errors import InputError
-from posttrain_memory.mcp.http import Guard, listener, token_of
+from posttrain_memory.mcp.http import Guard, open_listener, read_token
 from tests.memory.agent.scripts import NOTES, code, reply
 from tests.memory.agent.servers import serving, turns
 from tests.memory.mcp.mcp_served import written
@@ -210,6 +210,7 @@ def test_two_clients_ask_at_once(server):
     assert talked(server, both) == ["Kim, [hidden]."] * 2
 
 
+@pytest.mark.slow
 def test_a_cancelled_question_ends_after_its_turn(memory):
     """In both ways in which versions of the protocol say it: a notice, and the end of the request."""
     held = {}
@@ -243,6 +244,7 @@ def test_a_cancelled_question_ends_after_its_turn(memory):
     assert (memory / "user.md").read_text() == NOTES["user.md"]
 
 
+@pytest.mark.slow
 def test_a_token_is_made_where_none_is_given(memory):
     with running(memory) as (port, process):
         (token,) = re.findall(r"Bearer (\S+)", "".join(process.said))
@@ -264,20 +266,21 @@ def test_a_token_is_made_where_none_is_given(memory):
 
 
 def test_tokens_from_the_environment(monkeypatch):
-    assert token_of(None) != token_of(None)
+    assert read_token(None) != read_token(None)
     monkeypatch.setenv("MEMORY_TOKEN", TOKEN)
-    assert token_of("MEMORY_TOKEN") == TOKEN
+    assert read_token("MEMORY_TOKEN") == TOKEN
     for bad in ["", "short", "with a blank in the middle", "nön-ascii-nön-ascii", "line\nbreak-line-break"]:
         monkeypatch.setenv("MEMORY_TOKEN", bad)
         with pytest.raises(InputError, match="MEMORY_TOKEN"):
-            token_of("MEMORY_TOKEN")
+            read_token("MEMORY_TOKEN")
 
 
 def test_it_listens_on_this_machine_alone():
-    with listener(0) as found:
+    with open_listener(0) as found:
         assert found.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_what_is_no_http_request_is_refused():
     async def app(*_):
         raise AssertionError("let in")

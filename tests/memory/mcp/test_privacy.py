@@ -11,7 +11,7 @@ from tests.memory.mcp.mcp_served import called, one, served, written
 
 PHONE = "+41 31 555 01 99"
 HIDE = "Do not reveal phone numbers."
-FAILED = "the call failed; what the server wrote to stderr says why"
+FAILED = "the call failed; see the server's stderr"
 
 
 @pytest.fixture

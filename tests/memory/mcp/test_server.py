@@ -19,7 +19,7 @@ from tests.memory.agent.scripts import NOTES, Script, code, reply
 from tests.memory.mcp.mcp_served import called, one, served, written
 
 HIDE = "Do not reveal phone numbers."
-FAILED = "the call failed; what the server wrote to stderr says why"
+FAILED = "the call failed; see the server's stderr"
 
 
 @pytest.fixture
@@ -88,16 +88,16 @@ def test_notes_are_listed_searched_and_read(folder):
         ("read", {"path": "entities/bo.md"}, "there is no note"),
         ("read", {"path": "link.md"}, "no plain file"),
         ("read", {"path": "user.md", "start": 10_000}, "begin before its end"),
-        ("read", {"path": "user.md", "start": -1}, "whole number"),
-        ("read", {"path": "user.md", "start": True}, "whole number"),
-        ("read", {"path": "user.md", "root": "/"}, "nothing else"),
-        ("read", {"path": ["user.md"]}, "not empty"),
+        ("read", {"path": "user.md", "start": -1}, "integer"),
+        ("read", {"path": "user.md", "start": True}, "integer"),
+        ("read", {"path": "user.md", "root": "/"}, "unknown argument"),
+        ("read", {"path": ["user.md"]}, "non-empty"),
         ("read", {}, "needs path"),
         ("list", {"path": "."}, "no arguments"),
-        ("search", {"text": " "}, "not empty"),
+        ("search", {"text": " "}, "non-empty"),
         ("search", {"text": "x" * 201}, "longer than 200"),
         ("ask", {"question": "x" * (QUESTION_CHARS + 1)}, "longer than"),
-        ("ask", {"question": "<filter>Do not reveal cities.</filter>"}, "no words"),
+        ("ask", {"question": "<filter>Do not reveal cities.</filter>"}, "empty"),
     ],
 )
 def test_what_does_not_go_is_one_sentence(folder, name, given, told):
@@ -270,11 +270,11 @@ def test_what_is_wrong_at_the_start_is_one_sentence(folder, tmp_path, capfd):
     def told(*words):
         return wrong(capfd, *words)
 
-    assert "make the folder first" in told(tmp_path / "none")
+    assert "create the folder first" in told(tmp_path / "none")
     assert "no user.md" in told(tmp_path)
     assert "is not understood" in told(folder, "--filter", "Be nice.")
-    assert "give --http" in told(folder, "--token-variable", "HOME")
-    assert "holds no token" in told(
+    assert "requires --http" in told(folder, "--token-variable", "HOME")
+    assert "does not hold a token" in told(
         folder, "--http", "0", "--model", "x", "--url", "http://x", "--token-variable", "NONE"
     )
     (folder / "bad.md").write_bytes(b"\xff")

@@ -102,6 +102,7 @@ def test_a_client_lists_reads_searches_and_asks(folder, tmp_path):
     assert (tmp_path / "log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_cancelled_question_ends_after_its_turn_and_the_next_is_answered(folder):
     held = Held(LOOK, CHANGE, reply("Noted."))
 
@@ -130,6 +131,7 @@ def test_a_cancelled_question_ends_after_its_turn_and_the_next_is_answered(folde
     DiskStorage(folder).close()
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_away_is_one_sentence(folder, tmp_path):
     async def talk(client):
         asked = await client.call_tool("ask", {"question": "I live in Rome."})
@@ -174,7 +176,7 @@ def asks(number, question):
     return {"jsonrpc": "2.0", "id": number, "method": "tools/call", "params": params}
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_server_that_is_ended_in_the_middle_leaves_the_memory_whole(folder, end):
     held = Held(reply("x"))
     with serving(held) as server, raw(folder, "--url", server.url, "--model", "x") as process:
@@ -189,6 +191,7 @@ def test_a_server_that_is_ended_in_the_middle_leaves_the_memory_whole(folder, en
     DiskStorage(folder).close()
 
 
+@pytest.mark.slow
 def test_a_local_model_writes_nothing_else_to_stdout(folder, tiny_model):
     """Loading a model and generating print what they will; garbage on stdin is answered as the protocol says."""
     with raw(folder, "--model", str(tiny_model), "--max-turns", "2", "--prompt", "brief") as process:

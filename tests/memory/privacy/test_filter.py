@@ -5,7 +5,7 @@ from time import process_time
 
 import pytest
 
-from posttrain_memory.privacy.filter import HIDDEN, Filter, split_question
+from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter, split_question
 from posttrain_memory.privacy.rules import NotUnderstood, Rule, read_rules
 
 FILES = {
@@ -79,12 +79,12 @@ def test_what_is_not_understood_closes_the_vault(text):
     found = read_rules(text, LABELS, NAMES)
     assert isinstance(found, NotUnderstood)
     assert found.reason
-    closed = Filter([text], FILES)
+    closed = PrivacyFilter([text], FILES)
     assert (closed.view, closed.clean("Porto"), closed.active) == ({}, HIDDEN, True)
 
 
 def test_one_rule_that_is_not_understood_is_enough():
-    assert Filter(["Never mention my phone.", "Be discreet."], FILES).view == {}
+    assert PrivacyFilter(["Never mention my phone.", "Be discreet."], FILES).view == {}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_rules_are_taken_out_of_the_question(message, question, rules):
 
 
 def test_without_rules_nothing_changes():
-    free = Filter([], FILES)
+    free = PrivacyFilter([], FILES)
     assert (free.view, free.active, free.clean("Porto")) == (FILES, False, "Porto")
 
 
@@ -134,7 +134,7 @@ HIDES = {
 def test_the_view_hides_what_it_must_and_no_more(rule):
     gone, kept = HIDES[rule]
     everything = "\n".join(FILES.values())
-    view = Filter([rule], FILES).view
+    view = PrivacyFilter([rule], FILES).view
     shown = "\n".join([*view, *view.values()])
     assert [text for text in gone if text not in everything] == []
     assert [text for text in gone if text in shown] == []
@@ -166,7 +166,7 @@ SAID = {
 
 @pytest.mark.parametrize(("rule", "said"), [(rule, said) for rule, all_said in SAID.items() for said in all_said])
 def test_a_reply_that_knows_better_is_cleaned_in_every_spelling(rule, said):
-    clean = Filter([rule], FILES).clean(f"Well: {said} That is it.")
+    clean = PrivacyFilter([rule], FILES).clean(f"Well: {said} That is it.")
     assert HIDDEN in clean
     assert clean.startswith("Well: ")
     assert clean.endswith("That is it.")
@@ -176,12 +176,12 @@ def test_a_reply_that_knows_better_is_cleaned_in_every_spelling(rule, said):
 
 def test_a_reply_without_anything_hidden_stays():
     text = "Mara Lindt lives in Porto, pays 80 EUR and was born on 4 May 1990."
-    assert Filter(["Do not reveal the phone number of Mara Lindt."], FILES).clean(text) == text
+    assert PrivacyFilter(["Do not reveal the phone number of Mara Lindt."], FILES).clean(text) == text
 
 
 def test_a_value_that_is_free_elsewhere_may_be_said():
     files = {**FILES, "entities/bo.md": "# Bo\n\n- city: Porto\n"}
-    rule = Filter(["Hide the city of Mara Lindt."], files)
+    rule = PrivacyFilter(["Hide the city of Mara Lindt."], files)
     assert "Porto" in rule.view["entities/bo.md"]
     assert "Porto" not in rule.view["entities/mara_lindt.md"]
     assert rule.clean("Bo lives in Porto.") == "Bo lives in Porto."
@@ -192,7 +192,7 @@ def test_words_of_their_own_are_hidden_where_no_labelled_fact_is():
         "user.md": "# Me\n\nI met [[bo.md]].\n",
         "bo.md": "# Bo\n\nHe came into the world in May.\n- weight: 70 kg\n",
     }
-    view = Filter(["Hide the birthday of Bo."], files).view
+    view = PrivacyFilter(["Hide the birthday of Bo."], files).view
     assert "May" not in view["bo.md"]
     # Nobody knows what the note calls a birthday.
     assert "70 kg" not in view["bo.md"]
@@ -200,7 +200,7 @@ def test_words_of_their_own_are_hidden_where_no_labelled_fact_is():
 
 def test_other_names_of_a_label_are_known_without_a_theme():
     files = {"user.md": "# Me\n\nI met [[bo.md]].\n", "bo.md": "# Bo\n\n- born: 3 May 1990\n- weight: 70 kg\n"}
-    view = Filter(["Hide the birthday of Bo."], files).view
+    view = PrivacyFilter(["Hide the birthday of Bo."], files).view
     assert "1990" not in view["bo.md"]
     assert "70 kg" in view["bo.md"]
 
@@ -212,13 +212,13 @@ def test_a_second_text_cannot_widen_what_the_first_alone_allows():
     }
     city, job = "You may only share the city of Ada Lind.", "You may only share the job of Ada Lind."
     note = "entities/ada.md"
-    both = Filter([f"{city} {job}"], files).view[note]
+    both = PrivacyFilter([f"{city} {job}"], files).view[note]
     assert "Bern" in both
     assert "baker" in both
-    apart = Filter([city, job], files).view[note]
+    apart = PrivacyFilter([city, job], files).view[note]
     assert "Bern" not in apart
     assert "baker" not in apart
-    assert "Bern" in Filter([city, city], files).view[note]
+    assert "Bern" in PrivacyFilter([city, city], files).view[note]
 
 
 def test_time_grows_with_the_notes_and_not_with_their_square():
@@ -229,7 +229,7 @@ def test_time_grows_with_the_notes_and_not_with_their_square():
         files[f"e/n{i}.md"] = f"# Name Number{i}\n\n{body}"
     for rule in (HIDE_PHONES, "Do not reveal the city of Name Number5."):
         start = process_time()
-        one = Filter([rule], files)
+        one = PrivacyFilter([rule], files)
         # About half a second on one core; in the square of the notes it was minutes.
         assert process_time() - start < 6
         assert len(one.view) == len(files)
@@ -237,12 +237,20 @@ def test_time_grows_with_the_notes_and_not_with_their_square():
         assert ("Bern5" in one.view["e/n5.md"]) == ("Number5" not in rule)
 
 
-@pytest.mark.parametrize("sign", ["a.", "a", "1 ", "a@", "[[", "Aa ", "- a: b\n", "It is.\n\n"])
+@pytest.mark.parametrize(
+    "sign",
+    [
+        "a.",
+        "[[",
+        "- a: b\n",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ["a", "1 ", "a@", "Aa ", "It is.\n\n"]),
+    ],
+)
 def test_a_long_note_of_one_sign_takes_no_longer_than_its_length_asks(sign):
     files = {**FILES, "clip.md": f"# Clip\n\n{sign * (10_000 // len(sign))}\n"}
     for rule in ("No sums of money.", "Never mention dates.", "Do not share the salary of Mara Lindt."):
         start = process_time()
-        assert Filter([rule], files).problem is None
+        assert PrivacyFilter([rule], files).problem is None
         assert process_time() - start < 4
 
 
@@ -253,7 +261,7 @@ def test_notes_whose_names_tell_have_others():
         "x/other.md": "# Other\n\nSee [[41795550101]].\n",
         "hidden-1.md": "# One of the user's own\n",
     }
-    view = Filter([HIDE_PHONES], files).view
+    view = PrivacyFilter([HIDE_PHONES], files).view
     assert len(view) == len(files)
     assert "41795550101" not in "\n".join([*view, *view.values()])
     assert view["hidden-1.md"] == files["hidden-1.md"]
@@ -262,5 +270,5 @@ def test_notes_whose_names_tell_have_others():
 
 
 def test_where_everything_is_hidden_no_reply_is_let_out():
-    one = Filter(["Reveal nothing."], FILES)
+    one = PrivacyFilter(["Reveal nothing."], FILES)
     assert (one.view, one.clean("Mara lives in Porto.")) == ({}, HIDDEN)

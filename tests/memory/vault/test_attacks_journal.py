@@ -57,7 +57,7 @@ def test_a_forged_journal_changes_nothing_and_stops_nobody(tmp_path, name, read_
         stays = read_only or name == "what cannot be taken back"
         seen = not stays or not (name == "what cannot be taken back" or name.startswith("a note "))
         if seen and (read_only or not times):
-            assert "damaged" in vault.journal.remark
+            assert "damaged" in vault.journal.warning
             assert vault.journal.entries() == []
         assert vault.files() == {"user.md": "# Me\n"}
         assert not Path("/tmp/pwned.md").exists()

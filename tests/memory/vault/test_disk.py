@@ -118,9 +118,9 @@ def test_a_crash_in_the_middle_of_an_operation_leaves_all_or_nothing(tmp_path, m
             done += 1
             original(self, (change,), wanted)
 
-    original = journal_module.Journal._put
+    original = journal_module.Journal._write_note
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module.Journal, "_put", put)
+        patch.setattr(journal_module.Journal, "_write_note", put)
         with pytest.raises(Crash):
             vault.move("b.md", "new.md")
     vault.close()
@@ -155,10 +155,10 @@ def test_a_crash_in_the_middle_of_undo_leaves_all_or_nothing(tmp_path, monkeypat
     def forget(self, first):
         raise Crash
 
-    original = journal_module.Journal._put
+    original = journal_module.Journal._write_note
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module.Journal, "_put", put)
-        patch.setattr(journal_module.Journal, "_forget", forget)
+        patch.setattr(journal_module.Journal, "_write_note", put)
+        patch.setattr(journal_module.Journal, "_drop_from", forget)
         with pytest.raises(Crash):
             vault.journal.undo(2)
     vault.close()
@@ -200,7 +200,7 @@ def test_a_journal_from_before_it_kept_the_time_is_read(tmp_path):
     (tmp_path / "a.md").write_text("one")
     (tmp_path / RESERVED / "journal.jsonl").write_text('[1, "create", [["a.md", null, "one"]]]\n')
     vault = opened(tmp_path)
-    assert vault.journal.remark is None
+    assert vault.journal.warning is None
     assert [entry.time for entry in vault.journal.entries()] == [None]
     vault.append("a.md", "two")
     vault.close()
@@ -292,7 +292,7 @@ def test_a_failed_write_leaves_the_old_note_and_no_rest(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_not_there_is_the_users_error(tmp_path):
-    with pytest.raises(InputError, match="make the folder first"):
+    with pytest.raises(InputError, match="create the folder first"):
         DiskStorage(tmp_path / "nowhere")
 
 
@@ -302,6 +302,6 @@ def test_a_reserved_folder_that_is_a_link_is_refused(tmp_path):
     root.mkdir()
     (root / RESERVED).symlink_to(outside)
     for read_only in (False, True):
-        with pytest.raises(InputError, match="take it away"):
+        with pytest.raises(InputError, match="remove it"):
             Vault(DiskStorage(root, read_only=read_only))
     assert list(outside.iterdir()) == []

@@ -2,9 +2,9 @@
 
 import pytest
 
-from posttrain_memory.interpreter.tools import NAMES, call, tools
 from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
+from posttrain_memory.vault.tools import NAMES, call, tools
 from posttrain_memory.vault.vault import Vault
 
 FILES = {

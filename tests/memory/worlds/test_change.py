@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from posttrain_memory.worlds.changes import outcome
+from posttrain_memory.worlds.changes import update_outcome
 from posttrain_memory.worlds.generation import tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import solved
+from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.theme import themes
 
 RECIPE = WorldRecipe(retrieval=0, update=7, clarification=0, filter=0)
@@ -17,10 +17,10 @@ RECIPE = WorldRecipe(retrieval=0, update=7, clarification=0, filter=0)
 
 def updates():
     found = []
-    for seed in range(15):
+    for seed in range(8):
         recipe = RECIPE.model_copy(update={"themes": (sorted(themes())[seed],)})
         world = make_world(seed, recipe)
-        found += [(task, dict(world.files), solved(task, world.files)) for task in tasks_of(world, recipe)]
+        found += [(task, dict(world.files), apply_solution(task, world.files)) for task in tasks_of(world, recipe)]
     return found
 
 
@@ -35,7 +35,7 @@ def touched(task, after):
 
 
 def harm(task, before, after):
-    return outcome(task.truth["change"], task.theme, before, after).harmed
+    return update_outcome(task.truth["change"], task.theme, before, after).harmed
 
 
 def added(task, before, after):
@@ -44,7 +44,7 @@ def added(task, before, after):
 
 
 def test_the_solutions_do_none_of_it():
-    assert len(UPDATES) > 80
+    assert len(UPDATES) > 45
     for task, before, after in UPDATES:
         assert harm(task, before, after) == (), task.question
         assert score(task, before, after, task.reply, False, 2, RewardWeights()).success
@@ -72,9 +72,9 @@ def test_damage_within_the_note_that_changes_is_seen(name):
         if spoilt[path].strip() == after[path].strip():
             continue
         seen += 1
-        result = outcome(task.truth["change"], task.theme, before, spoilt)
+        result = update_outcome(task.truth["change"], task.theme, before, spoilt)
         assert result.harmed or result.broken or result.done < 1, (task.question, spoilt[path])
-    assert seen > 40
+    assert seen > 20
 
 
 @pytest.mark.parametrize("frame", ["<!--\n{}\n-->", "```\n{}\n```", "~~~~ text\n{}\n~~~~", "<!-- {}", "```\n{}"])
@@ -87,8 +87,8 @@ def test_a_fact_that_is_written_where_nobody_reads_it_is_not_written(frame):
         seen += 1
         hidden = frame.format("\n".join(added(task, before, after)))
         text = {**before, path: f"{before[path].rstrip()}\n{hidden}\n"}
-        assert outcome(task.truth["change"], task.theme, before, text).done < 1
-    assert seen > 8
+        assert update_outcome(task.truth["change"], task.theme, before, text).done < 1
+    assert seen > 4
 
 
 @pytest.mark.parametrize("line", ["- earlier: {}", "The real value is {}.", "It used to be {}."])
@@ -104,7 +104,7 @@ def test_the_old_value_in_other_words_is_left_over(line):
         seen += 1
         text = {**after, path: f"{after[path].rstrip()}\n{line.format(match[1])}\n"}
         assert harm(task, before, text), (task.question, match[1])
-    assert seen >= 3
+    assert seen >= 2
 
 
 def test_what_does_no_harm_is_allowed():
@@ -122,7 +122,7 @@ def test_an_empty_heading_may_go_with_the_last_fact_under_it():
     before = {"user.md": "# Us\n\n## Size\n\n- weight: 12\n\n## Else\n\nNo fact.\n"}
     change = {"op": "delete", "about": "user.md", "key": "weight"}
     theme = next(name for name, one in themes().items() if "weight" in one.labels.values())
-    assert outcome(change, theme, before, {"user.md": "# Us\n\n## Else\n\nNo fact.\n"}).harmed == ()
-    assert outcome(change, theme, before, {"user.md": "# Us\n\n## Size\n\nNo fact.\n"}).harmed == (
+    assert update_outcome(change, theme, before, {"user.md": "# Us\n\n## Else\n\nNo fact.\n"}).harmed == ()
+    assert update_outcome(change, theme, before, {"user.md": "# Us\n\n## Size\n\nNo fact.\n"}).harmed == (
         "user.md lost the heading ## Else",
     )

@@ -50,7 +50,7 @@ def test_rows_of_each_split_and_what_is_in_them(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("nodes=4", "no key=value"), ("notes=2", "notes"), ("facts=[3,2]", "exchange"), ("themes=[none]", "theme")],
+    [("nodes=4", "expected key=value"), ("notes=2", "notes"), ("facts=[3,2]", "exchange"), ("themes=[none]", "theme")],
 )
 def test_wrong_keys_are_told(word, told, capsys):
     assert main(["data", "worlds", word]) == 2
@@ -69,4 +69,4 @@ def test_what_episodes_earn_can_be_read_in_80_columns(capsys, monkeypatch):
 
 def test_a_server_needs_a_model(capsys):
     assert main(["data", "worlds", "--paraphrase-url", "http://localhost:1/v1"]) == 2
-    assert "give both" in " ".join(capsys.readouterr().err.split())
+    assert "given together" in " ".join(capsys.readouterr().err.split())

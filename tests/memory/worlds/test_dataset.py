@@ -6,14 +6,14 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain_memory.worlds.dataset import SPLITS, read_row, row_of, samples
-from posttrain_memory.worlds.generation import identity, tasks_of
-from posttrain_memory.worlds.paraphrase import Rewording, idle_lines
+from posttrain_memory.worlds.generation import question_key, tasks_of
+from posttrain_memory.worlds.paraphrase import Rewording, filler_lines
 from posttrain_memory.worlds.published import is_published_row, read_memories, read_published_row
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import solved
+from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.truth import parse
 
 COUNTS = {"train": 12, "dev": 4, "test": 4}
@@ -26,7 +26,7 @@ def test_splits_share_no_world_and_no_question():
     titles = {split: {one.world.graph.title for one in made if one.split == split} for split in SPLITS}
     assert {split: len(seeds) for split, seeds in worlds.items()} == COUNTS
     assert len(set.union(*worlds.values())) == len(set.union(*titles.values())) == sum(COUNTS.values())
-    assert len({identity(one.task) for one in made}) == len(made)
+    assert len({question_key(one.task) for one in made}) == len(made)
 
 
 def test_more_training_leaves_the_test_as_it_is():
@@ -125,7 +125,7 @@ def test_other_words_keep_every_fact_and_task():
     assert parse(new.files, world.graph.theme_name).statements == world.graph.statements()
     assert {task.question for task in tasks} != {task.question for task in tasks_of(new, recipe)}
     for task in tasks:
-        after = solved(task, new.files)
+        after = apply_solution(task, new.files)
         assert score(task, new.files, after, task.reply, asks(task.reply), 3, RewardWeights()).success
 
 
@@ -148,8 +148,8 @@ def test_words_that_change_facts_are_not_taken(name):
 def test_idle_lines_state_nothing():
     world = make_world(6, WorldRecipe(notes=8, filler=(2, 3)))
     theme = world.graph.theme_name
-    assert any(idle_lines(path, world.files, theme) for path in world.files)
+    assert any(filler_lines(path, world.files, theme) for path in world.files)
     for path in world.files:
-        for line in idle_lines(path, world.files, theme):
+        for line in filler_lines(path, world.files, theme):
             without = {**world.files, path: world.files[path].replace(line, "")}
             assert parse(without, theme).statements == world.graph.statements()

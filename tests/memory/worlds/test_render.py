@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from posttrain_memory.vault.paths import USER
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.graph import USER, Statement
+from posttrain_memory.worlds.graph import Statement
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.theme import themes

@@ -8,9 +8,17 @@ from pydantic import ValidationError
 from posttrain_memory.worlds.generation import tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
-from posttrain_memory.worlds.replies import Answer, asks, declines, denies_change, holds, others, told
+from posttrain_memory.worlds.replies import (
+    Answer,
+    asks,
+    contains_value,
+    declines,
+    denies_change,
+    other_values,
+    states_value,
+)
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import scenarios, totals
+from posttrain_memory.worlds.scenarios import scenario_scores, scenarios
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
@@ -27,7 +35,8 @@ def some_tasks(seeds):
     return found
 
 
-TASKS = some_tasks(range(30, 45))
+TASKS = some_tasks(range(30, 35))
+"""Five themes in the quick tests; the slow ones play all."""
 
 
 @st.composite
@@ -44,23 +53,24 @@ def weights(draw):
     )
 
 
-@pytest.mark.parametrize("task_and_files", TASKS, ids=lambda pair: f"{pair[0].theme}-{pair[0].variant}")
-def test_scenarios_are_right_and_wrong_as_they_say(task_and_files):
-    task, files = task_and_files
-    found = scenarios(task, files)
-    assert sum(one.right for one in found) == 3
-    assert len({one.name for one in found}) >= 10
-    for one in found:
-        scored = score(task, files, one.after, one.reply, one.asked, one.turns, RewardWeights(), one.checked_first)
-        assert scored.success == one.right, (one.name, one.reply, scored.faults)
-        assert scored.total == pytest.approx(sum(scored.parts.values()))
-        assert bool(scored.faults) <= (not scored.success)
+@pytest.mark.parametrize("seed", [*range(30, 33), *(pytest.param(n, marks=pytest.mark.slow) for n in range(33, 45))])
+def test_scenarios_are_right_and_wrong_as_they_say(seed):
+    """Every variant of a theme; the seeds are the 15 themes."""
+    for task, files in some_tasks([seed]):
+        found = scenarios(task, files)
+        assert sum(one.right for one in found) == 3
+        assert len({one.name for one in found}) >= 10
+        for one in found:
+            scored = score(task, files, one.after, one.reply, one.asked, one.turns, RewardWeights(), one.checked_first)
+            assert scored.success == one.right, (task.variant, task.question, one.name, one.reply, scored.faults)
+            assert scored.total == pytest.approx(sum(scored.parts.values()))
+            assert bool(scored.faults) <= (not scored.success)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(weights=weights(), place=st.integers(0, len(TASKS) - 1))
 def test_nothing_wrong_earns_as_much_as_anything_right(weights, place):
-    found = totals(TASKS[place : place + 3], weights)
+    found = scenario_scores(TASKS[place : place + 3], weights)
     right = [scored.total for (_, is_right, _), scores in found.items() if is_right for scored in scores]
     wrong = [scored.total for (_, is_right, _), scores in found.items() if not is_right for scored in scores]
     assert right
@@ -137,7 +147,7 @@ def test_turns_cost_and_looking_first_pays():
     ],
 )
 def test_values_in_replies(reply, kind, value, said):
-    assert holds(reply, Answer(kind, value, "key")) is said
+    assert states_value(reply, Answer(kind, value, "key")) is said
 
 
 DENIALS = (
@@ -179,9 +189,9 @@ VALUES = (
 @pytest.mark.parametrize(("said", "value"), VALUES, ids=lambda item: getattr(item, "type", None))
 def test_a_value_that_is_denied_in_any_words_is_not_said(said, value):
     for text in DENIALS:
-        assert not holds(text.format(said), value), text
+        assert not states_value(text.format(said), value), text
     for text in AFFIRMED:
-        assert holds(text.format(said), value), text
+        assert states_value(text.format(said), value), text
 
 
 def vault_of(*lines, theme="pets"):
@@ -209,8 +219,8 @@ def test_other_values_beside_the_right_one_are_seen_in_any_spelling(reply, kind,
     vault = vault_of("- vet bill: EUR 30", "- fee: EUR 30")
     vault.values["fee"] = {"EUR 30.00"}
     wanted = Answer(kind, value, key)
-    assert holds(reply, wanted)
-    assert sorted(others(reply, [wanted], vault, themes()["pets"], "What is it?")) == sorted(seen)
+    assert states_value(reply, wanted)
+    assert sorted(other_values(reply, [wanted], vault, themes()["pets"], "What is it?")) == sorted(seen)
 
 
 def test_listing_all_amounts_answers_no_question_for_one():
@@ -224,7 +234,7 @@ def test_listing_all_amounts_answers_no_question_for_one():
         asked += 1
         assert not score(task, files, files, reply, asks(reply), 2, RewardWeights()).success
         assert score(task, files, files, f"It is {amount}.", False, 2, RewardWeights()).success
-    assert asked >= 3
+    assert asked >= 2
 
 
 def test_asking_and_declining_are_seen():
@@ -253,7 +263,7 @@ def test_asking_and_declining_are_seen():
     for text in ("I can’t share that.", "That is private.", "[hidden]"):
         assert declines(text), text
     assert not declines("It is 3.")
-    assert told("not 3", Answer("number", "3", "key"))
+    assert contains_value("not 3", Answer("number", "3", "key"))
 
 
 def test_a_question_back_says_what_is_wrong():

@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.generation import MAKERS, identity, tasks_of
+from posttrain_memory.worlds.generation import MAKERS, question_key, tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import solved
+from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.task import KINDS, VARIANTS
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
@@ -42,11 +42,11 @@ def outcome(task, world, after, reply=None):
 def test_solutions_succeed_and_tasks_are_told_apart(seed):
     world, recipe = worlds(seed)
     tasks = tasks_of(world, recipe)
-    assert len({identity(task) for task in tasks}) == len(tasks) >= 15
+    assert len({question_key(task) for task in tasks}) == len(tasks) >= 15
     for task in tasks:
         assert 1 <= len(task.code) <= 4
         assert task.code[0] == 'user = read_file("user.md")'
-        scored = outcome(task, world, solved(task, world.files))
+        scored = outcome(task, world, apply_solution(task, world.files))
         assert scored.success, (task, scored.faults)
         assert asks(task.reply) == task.asks
         assert task.hops in (0, 1, 2)
@@ -58,7 +58,7 @@ def test_solutions_succeed_and_tasks_are_told_apart(seed):
 def test_a_solution_with_a_part_changed_fails(seed, place):
     world, recipe = worlds(seed)
     for task in tasks_of(world, recipe):
-        after = solved(task, world.files)
+        after = apply_solution(task, world.files)
         if task.kind == "update":
             assert not outcome(task, world, dict(world.files)).success
             written = sorted(path for path in {*after, *world.files} if after.get(path) != world.files.get(path))
@@ -112,13 +112,12 @@ def test_every_variant_of_every_kind_is_made():
     assert made == set(MAKERS)
 
 
-@pytest.mark.parametrize("variant", sorted(MAKERS))
-def test_a_recipe_can_name_the_variants(variant):
-    kind = next(kind for kind, variants in VARIANTS.items() if variant in variants)
-    recipe = WorldRecipe(notes=16, variants=(variant,), **dict.fromkeys(KINDS, 3))
-    tasks = [task for seed in range(6) for task in tasks_of(make_world(seed, recipe), recipe)]
-    assert tasks
-    assert {(task.kind, task.variant) for task in tasks} == {(kind, variant)}
+def test_a_recipe_can_name_the_variants():
+    for kind, variants in VARIANTS.items():
+        for variant in variants:
+            recipe = WorldRecipe(notes=16, variants=(variant,), **dict.fromkeys(KINDS, 3))
+            tasks = [task for seed in range(3) for task in tasks_of(make_world(seed, recipe), recipe)]
+            assert {(task.kind, task.variant) for task in tasks} == {(kind, variant)}
 
 
 def test_tasks_of_one_kind_do_not_depend_on_the_others():
@@ -137,7 +136,7 @@ def test_solutions_run_in_the_interpreter():
             for code in task.code:
                 ran = interpreter.run(code, tools(vault))
                 assert ran.error is None, (code, ran.error)
-            assert vault.files() == solved(task, world.files)
+            assert vault.files() == apply_solution(task, world.files)
     finally:
         interpreter.close()
 

@@ -1,14 +1,15 @@
 """Themes are files with a strict schema, and an error names the file and the key."""
 
+import copy
+import json
 import re
 
 import pytest
-import yaml
 
 from posttrain.errors import InputError
 from posttrain_memory.worlds.theme import FOLDER, read_theme, themes
 
-PETS = yaml.safe_load((FOLDER / "pets.yaml").read_text())
+PETS = read_theme(FOLDER / "pets.yaml").model_dump(mode="json")
 
 
 def test_every_file_is_a_theme_with_the_name_of_its_file():
@@ -18,7 +19,7 @@ def test_every_file_is_a_theme_with_the_name_of_its_file():
 
 def changed(keys, value):
     """The pets with the value at `keys` replaced, or removed where `value` is None."""
-    values = yaml.safe_load(yaml.safe_dump(PETS))
+    values = copy.deepcopy(PETS)
     part = values
     for key in keys[:-1]:
         part = part[key]
@@ -52,7 +53,8 @@ def changed(keys, value):
 )
 def test_a_mistake_is_one_line_with_the_file_and_the_key(tmp_path, keys, value, place):
     file = tmp_path / "wrong.yaml"
-    file.write_text(yaml.safe_dump(changed(keys, value)))
+    # JSON is YAML, too.
+    file.write_text(json.dumps(changed(keys, value)))
     with pytest.raises(InputError, match=rf"wrong\.yaml: {place}|wrong\.yaml: .*{place}") as raised:
         read_theme(file)
     assert "\n" not in str(raised.value)

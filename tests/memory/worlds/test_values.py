@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.seeds import random_stream
-from posttrain_memory.worlds.graph import Drawing
+from posttrain_memory.worlds.graph import ValueSampler
 from posttrain_memory.worlds.naming import Namer, fill, matcher, slug
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.values import TYPES, canonical, find, mentions, plain, spell
@@ -53,9 +53,9 @@ def test_digits_of_other_values_are_no_numbers():
 @given(seed=st.integers(0, 10**6), theme=st.sampled_from(sorted(themes())))
 def test_every_spelling_of_a_drawn_value_is_read_back(seed, theme):
     random = random_stream("test values", seed)
-    drawing = Drawing(random)
+    sampler = ValueSampler(random)
     for attribute in themes()[theme].attributes.values():
-        value = drawing.value(attribute)
+        value = sampler.value(attribute)
         for _ in range(3):
             assert canonical(attribute.type, spell(attribute.type, value, random, attribute.unit)) == canonical(
                 attribute.type, value

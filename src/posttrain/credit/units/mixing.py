@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from posttrain.credit.baselines import standardised
+from posttrain.credit.baselines import standardize
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
 
@@ -144,7 +144,7 @@ def _scores(
         credits = [own.credits for own in map(units.__getitem__, places) if own is not None]
         ends = np.cumsum([len(part) for part in credits])[:-1]
         for place, score in zip(
-            places, np.split(standardised(np.concatenate(credits), correction=0), ends), strict=False
+            places, np.split(standardize(np.concatenate(credits), correction=0), ends), strict=False
         ):
             found[place] = score
     return found

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster: who runs where, workers that are replaced when they die, and hangs that are named.
+"""Runs on a Ray cluster: placement of workers, restart of workers that die, and detection of hangs.
 
-Modules import ray inside functions; `plan` and what it needs work without ray and without torch.
+Modules import ray inside functions, so that importing them does not require ray.
 """

@@ -1,4 +1,4 @@
-"""What runs in the worker processes. The classes become Ray actors where they are started."""
+"""The classes of the worker processes, which `ClusterRun` starts as Ray actors, and the learner's side of their calls."""
 
 import asyncio
 import hashlib
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from posttrain.distributed.ray.watch import Reporter
-from posttrain.distributed.ray.worker_group import Gone, Member
+from posttrain.distributed.ray.monitor import HeartbeatSender
+from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.episode import Episode
@@ -25,140 +25,146 @@ from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
 
 
 class RayScorer(RewardScorer):
-    """Pays episodes as a scorer in this process does; what the model says comes from the workers."""
+    """Scores episodes as a `RewardScorer` in this process, with reward models on workers."""
 
-    def __init__(self, source: RewardSource, members: Sequence[Member]) -> None:
+    def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
         self.source = source
-        self.members = list(members)
+        self.workers = list(workers)
         self.lock = threading.Lock()
-        self.statistics = self.members[0].ask("its statistics", "statistics")
+        self.statistics = self.workers[0].call("statistics", "statistics")
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
-        """As of the model in this process; copies read whole runs of episodes, one after another."""
-        count = len(self.members)
+        """Scores of the episodes, in order. Each copy of the reward model scores a contiguous part of them."""
+        count = len(self.workers)
         each = -(-len(episodes) // count) if episodes else 0
         parts = [list(episodes[i * each : (i + 1) * each]) for i in range(count)]
         with ThreadPoolExecutor(count) as pool:
-            asked = [
-                pool.submit(member.ask, f"{len(part)} rewards", "scores", part)
-                for member, part in zip(self.members, parts, strict=True)
+            futures = [
+                pool.submit(worker.call, f"{len(part)} rewards", "scores", part)
+                for worker, part in zip(self.workers, parts, strict=True)
                 if part
             ]
-            found = [pair for done in asked for pair in done.result()]
-        for episode, (_, units) in zip(episodes, found, strict=True):
+            scores = [pair for future in futures for pair in future.result()]
+        for episode, (_, units) in zip(episodes, scores, strict=True):
             if units is not None:
                 last = episode.turns[-1]
                 last.info = {**last.info, OF_UNITS: units}
-        return [raw for raw, _ in found]
+        return [raw for raw, _ in scores]
 
 
 class ReplayDiffers(Exception):
-    """An environment does not do again what it did."""
+    """An environment did not repeat its outputs when it was replayed."""
 
 
-class Unknown(Exception):
-    """The worker has no such environment: it was started again since."""
+class UnknownEnvironment(Exception):
+    """The worker does not have the environment, because it was restarted."""
 
 
-def digest(said: Observation | Step) -> str:
-    """Of what an environment said: all but its info, which may hold times."""
-    parts: list[Any] = [said.messages, said.state]
-    if isinstance(said, Step):
-        parts += [said.reward, said.terminated, said.truncated, said.new_conversation]
+def digest(output: Observation | Step) -> str:
+    """Digest of an environment's output without its info, which may contain times."""
+    parts: list[Any] = [output.messages, output.state]
+    if isinstance(output, Step):
+        parts += [output.reward, output.terminated, output.truncated, output.new_conversation]
     return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
 
 class RayEnvironment(Environment):
-    """One episode's environment, in the worker `member`."""
+    """The environment of one episode, on a worker."""
 
     blocking = True
 
-    def __init__(self, recipe: EnvironmentRecipe, member: Member) -> None:
+    def __init__(self, recipe: EnvironmentRecipe, worker: WorkerClient) -> None:
         super().__init__(recipe)
-        self._member = member
+        self._worker = worker
         self._values = recipe.model_dump(mode="json")
         self._id = uuid4().hex
         self._seed = 0
-        self._answers: list[str] = []
-        self._said: list[str] = []
-        weakref.finalize(self, _close, member.actor, self._id)
+        self._actions: list[str] = []
+        self._digests: list[str] = []
+        weakref.finalize(self, _close, worker.actor, self._id)
 
     def reset(self, seed: int) -> Observation:
-        self._seed, self._answers, self._said = seed, [], []
-        observation, self.primer = self._asked("a reset", "reset", self._id, self._values, seed)
-        self._said.append(digest(observation))
+        self._seed, self._actions, self._digests = seed, [], []
+        observation, self.primer = self._call("a reset", "reset", self._id, self._values, seed)
+        self._digests.append(digest(observation))
         return observation
 
     def step(self, action: str) -> Step:
-        step = self._asked("a step", "step", self._id, len(self._answers), action)
-        self._answers.append(action)
-        self._said.append(digest(step))
+        step = self._call("a step", "step", self._id, len(self._actions), action)
+        self._actions.append(action)
+        self._digests.append(digest(step))
         return step
 
-    def _asked(self, what: str, method: str, *arguments: Any) -> Any:
-        """The worker's answer; after its death, that of the one in its place, where the episode is played again first."""
+    def _call(self, what: str, method: str, *arguments: Any) -> Any:
+        """The result of a method. After a death of the worker, the episode is replayed on the restarted one first."""
         while True:
-            life = self._member.lives
+            restart = self._worker.restarts
             try:
-                return self._member.once(what, method, *arguments)
-            except Gone as gone:
-                self._member.await_return(life, gone)
-            except Unknown:
+                return self._worker.call_once(what, method, *arguments)
+            except WorkerDied as died:
+                self._worker.wait_for_restart(restart, died)
+            except UnknownEnvironment:
                 pass
             if method == "step":
                 self._rebuild()
 
     def _rebuild(self) -> None:
         while True:
-            life = self._member.lives
+            restart = self._worker.restarts
             try:
-                said = self._member.once("a replay", "replay", self._id, self._values, self._seed, self._answers)
-            except Gone as gone:
-                self._member.await_return(life, gone)
+                digests = self._worker.call_once(
+                    "a replay", "replay", self._id, self._values, self._seed, self._actions
+                )
+            except WorkerDied as died:
+                self._worker.wait_for_restart(restart, died)
                 continue
-            for turn, (again, before) in enumerate(zip(said, self._said, strict=True)):
-                if again != before:
+            for turn, (replayed, before) in enumerate(zip(digests, self._digests, strict=True)):
+                if replayed != before:
                     raise ReplayDiffers(
-                        f"its worker died, and played again with seed {self._seed} and the same answers it says something "
-                        f"else at turn {turn}, so its state is lost"
+                        f"its worker died, and a replay with seed {self._seed} and the same actions differs at turn {turn}, so "
+                        "its state is lost"
                     )
             return
 
 
-def _close(actor: Any, identity: str) -> None:
+def _close(actor: Any, environment_id: str) -> None:
     try:
-        actor.close.remote(identity)
+        actor.close.remote(environment_id)
     except Exception:
-        return  # Ray is gone, and the worker with it
+        return  # Ray has shut down, and the worker with it
 
 
 class Worker:
-    """What every worker does: it reports, and says that it is there."""
+    """Base of all workers: sends heartbeats."""
 
-    def __init__(self, name: str, watch: str, seconds: float, folder: str, devices: tuple[int, ...] | None) -> None:
-        """`watch`: name of its actor; `seconds` between reports; `folder`: where relative paths begin; `devices`: GPUs to see, where Ray does not say."""
+    def __init__(self, name: str, monitor: str, seconds: float, folder: str, devices: tuple[int, ...] | None) -> None:
+        """Start the worker.
+
+        `monitor`: name of the monitor actor. `seconds`: time between heartbeats. `folder`: working directory. `devices`:
+        visible GPUs, if Ray does not assign them.
+        """
         import ray
 
         if Path(folder).is_dir():
             os.chdir(folder)
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        self.reporter = Reporter(ray.get_actor(watch), name, seconds)
+        self.heartbeat = HeartbeatSender(ray.get_actor(monitor), name, seconds)
 
-    def about(self) -> int:
-        """The process; the answer comes once the worker has begun."""
+    def get_pid(self) -> int:
+        """Id of the process. Returns once the worker has started."""
         return os.getpid()
 
 
 def recipe_from(document: str) -> Any:
-    """The recipe of a JSON document."""
+    """The recipe in a JSON document."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(Recipe).validate_json(document)
 
 
 class EngineWorker(Worker):
-    """An engine with weights of its own."""
+    """An engine with its own copy of the policy."""
 
     def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
@@ -166,12 +172,12 @@ class EngineWorker(Worker):
 
         self.recipe = recipe_from(document)
         self.policy = Policy(self.recipe.model, self.recipe.seed)
-        self.engine = self._opened()
-        self.reporter.more_progress = lambda: sum(vars(self.engine.counters).values())
+        self.engine = self._open()
+        self.heartbeat.extra_progress = lambda: sum(vars(self.engine.counters).values())
         self._tasks: dict[asyncio.Task[Completion], int] = {}
         self._episodes: list[Any] = []
 
-    def _opened(self) -> Any:
+    def _open(self) -> Any:
         from posttrain.engines.factory import open_engine
 
         recipe, engine = self.recipe, self.recipe.engine
@@ -181,20 +187,20 @@ class EngineWorker(Worker):
         rollout = recipe.rollout
         return open_engine(self.policy, engine, rollout.tokens_per_episode, rollout.sampling)
 
-    async def about(self) -> int:  # type: ignore[override]
+    async def get_pid(self) -> int:  # type: ignore[override]
         return os.getpid()
 
-    async def load_weights(self, version: int, pieces: list[Any]) -> EngineCounters:
-        """Take the weights, and forget whoever asked before; returns the work done so far."""
+    async def load_weights(self, version: int, buckets: list[Any]) -> EngineCounters:
+        """Cancel all requests and load the weights; returns the work done so far."""
         from posttrain.distributed.ray.engine import load_bucket
 
-        await self._forget()
-        for reference in pieces:
+        await self._cancel_all()
+        for reference in buckets:
             load_bucket(self.policy, await reference)
         await asyncio.to_thread(self.engine.load_weights, version)
         return replace(self.engine.counters)
 
-    async def _forget(self) -> None:
+    async def _cancel_all(self) -> None:
         left = list(self._tasks)
         for task in left:
             task.cancel()
@@ -202,13 +208,13 @@ class EngineWorker(Worker):
         for episode in self._episodes:
             episode.__exit__(None, None, None)
         if left and self.recipe.engine.type == "local":
-            self.engine = self._opened()
+            self.engine = self._open()
         self._tasks, self._episodes = {}, []
 
     async def compute(
         self, opened: int, requests: tuple[tuple[int, Request], ...]
     ) -> tuple[list[tuple[int, Completion]], EngineCounters]:
-        """Go on with `opened` open episodes and these new requests until something is finished."""
+        """Continue with `opened` open episodes and these new requests until a completion is finished."""
         while len(self._episodes) > opened:
             self._episodes.pop().__exit__(None, None, None)
         while len(self._episodes) < opened:
@@ -221,7 +227,7 @@ class EngineWorker(Worker):
         return finished, replace(self.engine.counters)
 
     async def generate(self, request: Request) -> tuple[Completion, EngineCounters]:
-        """One answer, of an engine that batches what comes."""
+        """Sample one completion, for engines that batch requests as they arrive."""
         with self.engine.episode():
             completion = await self.engine.generate(request)
         return completion, replace(self.engine.counters)
@@ -231,50 +237,50 @@ class EngineWorker(Worker):
 
 
 class EnvironmentWorker(Worker):
-    """Environments of many episodes. Its methods run in threads, those of one environment one at a time."""
+    """Environments of many episodes. Methods run in threads, those of one environment one at a time."""
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        self._playing: dict[str, tuple[Environment, int, Step | None]] = {}
+        self._environments: dict[str, tuple[Environment, int, Step | None]] = {}
         self._importing = threading.Lock()
 
-    def reset(self, identity: str, values: dict[str, Any], seed: int) -> tuple[Observation, str]:
-        """The first observation, and what is put in front of each answer."""
-        environment = self._made(values)
+    def reset(self, environment_id: str, values: dict[str, Any], seed: int) -> tuple[Observation, str]:
+        """The first observation, and the primer of the policy's messages."""
+        environment = self._make(values)
         observation = environment.reset(seed)
-        self._playing[identity] = (environment, 0, None)
-        self.reporter.progress += 1
+        self._environments[environment_id] = (environment, 0, None)
+        self.heartbeat.progress += 1
         return observation, environment.primer
 
-    def step(self, identity: str, number: int, action: str) -> Step:
-        """The step that `action` leads to, which is answer `number` of the episode; asked again, the same step."""
-        if identity not in self._playing:
-            raise Unknown
-        environment, played, last = self._playing[identity]
+    def step(self, environment_id: str, number: int, action: str) -> Step:
+        """Step with `action`, the episode's action `number`. A repeated call returns the same step."""
+        if environment_id not in self._environments:
+            raise UnknownEnvironment
+        environment, played, last = self._environments[environment_id]
         if last is not None and number == played - 1:
             return last
         if number != played:
-            raise Unknown
+            raise UnknownEnvironment
         step = environment.step(action)
-        self._playing[identity] = (environment, played + 1, step)
-        self.reporter.progress += 1
+        self._environments[environment_id] = (environment, played + 1, step)
+        self.heartbeat.progress += 1
         return step
 
-    def replay(self, identity: str, values: dict[str, Any], seed: int, answers: list[str]) -> list[str]:
-        """Play an episode again up to where it was; returns the digests of what the environment says."""
-        environment = self._made(values)
-        said: list[Observation | Step] = [environment.reset(seed)]
-        said += [environment.step(answer) for answer in answers]
-        last = said[-1]
-        self._playing[identity] = (environment, len(answers), last if isinstance(last, Step) else None)
-        return [digest(each) for each in said]
+    def replay(self, environment_id: str, values: dict[str, Any], seed: int, actions: list[str]) -> list[str]:
+        """Replay an episode with its actions; returns the digests of the environment's outputs."""
+        environment = self._make(values)
+        outputs: list[Observation | Step] = [environment.reset(seed)]
+        outputs += [environment.step(action) for action in actions]
+        last = outputs[-1]
+        self._environments[environment_id] = (environment, len(actions), last if isinstance(last, Step) else None)
+        return [digest(output) for output in outputs]
 
-    def close(self, identity: str) -> None:
-        """The episode has ended."""
-        self._playing.pop(identity, None)
+    def close(self, environment_id: str) -> None:
+        """Drop the environment of an episode that has ended."""
+        self._environments.pop(environment_id, None)
 
-    def _made(self, values: dict[str, Any]) -> Environment:
-        # A file of the user's own is not to be imported by two threads at once.
+    def _make(self, values: dict[str, Any]) -> Environment:
+        # The environment's class may be in a user's file, which two threads must not import at the same time.
         with self._importing:
             recipe = environment_recipe(values)
             kind = environment_class(recipe.type)
@@ -291,21 +297,21 @@ class RewardWorker(Worker):
 
         recipe = recipe_from(document)
 
-        class Written:
-            """What a scorer needs of a policy."""
+        class _PolicyTokenizer:
+            """The part of a policy that the scorer needs."""
 
             tokenizer = load_tokenizer(recipe.model)
 
-        self.scorer = RewardScorer(recipe.reward, Written())  # type: ignore[arg-type]
+        self.scorer = RewardScorer(recipe.reward, _PolicyTokenizer())  # type: ignore[arg-type]
 
     def statistics(self) -> tuple[float, float]:
-        """Mean and standard deviation that rewards are scaled by."""
+        """Mean and standard deviation that rewards are normalized with."""
         return self.scorer.statistics
 
     def scores(self, episodes: list[Episode]) -> list[tuple[float, Any]]:
-        """What the model says of each episode, and of its units where it rewards units."""
+        """The score of each episode, and those of its units if the model rewards units."""
         from posttrain.training.reward_scorer import OF_UNITS
 
         raws = self.scorer.scores(episodes)
-        self.reporter.progress += 1
+        self.heartbeat.progress += 1
         return [(raw, episode.turns[-1].info.get(OF_UNITS)) for raw, episode in zip(raws, episodes, strict=True)]

@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster, or starting one on this machine."""
+"""Connect to a Ray cluster, or start one on this machine."""
 
 import os
 import re
@@ -15,23 +15,23 @@ from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
 
 OWNED = "posttrain_run"
-"""Resource of a cluster that a run started for itself, by which others leave it alone."""
-_ANSWER_SECONDS = 10.0
-"""Longest wait for a machine that is said to have a cluster; Ray itself tries for minutes, with a line a second."""
+"""Resource that marks a cluster started by a run, so that other runs do not use it."""
+_CONNECT_SECONDS = 10.0
+"""Maximum wait for a cluster address. Ray itself would try for minutes and print a line per second."""
 
 
 def load_ray() -> ModuleType:
-    """The package; `InputError` where it is not installed."""
+    """The module ray. InputError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     return require_module("ray", "hardware.ray")
 
 
 @contextmanager
 def connected(address: str, hardware: HardwareRecipe) -> Iterator[Any]:
-    """Inside, this process is connected to the cluster at `address`, and gets the package ray.
+    """Connect this process to the cluster at `address` inside the block; yields the module ray.
 
-    `auto`: the cluster of this machine where one runs, else one that is started here and ends with the block; one that
-    another run started for itself would end with that and is left alone. A process that is connected already stays so.
+    `auto` uses the cluster that runs on this machine, or starts one that ends with the block. A cluster that another run
+    started for itself is not used, because it ends with that run. A process that is already connected stays connected.
     """
     ray = load_ray()
     if ray.is_initialized():
@@ -41,9 +41,9 @@ def connected(address: str, hardware: HardwareRecipe) -> Iterator[Any]:
     try:
         started = _connect(ray, address)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        said = " ".join(str(error).split())
+        cause = " ".join(str(error).split())
         raise (InputError if address != "auto" else RunError)(
-            f"hardware.ray: {address} gave no cluster ({said}); start one with `ray start --head`, or give its address"
+            f"hardware.ray: no cluster at {address} ({cause}); start one with `ray start --head`, or set its address"
         ) from error
     files = _session_folder(ray) if started else None
     try:
@@ -55,10 +55,10 @@ def connected(address: str, hardware: HardwareRecipe) -> Iterator[Any]:
 
 
 def _connect(ray: ModuleType, address: str) -> bool:
-    """Connect this process; returns whether that started a cluster."""
+    """Connect this process; returns whether a cluster was started for it."""
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": True}
     if address != "auto":
-        _answers(address)
+        _check_reachable(address)
         ray.init(address=address, **quiet)
         return False
     try:
@@ -67,26 +67,26 @@ def _connect(ray: ModuleType, address: str) -> bool:
             return False
         ray.shutdown()
     except ConnectionError:
-        pass  # none runs here
+        pass  # no cluster runs on this machine
     ray.init(address="local", include_dashboard=False, resources={OWNED: 1}, **quiet)
     return True
 
 
-def _answers(address: str) -> None:
-    """OSError where nobody listens at `host:port` or `ray://host:port`; any other address is left to Ray."""
-    found = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)", address)
-    if found is not None:
-        socket.create_connection((found[1], int(found[2])), _ANSWER_SECONDS).close()
+def _check_reachable(address: str) -> None:
+    """OSError if nothing listens at `host:port` or `ray://host:port`. Other forms of addresses are left to Ray."""
+    match = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)", address)
+    if match is not None:
+        socket.create_connection((match[1], int(match[2])), _CONNECT_SECONDS).close()
 
 
 def _session_folder(ray: ModuleType) -> Path | None:
-    """Where Ray keeps logs and sockets of the cluster that this process started."""
+    """Ray's folder with the logs and sockets of the cluster that this process started."""
     node = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else Path(node.get_session_dir_path())
 
 
 def _remove_session(folder: Path) -> None:
-    """Ray leaves its files behind; those of a cluster that ended with its run are of use to nobody."""
+    """Remove the files of a cluster that ended with its run; Ray leaves them behind."""
     shutil.rmtree(folder, ignore_errors=True)
     latest = folder.parent / "session_latest"
     if latest.is_symlink() and not latest.exists():

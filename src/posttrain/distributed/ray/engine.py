@@ -1,9 +1,9 @@
-"""The engines of a cluster as one engine: weights go out once for all of them, a group stays on one of them.
+"""The engines of a Ray cluster as one engine. Weights are published once for all engines; a group stays on one engine.
 
-An engine that computes in step with its episodes (the local one) is asked in turns: everything its open episodes wait for
-goes out at once, and comes back as soon as something is finished. So what it computes together is a function of the
-requests alone, as in one process; and when it dies, the turns since the last weights are played again to the one in its
-place, which then holds bit for bit what the dead one held. Other engines are asked for each answer by itself.
+An engine that computes in lockstep with its episodes (the local one) is called in rounds: all requests that its open
+episodes wait for are sent together, and the call returns as soon as a completion is finished. So what is computed together
+depends on the requests alone, as in one process. If the engine dies, the rounds since the last weights are replayed on the
+restarted one, which then has the same state, bit for bit. Other engines get each request by itself.
 """
 
 import asyncio
@@ -13,32 +13,32 @@ from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any
 
-from posttrain.distributed.ray.worker_group import Gone, Member
+from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.models.policy import Policy
 
-PIECE_BYTES = 256 * 2**20
-"""Most bytes of a piece, unless one tensor has more."""
+BUCKET_BYTES = 256 * 2**20
+"""Maximum size of a bucket; a larger tensor gets a bucket of its own."""
 
-Packed = list[tuple[str, str, tuple[int, ...], Any]]
-"""Name, type, shape and bytes of tensors; the bytes are numpy arrays, which readers on one machine share."""
+Bucket = list[tuple[str, str, tuple[int, ...], Any]]
+"""Name, dtype, shape and bytes of tensors. The bytes are numpy arrays, which readers on one machine share."""
 
 
 def weight_buckets(policy: Policy, keep: bool) -> list[Any]:
-    """References to the pieces in the object store; of weights that are divided among processes, gathered by all of them.
+    """Put the trained weights into Ray's object store, in buckets, and return the references.
 
-    Only what is trained is sent: an engine starts from the same files. Not `keep`: the process helps to gather and keeps
-    nothing.
+    Frozen weights are not sent: engines load them from the same files. All ranks call it to gather sharded weights; a rank
+    without `keep` puts nothing.
     """
     import ray
 
-    return [ray.put(piece) for piece in _packed(policy, keep)]
+    return [ray.put(bucket) for bucket in _buckets(policy, keep)]
 
 
-def _packed(policy: Policy, keep: bool) -> Iterator[Packed]:
+def _buckets(policy: Policy, keep: bool) -> Iterator[Bucket]:
     import torch
 
-    piece: Packed = []
+    bucket: Bucket = []
     size = 0
     for name, parameter in policy.trainable():
         tensor = parameter.detach()
@@ -46,45 +46,45 @@ def _packed(policy: Policy, keep: bool) -> Iterator[Packed]:
             tensor = tensor.full_tensor()
         if not keep:
             continue
-        # numpy has no bfloat16; bytes are the same to all.
+        # numpy has no bfloat16, so tensors are sent as bytes.
         raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if piece and size + raw.nbytes > PIECE_BYTES:
-            yield piece
-            piece, size = [], 0
-        piece.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw))
+        if bucket and size + raw.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw))
         size += raw.nbytes
-    if piece:
-        yield piece
+    if bucket:
+        yield bucket
 
 
-def load_bucket(policy: Policy, piece: Packed) -> None:
-    """Copy the tensors of a piece into a policy of the same recipe."""
+def load_bucket(policy: Policy, bucket: Bucket) -> None:
+    """Copy the tensors of a bucket into a policy of the same recipe."""
     import torch
 
-    own = dict(policy.trainable())
+    parameters = dict(policy.trainable())
     with torch.no_grad():
-        for name, dtype, shape, raw in piece:
-            # The store's memory is read-only, which torch would warn about.
+        for name, dtype, shape, raw in bucket:
+            # Copy: the object store's memory is read-only, and torch warns about that.
             tensor = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
-            own[name].copy_(tensor)
+            parameters[name].copy_(tensor)
 
 
-Turn = tuple[int, tuple[tuple[int, Request], ...]]
-"""Episodes that are open, and the requests that are new, each with its number."""
+Round = tuple[int, tuple[tuple[int, Request], ...]]
+"""The number of open episodes, and the new requests, each with its number."""
 
 
-class _Link:
-    """The way to one engine, and what it was asked since it has its weights."""
+class _EngineClient:
+    """Calls one engine, and records the rounds since it loaded its weights."""
 
-    def __init__(self, member: Member, in_step: bool, counters: EngineCounters) -> None:
-        self.member, self.in_step, self.counters = member, in_step, counters
+    def __init__(self, worker: WorkerClient, lockstep: bool, counters: EngineCounters) -> None:
+        self.worker, self.lockstep, self.counters = worker, lockstep, counters
         self.open = 0
         self.weights: tuple[int, list[Any]] | None = None
-        """The version and the pieces that it has to have."""
-        self.has = -1
-        """The life of the member that has them."""
+        """Version and buckets of the current weights."""
+        self.loaded_restart = -1
+        """The restart count of the worker when it loaded them; -1 before."""
         self._restoring: asyncio.Lock | None = None
-        self._turns: list[Turn] = []
+        self._rounds: list[Round] = []
         self._new: list[tuple[int, Request]] = []
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._numbers = 0
@@ -93,30 +93,30 @@ class _Link:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def begin(self, version: int, pieces: list[Any]) -> None:
-        """Nothing of what was asked before counts any longer."""
-        self.weights = (version, pieces)
-        self._turns, self._new, self._waiting = [], [], {}
+    def begin(self, version: int, buckets: list[Any]) -> None:
+        """Discard all requests and use new weights from now on."""
+        self.weights = (version, buckets)
+        self._rounds, self._new, self._waiting = [], [], {}
         self._restoring = None
-        self.has = -1
+        self.loaded_restart = -1
 
-    def give_weights(self) -> None:
-        """Give it the weights, whatever befalls it meanwhile."""
+    def send_weights(self) -> None:
+        """Send the weights, again after every restart of the worker."""
         assert self.weights is not None
-        while self.has != self.member.lives or self.has < 0:
-            life = self.member.lives
+        while self.loaded_restart != self.worker.restarts or self.loaded_restart < 0:
+            restart = self.worker.restarts
             try:
-                counters = self.member.once("new weights", "load_weights", *self.weights)
-            except Gone as gone:
-                self.member.await_return(life, gone)
+                counters = self.worker.call_once("new weights", "load_weights", *self.weights)
+            except WorkerDied as died:
+                self.worker.wait_for_restart(restart, died)
                 continue
-            self.has, self._counted = life, counters
+            self.loaded_restart, self._counted = restart, counters
 
-    # -- answers ------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        if not self.in_step:
-            return await self._alone(request)
+        if not self.lockstep:
+            return await self._generate_async(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._new.append((self._numbers, request))
         self._waiting[self._numbers] = future
@@ -127,29 +127,29 @@ class _Link:
             self._pump.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await future
 
-    async def _alone(self, request: Request) -> Completion:
+    async def _generate_async(self, request: Request) -> Completion:
         while True:
-            life = self.member.lives
+            restart = self.worker.restarts
             try:
-                found = await self.member.once_awaited("an answer", "generate", request)
-            except Gone as gone:
-                await self._restore(life, gone)
+                completion, counters = await self.worker.call_once_async("a completion", "generate", request)
+            except WorkerDied as died:
+                await self._restore(restart, died)
                 continue
-            self._count(found[1])
-            return found[0]
+            self._count(counters)
+            return completion
 
     async def _run(self) -> None:
-        """Ask in turns until nothing is in flight."""
+        """Run rounds until nothing is in flight."""
         try:
             while self._waiting:
-                looks = 0
+                polls = 0
                 while len(self._waiting) < self.open:
-                    looks += 1
-                    await asyncio.sleep(0 if looks < 100 else 0.001)
-                turn: Turn = (self.open, tuple(self._new))
+                    polls += 1
+                    await asyncio.sleep(0 if polls < 100 else 0.001)
+                round_: Round = (self.open, tuple(self._new))
                 self._new = []
-                self._turns.append(turn)
-                for number, completion in await self._asked(turn):
+                self._rounds.append(round_)
+                for number, completion in await self._compute(round_):
                     future = self._waiting.pop(number)
                     if not future.done():
                         future.set_result(completion)
@@ -160,39 +160,39 @@ class _Link:
                     future.set_exception(error)
             self._waiting, self._new = {}, []
 
-    async def _asked(self, turn: Turn) -> list[tuple[int, Completion]]:
-        """What the engine finishes next; of one that died, the one in its place."""
+    async def _compute(self, round_: Round) -> list[tuple[int, Completion]]:
+        """The completions that the engine finishes next; if it dies, those of the restarted one."""
         while True:
-            life = self.member.lives
-            what = f"{len(self._waiting)} answers" if len(self._waiting) > 1 else "an answer"
+            restart = self.worker.restarts
+            what = f"{len(self._waiting)} requests" if len(self._waiting) > 1 else "a request"
             try:
-                finished, counters = await self.member.once_awaited(what, "compute", *turn)
-            except Gone as gone:
-                await self._restore(life, gone)
+                finished, counters = await self.worker.call_once_async(what, "compute", *round_)
+            except WorkerDied as died:
+                await self._restore(restart, died)
                 continue
             self._count(counters)
             return finished
 
-    async def _restore(self, life: int, gone: Gone) -> None:
-        """Bring the engine in the place of the dead one to where that was; returns once somebody has."""
+    async def _restore(self, restart: int, died: WorkerDied) -> None:
+        """Bring the restarted engine to the state of the one that died, unless another call already has."""
         if self._restoring is None:
             self._restoring = asyncio.Lock()
         async with self._restoring:
-            if self.has > life:
+            if self.loaded_restart > restart:
                 return
             while True:
-                await asyncio.to_thread(self.member.await_return, life, gone)
-                await asyncio.to_thread(self.give_weights)
-                life = self.has
+                await asyncio.to_thread(self.worker.wait_for_restart, restart, died)
+                await asyncio.to_thread(self.send_weights)
+                restart = self.loaded_restart
                 try:
-                    for turn in self._turns[:-1]:
-                        _, self._counted = await self.member.once_awaited("its turns again", "compute", *turn)
+                    for round_ in self._rounds[:-1]:
+                        _, self._counted = await self.worker.call_once_async("replayed rounds", "compute", *round_)
                     return
-                except Gone as again:
-                    gone = again
+                except WorkerDied as again:
+                    died = again
 
     def _count(self, now: EngineCounters) -> None:
-        """Add what is new; work that was done a second time after a death is not counted."""
+        """Add the new work to the counters; replayed work is not counted."""
         for name in (field.name for field in fields(EngineCounters)):
             more = getattr(now, name) - getattr(self._counted, name)
             setattr(self.counters, name, getattr(self.counters, name) + more)
@@ -200,57 +200,59 @@ class _Link:
 
 
 class RayEngine:
-    """Engine over the engines of a cluster. Every learner process has one; only the first one's samples."""
+    """An `Engine` over the engines of a cluster. Every learner has one; only that of rank 0 samples."""
 
-    def __init__(self, policy: Policy, members: Sequence[Member], slots: int, in_step: bool, first: bool) -> None:
-        """`slots` are those of one engine; `in_step`: whether it computes in step with its episodes."""
+    def __init__(
+        self, policy: Policy, workers: Sequence[WorkerClient], slots: int, lockstep: bool, is_rank0: bool
+    ) -> None:
+        """`slots`: capacity of one engine; `lockstep`: whether engines compute in lockstep with their episodes."""
         self.policy = policy
         self.counters = EngineCounters()
-        self.capacity = slots * len(members)
-        self.first = first
-        self._links = [_Link(member, in_step, self.counters) for member in members]
-        self._home: ContextVar[_Link] = ContextVar("home", default=self._links[0])
+        self.capacity = slots * len(workers)
+        self.is_rank0 = is_rank0
+        self._clients = [_EngineClient(worker, lockstep, self.counters) for worker in workers]
+        self._client: ContextVar[_EngineClient] = ContextVar("client", default=self._clients[0])
 
     async def generate(self, request: Request) -> Completion:
-        return await self._home.get().generate(request)
+        return await self._client.get().generate(request)
 
     @contextmanager
     def episode(self, group: int = 0) -> Iterator[None]:
-        link = self._links[group % len(self._links)]
-        token = self._home.set(link)
-        link.open += 1
+        client = self._clients[group % len(self._clients)]
+        token = self._client.set(client)
+        client.open += 1
         try:
             yield
         finally:
-            link.open -= 1
-            self._home.reset(token)
+            client.open -= 1
+            self._client.reset(token)
 
     def load_weights(self, version: int) -> None:
-        """Put the weights into the object store once; every engine takes them from there."""
-        pieces = weight_buckets(self.policy, self.first)
-        if not self.first:
+        """Put the weights into the object store once; every engine reads them from there."""
+        buckets = weight_buckets(self.policy, self.is_rank0)
+        if not self.is_rank0:
             return
-        for link in self._links:
-            link.begin(version, pieces)
-        _side_by_side([link.give_weights for link in self._links])
+        for client in self._clients:
+            client.begin(version, buckets)
+        _run_parallel([client.send_weights for client in self._clients])
 
     def sleep(self) -> None:
-        """An engine that does not hear of it sleeps for good, and is started again with the next weights."""
-        for link in self._links if self.first else []:
-            life = link.member.lives
+        """Let all engines sleep. One that dies meanwhile is restarted and gets the next weights."""
+        for client in self._clients if self.is_rank0 else []:
+            restart = client.worker.restarts
             try:
-                link.member.once("that it sleeps", "sleep")
-            except Gone as gone:
-                link.member.await_return(life, gone)
+                client.worker.call_once("sleep", "sleep")
+            except WorkerDied as died:
+                client.worker.wait_for_restart(restart, died)
 
 
-def _side_by_side(works: Sequence[Any]) -> None:
-    """Do all of them, each in a thread; the first error goes through."""
+def _run_parallel(functions: Sequence[Any]) -> None:
+    """Call all functions, each in a thread; the first error is raised."""
     from concurrent.futures import ThreadPoolExecutor
 
-    if len(works) == 1:
-        works[0]()
+    if len(functions) == 1:
+        functions[0]()
         return
-    with ThreadPoolExecutor(len(works)) as pool:
-        for done in [pool.submit(work) for work in works]:
-            done.result()
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for future in [pool.submit(function) for function in functions]:
+            future.result()

@@ -1,5 +1,4 @@
-"""A learner process of a cluster: it runs the same stage as any other, with engines, environments and reward models that
-are elsewhere."""
+"""The learner process of a cluster: it runs the usual stage with engines, environments and reward models on other workers."""
 
 import os
 import signal
@@ -10,48 +9,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.distributed.ray.actors import Worker, recipe_from
-from posttrain.distributed.ray.worker_group import Member, WorkerHandle
+from posttrain.distributed.ray.worker_group import WorkerClient, WorkerGroup, WorkerHandle
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.runs import events
 
 INTERRUPTED = 130
-"""Exit code of a stage that was asked to stop, as that of the command line."""
+"""Exit code of a stage that a signal stopped, as on the command line."""
 
 
 @dataclass(frozen=True)
-class WorkerGroup:
-    """Whom a learner asks."""
-
-    engines: Sequence[WorkerHandle] = ()
-    rewards: Sequence[WorkerHandle] = ()
-    environments: Sequence[WorkerHandle] = ()
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a learner's stage ended: the exit code, and what the user reads."""
+class LearnerExit:
+    """How a learner's stage ended: the exit code and the message for the user."""
 
     code: int
     message: str = ""
     lost: bool = False
-    """Because another learner is gone."""
+    """Whether it ended because another learner exited."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a learner runs."""
+    """The task of one learner."""
 
     document: str
-    """The recipe as a JSON document."""
+    """The recipe as JSON."""
     resume: bool
     overwrite: bool
-    crew: WorkerGroup
+    workers: WorkerGroup
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables: who is who among the learners."""
-    told: tuple[str, ...] = ()
-    """What befell earlier learners of the run."""
+    """Environment variables with the rank and the addresses of the process group."""
+    past_events: tuple[str, ...] = ()
+    """Deaths of earlier learners of the run, to be logged."""
 
 
 class LearnerWorker(Worker):
@@ -59,79 +49,79 @@ class LearnerWorker(Worker):
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        self.reporter.on_news = events.record
-        self.reporter.on_stop = lambda: os.kill(os.getpid(), signal.SIGTERM)
+        self.heartbeat.on_event = events.record
+        self.heartbeat.on_stop = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
     def __repr__(self) -> str:
-        return self.reporter.name
+        return self.heartbeat.name
 
-    def place(self) -> tuple[str, int, str, list[int], int]:
-        """The machine's address, a port that is free on it, its name in Ray, the GPUs of this process, and its id."""
+    def location(self) -> tuple[str, int, str, list[int], int]:
+        """Address of the machine, a free port on it, its id in Ray, the GPUs of this process, and the process id."""
         import ray
 
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        own = [int(device) for device in ray.get_gpu_ids()]
-        return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), own, os.getpid()
+        gpus = [int(device) for device in ray.get_gpu_ids()]
+        return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), gpus, os.getpid()
 
-    def run(self, job: Job) -> Ended:
-        """Run the stage to its end."""
+    def run(self, job: Job) -> LearnerExit:
+        """Run the stage to its end. Errors of posttrain are returned, all others raised."""
         from posttrain.distributed.world import AlreadyReported, RankLost
         from posttrain.training.stage import run_in_process
 
         os.environ.update(job.variables)
-        for sentence in job.told:
+        for sentence in job.past_events:
             events.record(sentence)
         recipe = recipe_from(job.document)
         try:
-            with ExitStack() as placed:
-                self._place(recipe, job.crew, placed)
+            with ExitStack() as stack:
+                self._use_workers(recipe, job.workers, stack)
                 run_in_process(recipe, job.resume, job.overwrite)
         except KeyboardInterrupt:
-            return Ended(INTERRUPTED)
+            return LearnerExit(INTERRUPTED)
         except AlreadyReported as error:
-            return Ended(error.exit_code)
+            return LearnerExit(error.exit_code)
         except RankLost as error:
-            return Ended(error.exit_code, str(error), lost=True)
+            return LearnerExit(error.exit_code, str(error), lost=True)
         except PosttrainError as error:
-            return Ended(error.exit_code, str(error))
-        return Ended(0)
+            return LearnerExit(error.exit_code, str(error))
+        return LearnerExit(0)
 
-    def _place(self, recipe: Any, crew: WorkerGroup, placed: ExitStack) -> None:
-        """Let the crew make what it makes, until `placed` closes."""
+    def _use_workers(self, recipe: Any, workers: WorkerGroup, stack: ExitStack) -> None:
+        """Create engines, environments and scorers on the workers until `stack` closes."""
         from posttrain.engines.factory import open_engine
         from posttrain.environments.protocol import open_environment
         from posttrain.training.reward_scorer import open_scorer
 
-        def members(seats: Sequence[WorkerHandle]) -> list[Member]:
-            return [Member(seat, self.reporter.watch, self.reporter) for seat in seats]
+        def clients(handles: Sequence[WorkerHandle]) -> list[WorkerClient]:
+            return [WorkerClient(handle, self.heartbeat.watch, self.heartbeat) for handle in handles]
 
-        if crew.engines:
+        if workers.engines:
             from posttrain.distributed.ray.engine import RayEngine
 
-            engines, first = members(crew.engines), os.environ.get("RANK", "0") == "0"
+            engines, is_rank0 = clients(workers.engines), os.environ.get("RANK", "0") == "0"
 
             def make_engine(policy: Any, engine: Any, *more: Any, **named: Any) -> Any:
-                return RayEngine(policy, engines, engine.slots, engine.type == "local", first)
+                return RayEngine(policy, engines, engine.slots, engine.type == "local", is_rank0)
 
-            placed.enter_context(open_engine.placed_by(make_engine))
-        if crew.environments:
+            stack.enter_context(open_engine.placed_by(make_engine))
+        if workers.environments:
             from posttrain.distributed.ray.actors import RayEnvironment
 
-            workers, turn = members(crew.environments), [0]
+            environment_workers, next_worker = clients(workers.environments), [0]
 
             def make_environment(environment: EnvironmentRecipe) -> Environment:
-                turn[0] += 1
-                return RayEnvironment(environment, workers[turn[0] % len(workers)])
+                next_worker[0] += 1
+                return RayEnvironment(environment, environment_workers[next_worker[0] % len(environment_workers)])
 
-            placed.enter_context(open_environment.placed_by(make_environment))
-        if crew.rewards:
+            stack.enter_context(open_environment.placed_by(make_environment))
+        if workers.rewards:
             from posttrain.distributed.ray.actors import RayScorer
 
-            copies = members(crew.rewards)
+            copies = clients(workers.rewards)
 
             def make_scorer(source: Any, policy: Any) -> Any:
                 return RayScorer(source, copies)
 
-            placed.enter_context(open_scorer.placed_by(make_scorer))
+            stack.enter_context(open_scorer.placed_by(make_scorer))

@@ -1,139 +1,151 @@
-"""The workers that a learner asks: who they are, and what becomes of a question when one of them dies."""
+"""The workers that a learner calls, and the handling of calls during which a worker dies."""
 
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.distributed.ray.watch import KILLED, Reporter, gone_machine
+from posttrain.distributed.ray.monitor import KILLED, HeartbeatSender, dead_machine
 from posttrain.errors import PosttrainError, WorkersLost
 from posttrain.runs import events
 
-_LOOK_AGAIN = 0.2
-_LOOKS_FOR_MACHINE = 20
-"""Looks, half a second each, at whether a machine is gone before its worker is there again."""
-_PATIENCE_SECONDS = 3600.0
-"""Longest wait for a worker that is started again, for instance until a machine takes the place of one that is gone."""
+_RETRY_SECONDS = 0.2
+_MACHINE_CHECKS = 20
+"""Checks, half a second apart, of whether a machine is dead before its worker is restarted elsewhere."""
+_RESTART_SECONDS = 3600.0
+"""Maximum wait for a worker to restart, for instance until another machine joins the cluster."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class WorkerHandle:
-    """A worker as the launching process made it: its name in messages and its actor."""
+    """A worker that the launching process created: its name in messages and its Ray actor."""
 
     name: str
     actor: Any
 
 
-class Member:
-    """A worker, whichever process it is at the moment. Methods may be called from any thread."""
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The workers that serve the learners, by role."""
 
-    def __init__(self, seat: WorkerHandle, watch: Any, reporter: Reporter) -> None:
-        self.name, self.actor = seat.name, seat.actor
-        self.watch, self.reporter = watch, reporter
-        self.lives = 0
-        """Times that it was found dead."""
+    engines: Sequence[WorkerHandle] = ()
+    rewards: Sequence[WorkerHandle] = ()
+    environments: Sequence[WorkerHandle] = ()
+
+
+class WorkerDied(Exception):
+    """A worker died before it returned from a call."""
+
+
+class WorkerClient:
+    """Calls a worker across restarts of its process. Methods may be called from any thread."""
+
+    def __init__(self, handle: WorkerHandle, monitor: Any, heartbeat: HeartbeatSender) -> None:
+        """`heartbeat` reports the calls that are in flight to the monitor."""
+        self.name, self.actor = handle.name, handle.actor
+        self.monitor, self.heartbeat = monitor, heartbeat
+        self.restarts = 0
+        """Number of deaths noticed by this client."""
         self._lock = threading.Lock()
-        self.pid = self._returned("has not begun")
-        """The process that it is now."""
+        self.pid = self._wait_for_process("has not started")
+        """Id of the worker's current process."""
 
-    def ask(self, what: str, method: str, *arguments: Any) -> Any:
-        """The answer of a method, however often the worker has to be started again; `what` is for people."""
+    def call(self, what: str, method: str, *arguments: Any) -> Any:
+        """The result of a method, called again after every restart of the worker. `what` describes the call in messages."""
         while True:
-            life = self.lives
+            restart = self.restarts
             try:
-                return self.once(what, method, *arguments)
-            except Gone as gone:
-                self.await_return(life, gone)
+                return self.call_once(what, method, *arguments)
+            except WorkerDied as error:
+                self.wait_for_restart(restart, error)
 
-    def once(self, what: str, method: str, *arguments: Any) -> Any:
-        """The answer of a method; `Gone` where the worker died before it gave one."""
+    def call_once(self, what: str, method: str, *arguments: Any) -> Any:
+        """The result of a method. Raises WorkerDied if the worker dies before it returns."""
         import ray
 
-        number = self.reporter.begin(self.name, what)
+        number = self.heartbeat.begin_call(self.name, what)
         try:
             return ray.get(getattr(self.actor, method).remote(*arguments))
         except Exception as error:
-            raise translated(error) from error
+            raise unwrap_ray_error(error) from error
         finally:
-            self.reporter.end(self.name, number)
+            self.heartbeat.end_call(self.name, number)
 
-    async def once_awaited(self, what: str, method: str, *arguments: Any) -> Any:
-        """As `once`, for an event loop."""
-        number = self.reporter.begin(self.name, what)
+    async def call_once_async(self, what: str, method: str, *arguments: Any) -> Any:
+        """As `call_once`, for an event loop."""
+        number = self.heartbeat.begin_call(self.name, what)
         try:
             return await getattr(self.actor, method).remote(*arguments)
         except Exception as error:
-            raise translated(error) from error
+            raise unwrap_ray_error(error) from error
         finally:
-            self.reporter.end(self.name, number)
+            self.heartbeat.end_call(self.name, number)
 
-    def await_return(self, life: int, gone: "Gone") -> None:
-        """Wait until the worker is there again after the death of its life number `life`; the first to notice tells it.
+    def wait_for_restart(self, restart: int, error: WorkerDied) -> None:
+        """Wait until the worker runs again after the death of its process number `restart`, raised as `error`.
 
-        Raises WorkersLost where workers have died too often, or none comes back.
+        The first caller records the death. Raises WorkersLost if workers have died too often or the worker does not
+        restart.
         """
         import ray
 
         with self._lock:
-            if self.lives != life:
+            if self.restarts != restart:
                 return
-            sentence, too_many = ray.get(self.watch.died.remote(self.name, self._why(), self.pid))
+            sentence, too_many = ray.get(self.monitor.record_death.remote(self.name, self._death_reason(), self.pid))
             if too_many:
                 raise WorkersLost(
-                    f"{sentence}; that is once more than hardware.max_restarts allows, so the run stops; find out why, "
-                    "then go on with --resume"
-                )
+                    f"{sentence}; that is one death more than hardware.max_restarts allows, so the run stops; find the "
+                    "cause, then continue with --resume"
+                ) from error
             since = time.monotonic()
-            self.pid = self._returned(sentence)
-            self.lives += 1
-            events.record(f"{sentence}; it was started again after {time.monotonic() - since:.0f} s")
+            self.pid = self._wait_for_process(sentence)
+            self.restarts += 1
+            events.record(f"{sentence}; it was restarted after {time.monotonic() - since:.0f} s")
 
-    def _returned(self, sentence: str) -> int:
-        """Wait for its process; WorkersLost, which begins with `sentence`, where none comes."""
+    def _wait_for_process(self, sentence: str) -> int:
+        """Wait for the worker's process and return its id. Raises WorkersLost, beginning with `sentence`, if none starts."""
         import ray
 
         since = time.monotonic()
-        number = self.reporter.begin(self.name, "that it is there")
+        number = self.heartbeat.begin_call(self.name, "start")
         try:
             while True:
                 try:
-                    return ray.get(self.actor.about.remote())
+                    return ray.get(self.actor.get_pid.remote())
                 except Exception as error:
-                    said = translated(error)
-                    if not isinstance(said, Gone) or time.monotonic() - since > _PATIENCE_SECONDS:
-                        raise WorkersLost(f"{sentence}, and {self.name} could not be started: {said}") from error
-                    time.sleep(_LOOK_AGAIN)
+                    cause = unwrap_ray_error(error)
+                    if not isinstance(cause, WorkerDied) or time.monotonic() - since > _RESTART_SECONDS:
+                        raise WorkersLost(f"{sentence}, and {self.name} could not be started: {cause}") from error
+                    time.sleep(_RETRY_SECONDS)
         finally:
-            self.reporter.end(self.name, number)
+            self.heartbeat.end_call(self.name, number)
 
-    def _why(self) -> str:
-        """Whether its machine is gone, which Ray notices only after some seconds, or its process alone."""
+    def _death_reason(self) -> str:
+        """Whether the worker's machine died, which Ray notices only after some seconds, or its process alone."""
         import ray
 
-        about = ray.get(self.watch.known.remote()).get(self.name)
-        node, again = about.report.node if about is not None else "", self.actor.about.remote()
-        for _ in range(_LOOKS_FOR_MACHINE):
-            if said := gone_machine(node):
-                return said
-            if ray.wait([again], timeout=0.5)[0]:
+        status = ray.get(self.monitor.statuses.remote()).get(self.name)
+        node, restarted = status.heartbeat.node if status is not None else "", self.actor.get_pid.remote()
+        for _ in range(_MACHINE_CHECKS):
+            if reason := dead_machine(node):
+                return reason
+            if ray.wait([restarted], timeout=0.5)[0]:
                 with contextlib.suppress(Exception):
-                    ray.get(again)
+                    ray.get(restarted)
                     break
-                again = self.actor.about.remote()
-        return gone_machine(node) or KILLED
+                restarted = self.actor.get_pid.remote()
+        return dead_machine(node) or KILLED
 
 
-class Gone(Exception):
-    """A worker died before it answered."""
-
-
-def translated(error: Exception) -> Exception:
-    """What Ray raised, as what it was in the worker, or as `Gone`."""
+def unwrap_ray_error(error: Exception) -> Exception:
+    """The error as the worker raised it, or WorkerDied for Ray's errors about dead actors, nodes and lost objects."""
     from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
 
     if isinstance(error, RayActorError | NodeDiedError | ObjectLostError):
-        return Gone(" ".join(str(error).split())[:300])
+        return WorkerDied(" ".join(str(error).split())[:300])
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, PosttrainError | Exception) and not isinstance(cause, RayTaskError):

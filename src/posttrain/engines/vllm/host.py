@@ -189,7 +189,7 @@ class Host:
             await self.engine.resume_generation()
             self._paused = False
 
-    # -- tokenizer and shutdown ----------------------------------------------------------------------------------------
+    # -- tokenizer and shutdown ---------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits, Ran
-from posttrain_memory.interpreter.tools import tools
+from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits, RunResult
 from posttrain_memory.vault.limits import VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 
 SECRET = "hunter2-outside"
@@ -28,18 +28,18 @@ LIMITS = VaultLimits(file_bytes=4_000, files=20, total_bytes=20_000, journal_ent
 def interpreter():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENROUTER_API_KEY", KEY)
-        with Interpreter(InterpreterLimits(timeout=10, memory_bytes=16 << 20)) as found:
+        with Interpreter(InterpreterLimits(seconds=10, memory_bytes=16 << 20)) as found:
             yield found
 
 
 @pytest.fixture(scope="module")
 def fragile():
     """An interpreter whose workers are soon ended, for code that ends them."""
-    with Interpreter(InterpreterLimits(timeout=0.3, memory_bytes=16 << 20)) as found:
+    with Interpreter(InterpreterLimits(seconds=0.3, memory_bytes=16 << 20)) as found:
         yield found
 
 
-class EpisodeRequest:
+class Place:
     """A vault, on disk with all sorts of traps in it, and what lies around it."""
 
     def __init__(self, kind: str, base: Path) -> None:
@@ -81,12 +81,12 @@ class EpisodeRequest:
 
 @pytest.fixture(params=["memory", "disk"])
 def place(request, tmp_path):
-    found = EpisodeRequest(request.param, tmp_path)
+    found = Place(request.param, tmp_path)
     yield found
     found.vault.close()
 
 
-def attack(interpreter: Interpreter, place: EpisodeRequest, code: str) -> Ran:
+def attack(interpreter: Interpreter, place: Place, code: str) -> RunResult:
     """Run the code and hold what must hold after any code."""
     ran = interpreter.run(code, tools(place.vault))
     seen = repr(ran)
@@ -202,7 +202,7 @@ def test_no_tool_takes_a_path_that_is_no_note(interpreter, place, path):
 
 @pytest.mark.parametrize("path", ["link.md", "relative.md", "folder/secret.md", "dangling.md", "hard.md", "pipe.md"])
 def test_links_and_odd_files_on_disk_lead_nowhere(interpreter, tmp_path, path):
-    place = EpisodeRequest("disk", tmp_path)
+    place = Place("disk", tmp_path)
     code = "won = []\n"
     for call in (
         f"read_file('{path}')",
@@ -373,7 +373,7 @@ CRASHES = {
 @pytest.mark.parametrize("name", CRASHES)
 def test_values_cannot_hurt_the_trusted_side(fragile, tmp_path, name):
     """Handed to a tool, and handed over at the end."""
-    place = EpisodeRequest("memory", tmp_path)
+    place = Place("memory", tmp_path)
     attack(
         fragile,
         place,
@@ -449,7 +449,7 @@ def test_a_folder_that_is_exchanged_for_a_link_meanwhile_leads_nowhere(interpret
     """A race: while the code writes, a folder turns into a link to the outside and back, all the time."""
     (tmp_path / "place").mkdir()
     (tmp_path / "aside").mkdir()
-    place = EpisodeRequest("disk", tmp_path / "place")
+    place = Place("disk", tmp_path / "place")
     folder, done, rounds = place.root / "swap", threading.Event(), 0
 
     def exchange():

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits
-from posttrain_memory.interpreter.tools import tools
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.tools import tools
 from posttrain_memory.vault.vault import Vault
 
 
@@ -56,7 +56,13 @@ SLOW = {
 """Notes, a call, and how often: legal vaults that once kept the trusted side busy for minutes."""
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name.startswith(("links to", "a move", "lines")) else name
+        for name in SLOW
+    ],
+)
 def test_no_legal_vault_makes_the_tools_slow(name):
     files, call, times = SLOW[name]
     vault = Vault(MemoryStorage({"user.md": "# Me\n", **files}))

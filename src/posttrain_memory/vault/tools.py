@@ -1,11 +1,11 @@
-"""The functions that a model's code may call, under their names. They run on the trusted side, over a vault."""
+"""The functions that model code may call, by name. They run in the parent process, on a vault."""
 
 import inspect
 from collections.abc import Callable, Mapping
 
-from posttrain_memory.vault.limits import VaultError, shown
-from posttrain_memory.vault.paths import START, same
-from posttrain_memory.vault.text import shown_lines
+from posttrain_memory.vault.limits import VaultError, quoted
+from posttrain_memory.vault.paths import USER, case_key
+from posttrain_memory.vault.text import with_line_feeds
 from posttrain_memory.vault.vault import Vault
 
 NAMES = (
@@ -22,39 +22,39 @@ NAMES = (
     "follow_link",
     "backlinks",
 )
-"""The names of all tools, in the order in which a prompt tells them."""
+"""The names of all tools, in the order of the system prompt."""
 
 
 def tools(vault: Vault) -> dict[str, Callable[..., object]]:
-    """Name -> function. Each returns text, a list of texts, a number or a truth value, or raises VaultError."""
+    """Name -> function. Each returns text, a list of texts, a number or a Boolean, or raises VaultError."""
 
     def create_file(path: str, content: str = "") -> bool:
-        """Make a note; it must not exist yet."""
+        """Create a note; it must not exist."""
         vault.create(path, content)
         return True
 
     def read_file(path: str) -> str:
         """The text of a note."""
-        return shown_lines(vault.read(path))
+        return with_line_feeds(vault.read(path))
 
     def update_file(path: str, old: str, new: str) -> bool:
-        """Replace a text that stands in the note exactly once."""
+        """Replace a text that occurs in the note exactly once."""
         vault.update(path, old, new)
         return True
 
     def append_file(path: str, text: str) -> bool:
-        """Add text on a new line at the end of a note."""
+        """Append text to a note, on a new line."""
         vault.append(path, text)
         return True
 
     def delete_file(path: str) -> bool:
-        """Take a note away."""
+        """Delete a note."""
         _check_not_start(path)
         vault.delete(path)
         return True
 
     def move_file(path: str, to: str) -> bool:
-        """Move or rename a note; links to it are mended."""
+        """Move or rename a note; links to it are rewritten."""
         _check_not_start(path)
         vault.move(path, to)
         return True
@@ -64,22 +64,22 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
         return vault.tree()
 
     def search_files(text: str) -> list[str]:
-        """The lines that hold a text, as `path:line: text`."""
+        """The lines that contain a text, as `path:line: text`."""
         hits, count = vault.search(text)
         lines = [f"{hit.path}:{hit.line}: {hit.text}" for hit in hits]
         return [*lines, f"… {count - len(hits)} more"] if count > len(hits) else lines
 
     def file_exists(path: str) -> bool:
-        """Whether there is such a note or folder."""
+        """Whether a note or folder exists."""
         return vault.exists(path)
 
     def get_size(path: str = "") -> int:
-        """Bytes of a note, a folder, or all notes."""
+        """Size in bytes of a note, a folder, or all notes."""
         return vault.size(path)
 
     def follow_link(link: str) -> str:
-        """The text that a link leads to."""
-        return shown_lines(vault.follow(link))
+        """The text that a link refers to."""
+        return with_line_feeds(vault.follow(link))
 
     def backlinks(path: str) -> list[str]:
         """The notes that link to a note."""
@@ -93,18 +93,18 @@ def tools(vault: Vault) -> dict[str, Callable[..., object]]:
 
 
 def _check_not_start(path: object) -> None:
-    """VaultError for the note that all others are reached from, in any case of its letters: a disk may ignore that."""
-    if isinstance(path, str) and len(path) <= 4 * len(START) and same(path) == START:
-        raise VaultError(f"{START} is where every question begins: it cannot be deleted or moved", "PermissionError")
+    """Raise VaultError for the entry note, in any case: the file system may ignore case."""
+    if isinstance(path, str) and len(path) <= 4 * len(USER) and case_key(path) == USER:
+        raise VaultError(f"{USER} is where every question begins: it cannot be deleted or moved", "PermissionError")
 
 
 def call(
     functions: Mapping[str, Callable[..., object]], name: str, args: list[object], kwargs: dict[str, object]
 ) -> object:
-    """What the function `name` returns. VaultError also where there is no such function or its arguments do not fit."""
+    """Call the function `name`. Raises VaultError also if there is no such function or the arguments do not match."""
     function = functions.get(name)
     if function is None:
-        raise VaultError(f"there is no function {shown(name)}", "NameError")
+        raise VaultError(f"there is no function {quoted(name)}", "NameError")
     try:
         return function(*args, **kwargs)
     except TypeError:
@@ -113,5 +113,5 @@ def call(
         except TypeError:
             taken = ", ".join(inspect.signature(function).parameters)
             raise VaultError(f"{name} takes ({taken})", "TypeError") from None
-        # The arguments fit: it is the function's own fault, not the model's.
+        # The arguments match, so the error is in the function, not in the model's call.
         raise

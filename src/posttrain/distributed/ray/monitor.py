@@ -1,0 +1,277 @@
+"""Worker heartbeats, hang detection and the count of worker deaths.
+
+Every worker sends a `Heartbeat` to the `WorkerMonitor` actor, from a thread of its own (`HeartbeatSender`). The launching
+process reads the monitor and replaces workers that hang (`find_hangs`).
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """A call to another worker that has not returned."""
+
+    target: str
+    """Name of the called worker."""
+    what: str
+    """Description of the call, for messages."""
+    seconds: float
+    """Time since the call."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a worker reports about itself."""
+
+    name: str
+    pid: int
+    node: str
+    """Ray's id of its machine."""
+    progress: int
+    """Counter that grows with every piece of work."""
+    position: str
+    """Source position of the main thread."""
+    calls: Sequence[PendingCall] = ()
+
+
+@dataclass
+class WorkerStatus:
+    """The last heartbeat of a worker, and how old it and the worker's progress are."""
+
+    heartbeat: Heartbeat
+    silent: float
+    """Seconds since the last heartbeat."""
+    stalled: float
+    """Seconds without progress, up to the last heartbeat."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A worker that hangs while others wait for it."""
+
+    name: str
+    sentence: str
+    started: bool = True
+    """Whether the worker has a process that can be killed."""
+
+
+def find_hangs(statuses: Mapping[str, WorkerStatus], limit: float) -> list[Hang]:
+    """Workers that are silent or without progress for `limit` seconds while others wait for them.
+
+    In a chain of waiting workers only the last one hangs. A silent learner always counts as hung, because the whole run
+    waits for it.
+    """
+    hangs: dict[str, Hang] = {}
+    for name, worker in statuses.items():
+        if name.startswith("learner") and worker.silent >= limit:
+            hangs[name] = Hang(name, f"{_describe(name, worker)}, and the run waits for it")
+        for call in worker.heartbeat.calls:
+            # The calls of a silent worker are as old as its last heartbeat.
+            if call.seconds + worker.silent < limit or worker.silent >= limit:
+                continue
+            chain, target = [_describe_call(name, call)], call.target
+            seen = {name}
+            while target in statuses and target not in seen and statuses[target].silent < limit:
+                seen.add(target)
+                further = [c for c in statuses[target].heartbeat.calls if c.seconds >= limit]
+                if not further:
+                    break
+                chain.append(_describe_call(target, further[0]))
+                target = further[0].target
+            last = statuses.get(target)
+            if last is None and target not in hangs:
+                reason = f"{target} has not started: no machine of the cluster has room for it, or it starts slowly"
+                hangs[target] = Hang(target, "; ".join([*chain, reason]), started=False)
+            if last is not None and target not in hangs and max(last.silent, last.stalled) >= limit:
+                hangs[target] = Hang(target, "; ".join([*chain, _describe(target, last)]))
+    return list(hangs.values())
+
+
+def _describe_call(name: str, call: PendingCall) -> str:
+    return f"{name} waits for {call.target} ({call.what}) for {call.seconds:.0f} s"
+
+
+def _describe(name: str, worker: WorkerStatus) -> str:
+    if worker.silent > worker.stalled or worker.silent > 5:
+        return f"{name} has sent no heartbeat for {worker.silent:.0f} s"
+    return f"{name} has made no progress for {worker.stalled:.0f} s, in {worker.heartbeat.position}"
+
+
+KILLED = "died: its process was killed or crashed"
+"""Reason for a death if the worker's machine is still alive."""
+
+
+def dead_machine(node: str) -> str:
+    """The reason for a death if the machine with Ray's id `node` is dead; empty if it is alive or unknown."""
+    import ray
+
+    state = next((state for state in ray.nodes() if state["NodeID"] == node), None)
+    return "" if state is None or state["Alive"] else f"died with its machine {state['NodeManagerAddress']}"
+
+
+@dataclass
+class _LastHeartbeat:
+    heartbeat: Heartbeat
+    received: float
+    """Time of arrival."""
+    progressed: float
+    """Time of the last progress."""
+
+
+@dataclass
+class WorkerMonitor:
+    """The actor that receives all heartbeats and counts deaths. Its methods are short and run one at a time."""
+
+    max_restarts: int
+    last: dict[str, _LastHeartbeat] = field(default_factory=dict)
+    commands: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    deaths: list[str] = field(default_factory=list)
+    counted: set[tuple[str, int]] = field(default_factory=set)
+    """Name and process id of the workers whose death was counted."""
+    unreported: list[str] = field(default_factory=list)
+    """Deaths of idle workers, which no caller noticed and nobody has reported yet."""
+
+    def heartbeat(self, heartbeat: Heartbeat) -> tuple[str, list[str]]:
+        """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""
+        now, before = time.monotonic(), self.last.get(heartbeat.name)
+        if before is not None and before.heartbeat.pid != heartbeat.pid:
+            # The worker died while it was idle and was restarted before anybody called it.
+            reason = dead_machine(before.heartbeat.node) or KILLED
+            sentence, _, first = self._count(heartbeat.name, reason, before.heartbeat.pid)
+            if first:
+                self.unreported.append(f"{sentence}; it was idle and was restarted")
+        same = before is not None and (
+            before.heartbeat.pid,
+            before.heartbeat.node,
+            before.heartbeat.progress,
+        ) == (heartbeat.pid, heartbeat.node, heartbeat.progress)
+        self.last[heartbeat.name] = _LastHeartbeat(heartbeat, now, before.progressed if same and before else now)
+        unreported: list[str] = []
+        if heartbeat.name == "learner 0":
+            unreported, self.unreported = self.unreported, []
+        return self.commands.pop(heartbeat.name, ""), unreported
+
+    def send_command(self, names: Sequence[str], command: str) -> None:
+        """Send a command to workers with the response to their next heartbeat."""
+        self.commands |= dict.fromkeys(names, command)
+
+    def forget(self, name: str) -> None:
+        """Forget the last heartbeat of a worker that is being restarted."""
+        self.last.pop(name, None)
+
+    def statuses(self) -> dict[str, WorkerStatus]:
+        """The status of every worker."""
+        now = time.monotonic()
+        return {
+            name: WorkerStatus(last.heartbeat, now - last.received, last.received - last.progressed)
+            for name, last in self.last.items()
+        }
+
+    def set_reason(self, name: str, reason: str) -> None:
+        """Set the reason for the next death of a worker that is about to be killed."""
+        self.reasons[name] = reason
+
+    def record_death(self, name: str, reason: str, pid: int) -> tuple[str, bool]:
+        """Count the death of a process once. Returns a sentence about it and whether there have been too many deaths."""
+        sentence, too_many, _ = self._count(name, reason, pid)
+        self.forget(name)
+        return sentence, too_many
+
+    def _count(self, name: str, reason: str, pid: int) -> tuple[str, bool, bool]:
+        first = (name, pid) not in self.counted
+        sentence = f"{name} {self.reasons.pop(name, reason)}"
+        if first:
+            self.counted.add((name, pid))
+            self.deaths.append(sentence)
+        return sentence, len(self.deaths) > self.max_restarts, first
+
+    def all_deaths(self) -> list[str]:
+        """All deaths so far, in order."""
+        return list(self.deaths)
+
+
+class HeartbeatSender:
+    """Sends the heartbeats of this process to the monitor, from a thread of its own."""
+
+    def __init__(self, monitor: Any, name: str, seconds: float) -> None:
+        """`monitor`: handle of the `WorkerMonitor` actor; `seconds`: time between two heartbeats."""
+        self.monitor, self.name, self.seconds = monitor, name, seconds
+        self.progress = 0
+        self._calls: dict[tuple[str, int], tuple[str, float]] = {}
+        self._numbers = 0
+        self._lock = threading.Lock()
+        self._main = threading.main_thread().ident or 0
+        self._position, self._moves = "", 0
+        self.on_stop: Any = None
+        """Called in the thread when the monitor sends `stop`."""
+        self.on_event: Any = None
+        """Called in the thread with a sentence for the user; set it together with `on_stop`."""
+        self.extra_progress: Any = None
+        """A function whose value grows with the work, added to `progress`."""
+        threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
+
+    def begin_call(self, target: str, what: str) -> int:
+        """Record a call to `target`; returns a number for `end_call`."""
+        with self._lock:
+            self._numbers += 1
+            self._calls[target, self._numbers] = (what, time.monotonic())
+            return self._numbers
+
+    def end_call(self, target: str, number: int) -> None:
+        """Record that the call has returned."""
+        with self._lock:
+            self._calls.pop((target, number), None)
+            self.progress += 1
+
+    def _run(self) -> None:
+        import ray
+
+        node, pid = ray.get_runtime_context().get_node_id(), os.getpid()
+        while True:
+            try:
+                response = self.monitor.heartbeat.remote(self._heartbeat(node, pid))
+                if self.on_stop is not None:
+                    command, sentences = ray.get(response, timeout=60)
+                    for sentence in sentences:
+                        self.on_event(sentence)
+                    if command == "stop":
+                        self.on_stop()
+            except Exception:
+                pass  # the monitor has ended with the run, or is slow
+            time.sleep(self.seconds)
+
+    def _heartbeat(self, node: str, pid: int) -> Heartbeat:
+        now = time.monotonic()
+        with self._lock:
+            pending = [(target, what, now - since) for (target, _), (what, since) in self._calls.items()]
+            progress = self.progress
+        calls = []
+        for target in dict.fromkeys(target for target, _, _ in pending):
+            to_target = [(what, seconds) for name, what, seconds in pending if name == target]
+            what = to_target[0][0] if len(to_target) == 1 else f"{len(to_target)} requests"
+            calls.append(PendingCall(target, what, max(seconds for _, seconds in to_target)))
+        position = _source_position(self._main)
+        if position != self._position:
+            self._position, self._moves = position, self._moves + 1
+        extra = self.extra_progress() if self.extra_progress is not None else 0
+        return Heartbeat(self.name, pid, node, progress + self._moves + extra, position, calls)
+
+
+def _source_position(thread: int) -> str:
+    """The innermost function of this package, outside this folder, that the thread executes, with its line."""
+    frame, innermost = sys._current_frames().get(thread), ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        position = f"{path.rpartition('posttrain/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+        innermost = innermost or position
+        if "/posttrain/" in path and "/distributed/ray/" not in path:
+            return position
+        frame = frame.f_back
+    return innermost

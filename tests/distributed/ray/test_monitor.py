@@ -1,0 +1,143 @@
+"""Who hangs, from what workers report, and how deaths are counted."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from posttrain.distributed.ray import monitor
+from posttrain.distributed.ray.launch import ClusterRun
+from posttrain.distributed.ray.monitor import Heartbeat, PendingCall, WorkerMonitor, WorkerStatus, find_hangs
+from posttrain.recipe.stages import RlRecipe
+
+
+def known(name, silent=0.0, stuck=0.0, waits=(), doing="models/forward.py:12 hidden"):
+    return WorkerStatus(Heartbeat(name, 1, "node", 0, doing, waits), silent, stuck)
+
+
+def found(*workers, limit=60.0):
+    return find_hangs({worker.heartbeat.name: worker for worker in workers}, limit)
+
+
+def test_nobody_hangs_who_makes_progress_however_long_others_wait():
+    waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 500.0)])
+    assert found(waiting, known("engine 1", stuck=3.0)) == []
+
+
+def test_a_silent_engine_is_named_with_who_waits_for_it_and_since_when():
+    waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 63.0)])
+    (hang,) = found(waiting, known("engine 1", silent=62.0))
+    assert hang.name == "engine 1"
+    assert hang.sentence == (
+        "learner 0 waits for engine 1 (12 requests) for 63 s; engine 1 has sent no heartbeat for 62 s"
+    )
+
+
+def test_an_engine_without_progress_is_named_with_where_it_is():
+    waiting = known("learner 0", waits=[PendingCall("engine 1", "an answer", 63.0)])
+    (hang,) = found(waiting, known("engine 1", stuck=61.0))
+    assert hang.sentence.endswith("engine 1 has made no progress for 61 s, in models/forward.py:12 hidden")
+
+
+def test_the_last_of_those_who_wait_for_each_other_is_the_one_that_hangs():
+    (hang,) = found(
+        known("learner 0", waits=[PendingCall("engine 0", "3 answers", 70.0)]),
+        known("engine 0", stuck=70.0, waits=[PendingCall("environments 2", "a step", 65.0)]),
+        known("environments 2", silent=64.0),
+    )
+    assert hang.name == "environments 2"
+    assert "learner 0 waits for engine 0 (3 answers) for 70 s; engine 0 waits for environments 2" in hang.sentence
+
+
+def test_an_idle_worker_does_not_hang():
+    assert found(known("learner 0"), known("engine 0", stuck=9000.0)) == []
+    recent = known("learner 0", waits=[PendingCall("engine 0", "an answer", 1.0)])
+    assert found(recent, known("engine 0", stuck=9000.0)) == []
+
+
+def test_a_silent_learner_hangs_whoever_waits():
+    (hang,) = found(
+        known("learner 1", silent=61.0, waits=[PendingCall("engine 0", "an answer", 5.0)]), known("engine 0")
+    )
+    assert hang.name == "learner 1"
+    assert "no heartbeat" in hang.sentence
+
+
+def test_a_worker_that_finds_no_room_is_named_and_not_killed():
+    (hang,) = found(known("learner 0", waits=[PendingCall("engine 0", "that it is there", 80.0)]))
+    assert (hang.name, hang.started) == ("engine 0", False)
+    assert "no machine of the cluster has room for it" in hang.sentence
+
+
+@pytest.fixture
+def keeper(monkeypatch):
+    monkeypatch.setattr(monitor, "dead_machine", lambda node: "")
+    return WorkerMonitor(max_restarts=2)
+
+
+def beat(name, pid, progress=0):
+    return Heartbeat(name, pid, "node", progress, "", ())
+
+
+def test_a_death_is_counted_once_whoever_notices_it_first(keeper):
+    keeper.heartbeat(beat("engine 0", 10))
+    keeper.heartbeat(beat("engine 0", 11))  # its new process
+    assert keeper.record_death("engine 0", monitor.KILLED, 10) == (
+        "engine 0 died: its process was killed or crashed",
+        False,
+    )
+    assert len(keeper.all_deaths()) == 1
+    keeper.record_death("engine 0", monitor.KILLED, 11)
+    keeper.heartbeat(beat("engine 0", 12))
+    assert len(keeper.all_deaths()) == 2
+    assert keeper.record_death("engine 0", monitor.KILLED, 12)[1], "the third of two that are allowed"
+
+
+def test_the_first_learner_hears_of_deaths_that_nobody_noticed(keeper):
+    keeper.heartbeat(beat("environments 0", 10))
+    keeper.heartbeat(beat("environments 0", 11))
+    assert keeper.heartbeat(beat("learner 1", 5)) == ("", [])
+    _, news = keeper.heartbeat(beat("learner 0", 4))
+    assert news == ["environments 0 died: its process was killed or crashed; it was idle and was restarted"]
+    assert keeper.heartbeat(beat("learner 0", 4))[1] == []
+
+
+def test_progress_and_silence_are_measured_by_the_watch(keeper, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
+    for progress, at in ((1, 100.0), (2, 110.0), (2, 130.0)):
+        now[0] = at
+        keeper.heartbeat(beat("engine 0", 10, progress))
+    now[0] = 137.0
+    state = keeper.statuses()["engine 0"]
+    assert (state.silent, state.stalled) == (7.0, 20.0)
+
+
+def test_orders_are_given_once(keeper):
+    keeper.send_command(["learner 0"], "stop")
+    assert keeper.heartbeat(beat("learner 0", 1))[0] == "stop"
+    assert keeper.heartbeat(beat("learner 0", 1))[0] == ""
+
+
+def test_a_hung_worker_dies_of_what_the_watch_was_told(keeper):
+    keeper.set_reason("engine 0", "hung (learner 0 waits for it)")
+    assert keeper.record_death("engine 0", monitor.KILLED, 10)[0] == "engine 0 hung (learner 0 waits for it)"
+
+
+def test_a_watch_that_does_not_answer_is_told_once():
+    class Absent:
+        def __getattr__(self, name):
+            return self
+
+        def remote(self, *arguments):
+            return self
+
+        def get(self, answer, timeout):
+            raise TimeoutError
+
+    launched = ClusterRun.__new__(ClusterRun)
+    launched.recipe, launched.monitor, launched.ray = RlRecipe(), Absent(), Absent()
+    launched.console, launched._monitor_unavailable = Console(file=io.StringIO(), width=200), False
+    for _ in range(3):
+        launched._check_hangs()
+    assert launched.console.file.getvalue().count("does not respond (TimeoutError)") == 1
