@@ -21,7 +21,7 @@ from posttrain.models.forward import TokenScores, transformer
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import KtoLoss
 from posttrain.recipe.stages import DpoRecipe
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
@@ -168,7 +168,7 @@ def train(
         learner,
         evaluators=[evaluator] if data.validation or data.test else [],
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
-        warnings=[*notes(recipe), *data.problems.summary(), *renderer.warnings()],
+        warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings()],
         callbacks=callbacks,
     )
     train_on(trainer, batches, objective_for, resume, console)

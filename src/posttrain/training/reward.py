@@ -12,7 +12,7 @@ from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.recipe.units import stored_units
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
@@ -41,7 +41,7 @@ def train(
     evaluator = PreferenceEvaluator(
         learner, data, recipe.name, lambda samples: objective, model=model, renderer=renderer
     )
-    warnings = [*notes(recipe), *data.problems.summary(), *renderer.warnings()]
+    warnings = [*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings()]
     if not (data.validation or data.test):
         warnings.append("no validation rows, so no reward statistics are stored with the model")
     trainer = Trainer(

@@ -18,7 +18,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe, CriticCredit
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
@@ -203,7 +203,10 @@ def make_components(
     """All that `recipe` asks for. Raises InputError for settings that do not fit together or do not fit the model."""
     training = range(recipe.seeds.start, recipe.seeds.stop)
     held_out = [range(s.start, s.stop) for s in (recipe.evaluation.seeds, recipe.evaluation.final_seeds)]
-    warnings = [*notes(recipe), *check_tasks(recipe.environment, training, held_out, recipe.reward is not None)]
+    warnings = [
+        *recipe_warnings(recipe),
+        *check_tasks(recipe.environment, training, held_out, recipe.reward is not None),
+    ]
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
 
     policy = Policy(recipe.model, recipe.seed)

@@ -8,7 +8,7 @@ from rich.console import Console
 from posttrain.data.rendering import Renderer
 from posttrain.models.policy import Policy
 from posttrain.recipe.stages import SftRecipe
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
@@ -39,7 +39,7 @@ def train(
     total = recipe.steps or recipe.epochs * batches.updates_per_epoch
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
-    warnings, evaluators = notes(recipe), list[Evaluator]()
+    warnings, evaluators = recipe_warnings(recipe), list[Evaluator]()
     best_by: Callable[[dict[str, Any]], float] | None = None
     if data is not None:
         warnings += [*data.problems.summary(), *renderer.warnings()]
