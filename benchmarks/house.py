@@ -12,12 +12,16 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from harness.models import model_directory
 from harness.table import show
+
+from posttrain.training.trainer import Callback
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 CORE, PLUGIN = SOURCE / "posttrain", SOURCE / "posttrain_memory"
@@ -44,9 +48,9 @@ def main() -> None:
         if chosen.files:
             print(f"{stage}:", *(f"{name} ({count})" for name, count in sorted(trace.files.items())), sep="\n  ")
     if rows:
-        show(rows)
+        show("One training step, on a small random model", rows)
     source = source_counts()
-    show([{"what": name, "count": count} for name, count in source.items() if name != "circles"])
+    show("The source", [{"what": name, "count": count} for name, count in source.items() if name != "circles"])
     for circle in source["circles"]:
         print("import circle:", " -> ".join(circle))
     if chosen.json:
@@ -56,20 +60,23 @@ def main() -> None:
 # -- one step -----------------------------------------------------------------------------------------------------------
 
 
-class Trace:
-    """A profile function that counts, between the ends of two steps, what is entered of the package."""
+class Trace(Callback):
+    """Counts what the second step enters of the package. A callback of the run switches the profile function on and off."""
 
     def __init__(self) -> None:
-        self.steps = 0
         self.functions: set[CodeType] = set()
         self.hops: dict[tuple[CodeType, CodeType], int] = defaultdict(int)
         """(caller, called) -> calls, for functions of two files."""
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Trace from the end of the first step to the end of the second one."""
+        profile = self._profile if step == 1 else None
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "return" and code.co_name == "finish_step":
-            self.steps += 1
-        if event != "call" or self.steps != 1 or not code.co_filename.startswith(str(CORE)):
+        if event != "call" or not code.co_filename.startswith(str(CORE)):
             return
         self.functions.add(code)
         caller = frame.f_back
@@ -98,13 +105,8 @@ def traced_step(stage: str) -> Trace:
     trace = Trace()
     with tempfile.TemporaryDirectory() as folder:
         recipe = TypeAdapter(Recipe).validate_python(recipe_values(stage, Path(folder)))
-        threading.setprofile(trace)
-        sys.setprofile(trace)
-        try:
-            run_stage(recipe, console=Console(file=io.StringIO()))
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
+        with redirect_stdout(io.StringIO()):
+            run_stage(recipe, console=Console(file=io.StringIO()), callbacks=[trace])
     return trace
 
 
@@ -117,6 +119,8 @@ def recipe_values(stage: str, folder: Path) -> dict[str, Any]:
         return values | {
             "environment": {"type": "bandit"},
             "steps": 2,
+            # So that the policy learns although a random model's answers all have the same reward.
+            "entropy_coefficient": 0.01,
             "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 8},
             "evaluation": {"every": 0, **held_out},
         }
@@ -162,10 +166,13 @@ def _lines(file: Path) -> int:
 
 
 def imports_of_packages() -> dict[str, set[str]]:
-    """Package of the core -> packages of the core that any of its files imports, at the top or inside a function."""
+    """Package of the core -> packages of the core that any of its files imports, at the top or inside a function.
+
+    `distributed.ray` is a package of its own: it runs stages, and `distributed` is below the models.
+    """
     found: dict[str, set[str]] = defaultdict(set)
     for file in CORE.rglob("*.py"):
-        package = file.relative_to(CORE).parts[0].removesuffix(".py")
+        package = _package(file.relative_to(CORE).with_suffix("").parts)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -173,9 +180,13 @@ def imports_of_packages() -> dict[str, set[str]]:
                 names = [f"posttrain.{a.name}" for a in node.names] if node.module == "posttrain" else [node.module]
             for name in names:
                 parts = name.split(".")
-                if parts[0] == "posttrain" and len(parts) > 1 and parts[1] != package:
-                    found[package].add(parts[1])
+                if parts[0] == "posttrain" and len(parts) > 1 and _package(parts[1:]) != package:
+                    found[package].add(_package(parts[1:]))
     return found
+
+
+def _package(parts: Sequence[str]) -> str:
+    return "distributed.ray" if list(parts[:2]) == ["distributed", "ray"] else parts[0]
 
 
 def import_circles() -> list[list[str]]:
