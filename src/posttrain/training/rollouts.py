@@ -24,8 +24,8 @@ from posttrain.errors import InputError, RunError
 from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
-from posttrain.recipe.rollout import EngineRecipe, FailureRecipe, RolloutRecipe, SamplingRecipe, SeedRange
+from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe, VllmEngineRecipe, no_primer
+from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe, SeedRange
 from posttrain.rollout.driver import EpisodeRequest, EpisodeSharding, RolloutWorker, Scorer, collect_episodes
 from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
@@ -51,7 +51,7 @@ class RolloutManager:
     def __init__(
         self,
         policy: Policy,
-        engine: EngineRecipe | VllmEngineRecipe,
+        engine: LocalEngineRecipe | VllmEngineRecipe,
         environment: EnvironmentRecipe,
         rollout: RolloutRecipe,
         scorer: Scorer | None = None,
