@@ -21,7 +21,7 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
-from posttrain.recipe.rollout import EngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.filters import drop_stale, token_staleness
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
@@ -133,7 +133,7 @@ class Sampler:
         with storage_errors(directory):
             directory.mkdir(exist_ok=True)
         if self._has_own_engine:
-            assert isinstance(manager.engine_settings, EngineRecipe)
+            assert isinstance(manager.engine_settings, LocalEngineRecipe)
             engine = LocalEngine(replica, manager.engine_settings)
         sync = WeightSync(
             rollout.on_new_weights,

@@ -24,8 +24,8 @@ from posttrain.errors import InputError
 from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
-from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe, SamplingRecipe, SeedRange
+from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe, VllmEngineRecipe, no_primer
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, SeedRange
 from posttrain.rollout.driver import (
     EpisodeRequest,
     EpisodeSharding,
@@ -58,7 +58,7 @@ class RolloutManager:
     def __init__(
         self,
         policy: Policy,
-        engine: EngineRecipe | VllmEngineRecipe,
+        engine: LocalEngineRecipe | VllmEngineRecipe,
         environment: EnvironmentRecipe,
         rollout: RolloutRecipe,
         scorer: Scorer | None = None,

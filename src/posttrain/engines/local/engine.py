@@ -24,7 +24,7 @@ from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
-from posttrain.recipe.rollout import EngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
 
 
@@ -73,11 +73,11 @@ class LocalEngine:
     engine = LocalEngine(policy, slots=64)
     """
 
-    def __init__(self, policy: Policy, recipe: EngineRecipe | None = None, **settings: Any) -> None:
+    def __init__(self, policy: Policy, recipe: LocalEngineRecipe | None = None, **settings: Any) -> None:
         """`settings`: keys of the `engine` section by name, instead of `recipe`: `slots`, the sequences held in the
         key/value cache, and `tokens_per_forward`. InputError where one is wrong.
         """
-        recipe = section(EngineRecipe, recipe, **settings)
+        recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
             keep_freed_memory()
         self.policy = policy
