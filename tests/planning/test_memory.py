@@ -7,7 +7,7 @@ import pytest
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import load_pipeline
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 
 ROOT = Path(__file__).parents[2] / "recipes" / "memory"
 
@@ -34,7 +34,7 @@ def test_the_published_run_is_there_number_for_number():
 
 
 def test_the_check_warns_of_its_traps():
-    found = notes(published())
+    found = recipe_warnings(published())
     assert any("loss.type gspo clips the ratio of whole streams" in note for note in found)
     assert any(note.startswith("40 updates are made on the same episodes") for note in found)
     assert any("multiplied by 0.9 each step" in note for note in found)
@@ -47,12 +47,12 @@ def test_what_had_no_effect_there_is_refused(key):
 
 
 def test_the_mended_recipe_has_none_of_them():
-    found = notes(load_recipe([str(ROOT / "gspo.yaml")], [], "rl"))
+    found = recipe_warnings(load_recipe([str(ROOT / "gspo.yaml")], [], "rl"))
     assert not any("clips" in note or "updates are made" in note or "kl.horizon" in note for note in found)
 
 
 def test_fewer_updates_and_a_longer_horizon_are_not_warned_of():
-    found = notes(
+    found = recipe_warnings(
         published("learner.epochs_per_step=2", "kl.horizon=10000", "loss.clip_low=3e-4", "loss.clip_high=4e-4")
     )
     assert not any("clips" in note or "updates are made" in note or "kl.horizon" in note for note in found)

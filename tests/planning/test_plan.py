@@ -9,7 +9,7 @@ from posttrain.planning.dry_run import batch_arithmetic, show_plan
 from posttrain.planning.memory import ModelSizes, memory_estimate, trained_parameters
 from posttrain.planning.model_sizes import model_sizes
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 from tests.conftest import save_tiny_model
 
 SIZES = ModelSizes(
@@ -308,7 +308,7 @@ def test_a_broken_model_directory_is_named(tmp_path):
     ],
 )
 def test_notes(stage, overrides, expected):
-    assert expected in notes(recipe_of(*overrides, stage=stage))
+    assert expected in recipe_warnings(recipe_of(*overrides, stage=stage))
 
 
 @pytest.mark.parametrize(
@@ -327,6 +327,6 @@ def test_notes(stage, overrides, expected):
 def test_defaults_deserve_no_note(stage, needed, tmp_path):
     from posttrain.recipe.compose import dump_recipe
 
-    assert notes(recipe_of(*needed, stage=stage)) == []
+    assert recipe_warnings(recipe_of(*needed, stage=stage)) == []
     (tmp_path / "r.yaml").write_text(dump_recipe(recipe_of(*needed, stage=stage)))
-    assert notes(load_recipe([str(tmp_path / "r.yaml")], [], stage)) == []
+    assert recipe_warnings(load_recipe([str(tmp_path / "r.yaml")], [], stage)) == []

@@ -8,7 +8,7 @@ from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.planning.placement import Placement
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.rollout import updates_behind
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 
 TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
 
@@ -32,15 +32,19 @@ def test_what_does_not_go_together_is_refused(given, words):
 
 def test_what_has_no_effect_is_told():
     recipe = load_recipe([], ["rollout.on_new_weights=restart", "rollout.replay=x"], "rl")
-    found = [note for note in notes(recipe) if "rollout.async_rollouts is 0" in note]
+    found = [warning for warning in recipe_warnings(recipe) if "rollout.async_rollouts is 0" in warning]
     assert [note.split()[0] for note in found] == ["rollout.on_new_weights", "rollout.replay"]
     evaluation = load_recipe([], ["rollout.async_rollouts=1"], "evaluate")
-    assert any(note.startswith("rollout.async_rollouts has no effect") for note in notes(evaluation))
+    assert any(warning.startswith("rollout.async_rollouts has no effect") for warning in recipe_warnings(evaluation))
 
 
 def test_a_loss_without_importance_weights_is_told():
     def told(*given):
-        return [note for note in notes(load_recipe([], list(given), "rl")) if "no importance weights" in note]
+        return [
+            warning
+            for warning in recipe_warnings(load_recipe([], list(given), "rl"))
+            if "no importance weights" in warning
+        ]
 
     assert len(told("rollout.async_rollouts=1", "loss.type=reinforce")) == 1
     assert told("rollout.async_rollouts=0", "loss.type=reinforce") == []
@@ -49,7 +53,7 @@ def test_a_loss_without_importance_weights_is_told():
 
 def test_ratios_are_clipped_where_episodes_are_of_older_weights():
     def clip_notes(*given):
-        return [n for n in notes(load_recipe([], ["loss.clip_low=0.1", *given], "rl")) if "clip" in n]
+        return [n for n in recipe_warnings(load_recipe([], ["loss.clip_low=0.1", *given], "rl")) if "clip" in n]
 
     assert clip_notes()
     assert clip_notes("rollout.async_rollouts=1") == []

@@ -11,7 +11,7 @@ import yaml
 from posttrain.cli.main import main
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import load_pipeline
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
     said = capsys.readouterr().out
     assert f"recipe ({STAGES[path]})" in said
     assert "note:" not in said
-    assert notes(load_recipe([path], [], STAGES[path])) == []
+    assert recipe_warnings(load_recipe([path], [], STAGES[path])) == []
 
 
 @pytest.mark.parametrize(

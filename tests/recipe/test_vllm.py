@@ -5,7 +5,7 @@ import pytest
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.engines import VllmEngineRecipe
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 
 
 def test_the_engine_of_each_stage_may_be_vllm():
@@ -38,8 +38,8 @@ def test_truncation_goes_with_temperature_one_and_adapters_with_lora():
 
 def test_notes_say_what_nothing_corrects_and_what_has_no_effect():
     recipe = load_recipe([], ["engine.type=vllm", "engine.urls=[http://a:1]", "engine.dtype=float32"], "rl")
-    found = notes(recipe)
+    found = recipe_warnings(recipe)
     assert sum("set loss.correction.type to tis or mis" in note for note in found) == 1
     assert sum("engine.dtype has no effect" in note for note in found) == 1
     corrected = load_recipe([], ["engine.type=vllm", "loss.correction.type=mis"], "rl")
-    assert not any("engine." in note for note in notes(corrected))
+    assert not any("engine." in warning for warning in recipe_warnings(corrected))

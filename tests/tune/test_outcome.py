@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from posttrain.errors import RunError
 from posttrain.recipe.study import Limit, Objective
-from posttrain.tune.outcome import curve, outcome
+from posttrain.tune.trial import curve, outcome
 
 
 def line(step, kind="evaluation", **values):
@@ -36,7 +36,7 @@ def test_the_best_evaluation_after_the_start_counts_and_limits_are_judged_there(
     # The first of equals, at step 4; its KL is the mean of steps 3 and 4.
     assert (found.step, found.value) == (4, 2.0)
     assert found.limited == {"policy/kl": pytest.approx(0.4)}
-    assert found.beyond == {"policy/kl": pytest.approx(0.1)}
+    assert found.violations == {"policy/kl": pytest.approx(0.1)}
     assert not found.feasible
 
 
@@ -44,15 +44,15 @@ def test_a_limited_metric_of_the_evaluation_itself_is_taken_from_it():
     limit = {"tokens_per_answer": Limit(min=5)}
     lines = [line(1, **{"return": 1.0}, tokens_per_answer=4.0), line(2, **{"return": 0.0}, tokens_per_answer=9.0)]
     found = outcome(lines, Objective(metric="return", direction="minimize", within=limit))
-    assert (found.step, found.beyond, found.feasible) == (2, {"tokens_per_answer": -4.0}, True)
+    assert (found.step, found.violations, found.feasible) == (2, {"tokens_per_answer": -4.0}, True)
     found = outcome(lines, Objective(metric="return", direction="maximize", within=limit))
-    assert (found.step, found.beyond, found.feasible) == (1, {"tokens_per_answer": 1.0}, False)
+    assert (found.step, found.violations, found.feasible) == (1, {"tokens_per_answer": 1.0}, False)
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([line(0, **{"return": 1.0})], "no evaluation after its start"),
+        ([line(0, **{"return": 1.0})], "no evaluation after step 0"),
         ([line(1, **{"return": None}, success=1.0)], "return was never a number"),
         ([line(1, success=1.0, success_low=0.5)], "its evaluations have no return; they have success$"),
         (

@@ -82,10 +82,10 @@ def test_failed_trials_keep_their_reason_and_are_not_the_end(begun, tmp_path, ca
     assert studies.tune(tmp_path, start=start) == 0
     first, second, *_ = studies.trials(tmp_path)
     assert first.state == TrialState.FAIL
-    assert "SIGKILL, as the system does where memory runs out" in first.user_attrs["reason"]
+    assert "SIGKILL, possibly by the kernel because memory ran out" in first.user_attrs["reason"]
     assert second.params["optimizer.learning_rate"] == 1e-4
     assert second.state == TrialState.COMPLETE
-    assert re.search(r"\| 0 \| failed \| – .*memory runs out", report(tmp_path))
+    assert re.search(r"\| 0 \| failed \| – .*memory ran out", report(tmp_path))
     assert "failed, killed by SIGKILL" in capsys.readouterr().out
 
 
@@ -118,7 +118,7 @@ def test_limits_are_kept_by_the_best_and_shown(begun, tmp_path):
     assert limited == pytest.approx([0.04, 0.008, 0.0004])
     assert [trial.constraints["policy/kl"] > 0 for trial in studies.trials(tmp_path)] == [True, False, False]
     assert best(tmp_path)["optimizer"]["learning_rate"] == 2e-5
-    assert re.search(r"\| 0 \| finished .*beyond its limits", report(tmp_path))
+    assert re.search(r"\| 0 \| finished .*exceeds its limits", report(tmp_path))
 
 
 def test_where_nothing_keeps_its_limits_the_nearest_is_told(begun, tmp_path, capsys):
@@ -128,7 +128,7 @@ def test_where_nothing_keeps_its_limits_the_nearest_is_told(begun, tmp_path, cap
     assert studies.tune(tmp_path, objective=objective, search=search, start=start, trials=2) == 1
     said = capsys.readouterr().err
     assert (
-        "none of the 2 finished trials keeps its limits, nearest is trial 0 (policy/kl 0.004 where at most 1e-09"
+        "none of the 2 finished trials keeps its limits; the nearest is trial 0 (policy/kl 0.004 where at most 1e-09"
         in said
     )
 
@@ -143,7 +143,7 @@ def test_a_metric_that_is_not_there_ends_the_study_after_one_trial(named, monkey
     assert studies.tune(tmp_path, search=search, objective=objective, trials=5) == 1
     said = capsys.readouterr().err
     assert begun == ["0000"]
-    assert "stopped after trial 0, since no trial can be judged" in said
+    assert "stopped after trial 0, because no trial can be scored" in said
     if named == "objective":
         assert "its evaluations have no score/updat; they have score/update, " in said
     else:
@@ -243,8 +243,8 @@ def test_a_retest_says_whether_the_winner_can_be_told_apart(monkeypatch, tmp_pat
     retest = {"best": 2, "seeds": [1, 2, 3, 4]}
     assert studies.tune(tmp_path, search=search, start=start, trials=2, retest=retest) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert ("it is distinguishable from the next" in said) == (distance > 0)
-    assert ("cannot be told apart" in said) == (distance == 0)
+    assert ("the difference is significant" in said) == (distance > 0)
+    assert ("do not differ significantly" in said) == (distance == 0)
     table = report(tmp_path).split("## retest")[1]
     assert re.search(r"\| 1 \| 0\.\d+ \| \[", table)
     assert sorted(path.name for path in (tmp_path / "runs/s/retest").iterdir()) == [
@@ -262,7 +262,7 @@ def test_a_finished_study_that_goes_on_runs_nothing_and_may_grow(begun, tmp_path
     assert studies.summary(tmp_path)[:3] == before
     assert begun == ["0003", "0004"]
     assert studies.tune(tmp_path) == 2
-    assert "exists; go on with `--resume`" in capsys.readouterr().err
+    assert "exists; continue it with `--resume`" in capsys.readouterr().err
     assert studies.tune(tmp_path, "--resume", "keys.steps=9") == 2
     assert "the recipe of the study runs/s has changed" in capsys.readouterr().err
     assert studies.tune(tmp_path, "--resume", "search.optimizer.learning_rate.high=1e-3") == 2
@@ -298,4 +298,4 @@ def test_the_trials_of_another_machine_are_left_alone(begun, tmp_path, capsys):
     assert studies.tune(tmp_path, "--resume", f"storage={url}", "trials=4") == 0
     study = optuna.load_study(study_name="s", storage=url)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE"]
-    assert "1 trials run elsewhere" in capsys.readouterr().out
+    assert "1 trials are running elsewhere" in capsys.readouterr().out

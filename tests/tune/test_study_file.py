@@ -10,7 +10,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.study import TRAINING
 from posttrain.recipe.study_file import load_study
-from posttrain.tune.space import check_space, distributions, restored, stored
+from posttrain.tune.study import check_space, distributions, from_storage, to_storage
 
 from .studies import study_values
 
@@ -130,7 +130,7 @@ def test_a_key_that_no_recipe_has_is_refused_before_anything_runs(tmp_path):
         check_space(study)
     study = load(tmp_path, search={"rollout.episodes_per_group": [1, 2]})
     (note,) = check_space(study)
-    assert "rollout.episodes_per_group = 1 makes no recipe" in note
+    assert "rollout.episodes_per_group = 1 gives no valid recipe" in note
 
 
 def test_overrides_reach_every_part_of_a_study(tmp_path):
@@ -156,8 +156,8 @@ def test_a_point_becomes_a_recipe(tmp_path):
     loss = [{"type": "gspo"}, {"type": "ppo", "clip_low": 0.1}]
     study = load(tmp_path, search={"both": {"together": both}, "loss": loss, "model.lora": [None, {"rank": 4}]})
     point = {"both": both[1], "loss": loss[1], "model.lora": {"rank": 4}}
-    assert restored(study, stored(point)) == point
-    assert all(isinstance(value, str) for value in stored(point).values())
+    assert from_storage(study, to_storage(point)) == point
+    assert all(isinstance(value, str) for value in to_storage(point).values())
     recipe = study.at(point, Path("somewhere"), "0003", seed=7)
     assert (recipe.steps, recipe.rollout.groups_per_step, recipe.loss.clip_low) == (6, 2, 0.1)
     assert (recipe.model.lora.rank, recipe.seed, recipe.runs, recipe.name) == (4, 7, "somewhere", "0003")
@@ -174,7 +174,7 @@ def test_the_ready_studies_resolve(name, count, capsys, monkeypatch):
     assert main(["tune", f"recipes/{name}.yaml", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert f": {count} trials of " in said
-    assert "makes no recipe" not in said
+    assert "gives no valid recipe" not in said
 
 
 def test_the_search_groups_of_the_document_are_28_runs(capsys, monkeypatch):

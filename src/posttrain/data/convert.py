@@ -84,8 +84,8 @@ def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
         return "chosen has the lower score"
     pair = {"chosen": row.get("chosen"), "rejected": row.get("rejected"), "margin": margin}
     # Both sides are usually complete conversations that already contain the prompt.
-    whole = isinstance(pair["chosen"], list) and pair["chosen"][:1] != [] and _role(pair["chosen"][0]) != "assistant"
-    return pair if whole else {"prompt": row.get("prompt"), **pair}
+    complete = isinstance(pair["chosen"], list) and pair["chosen"][:1] != [] and _role(pair["chosen"][0]) != "assistant"
+    return pair if complete else {"prompt": row.get("prompt"), **pair}
 
 
 def _role(message: Any) -> Any:

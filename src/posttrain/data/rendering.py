@@ -190,19 +190,19 @@ def _answer(
     The text is None where the template does not end the answer with an end token. The stream then ends.
     """
     tokenizer = renderer.tokenizer
-    whole = renderer.text(messages, tools, answering=False)
-    if not whole.startswith(prompt):
+    rendered = renderer.text(messages, tools, answering=False)
+    if not rendered.startswith(prompt):
         # The template changes this answer, so its text is used as written.
         text = _without_open_thought(messages[-1].get("content") or "", prompt).removeprefix(primer)
         end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
         return renderer.answer(text), prompt + text + end, ""
-    rest = whole[len(prompt) :]
+    rest = rendered[len(prompt) :]
     encoded = tokenizer(rest, add_special_tokens=False, return_offsets_mapping=True)
     ids = encoded["input_ids"]
     ends = [index for index, token in enumerate(ids) if token in renderer.end_tokens]
     if not ends:
         return [*ids, tokenizer.eos_token_id], None, ""
-    return ids[: ends[-1] + 1], whole, rest[encoded["offset_mapping"][ends[-1]][1] :]
+    return ids[: ends[-1] + 1], rendered, rest[encoded["offset_mapping"][ends[-1]][1] :]
 
 
 def _without_open_thought(content: str, prompt: str) -> str:

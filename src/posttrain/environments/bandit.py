@@ -83,7 +83,7 @@ class Bandit(Game):
         draw = random_stream("bandit", seed, "pay")
         jackpot = draw.random() < high.jackpot_probability
         noise = draw.standard_normal(2)
-        self._pay = {
+        self._rewards = {
             low.name: low.mean + low.std * float(noise[0]),
             high.name: (high.jackpot if jackpot else high.mean) + high.std * float(noise[1]),
         }
@@ -99,7 +99,7 @@ class Bandit(Game):
 
     def _state(self, first: bool) -> str:
         if self._pulled is not None:
-            return f"{self._pulled} paid {self._pay[self._pulled]:.2f}."
+            return f"{self._pulled} paid {self._rewards[self._pulled]:.2f}."
         return f"The machines are {self.actions[0]} and {self.actions[1]}. Which one?"
 
     def _key(self) -> str:
@@ -107,7 +107,7 @@ class Bandit(Game):
 
     def _act(self, name: str) -> float:
         self._pulled = name
-        return self._pay[name]
+        return self._rewards[name]
 
     def _ended(self) -> bool:
         return self._pulled is not None

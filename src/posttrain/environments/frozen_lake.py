@@ -181,11 +181,11 @@ class FrozenLake(Game):
             _require_replay(environment, seed)
             steps = play(firm_lake, seed)
             reachable = best_success(firm_lake._lake, recipe.max_turns, recipe.format.actions_per_turn) == 1.0
-            paid = sum(step.reward for step in steps)
+            total = sum(step.reward for step in steps)
             require(
                 steps[-1].info["success"] is reachable, seed, "on firm ice the optimal policy missed a reachable goal"
             )
-            require(paid == (recipe.goal_reward if reachable else 0.0), seed, f"on firm ice the return is {paid}")
+            require(total == (recipe.goal_reward if reachable else 0.0), seed, f"on firm ice the return is {total}")
             require_sound(environment, seed)
 
 
@@ -202,8 +202,8 @@ def _require_replay(environment: FrozenLake, seed: int) -> None:
     won = cell == lake.goal
     require(steps[-1].info["success"] is won, seed, "success differs from the replay")
     require(steps[-1].terminated is (won or cell in lake.holes), seed, "the end of the episode differs from the replay")
-    paid = sum(step.reward for step in steps)
-    require(paid == (environment.recipe.goal_reward if won else 0.0), seed, f"the return is {paid}")
+    total = sum(step.reward for step in steps)
+    require(total == (environment.recipe.goal_reward if won else 0.0), seed, f"the return is {total}")
 
 
 def _lake(recipe: FrozenLakeRecipe, seed: int) -> Lake:

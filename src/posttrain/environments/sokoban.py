@@ -195,8 +195,8 @@ class Sokoban(Game):
         except NotImplementedError:
             return found
         success = sum(steps[-1].info["success"] for steps in games) / len(seeds)
-        paid = sum(step.reward for steps in games for step in steps) / len(seeds)
-        return found | {"optimal": Baseline(success, paid, len(seeds))}
+        mean_return = sum(step.reward for steps in games for step in steps) / len(seeds)
+        return found | {"optimal": Baseline(success, mean_return, len(seeds))}
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
@@ -210,7 +210,7 @@ class Sokoban(Game):
             # The complete solution, even where the recipe allows fewer turns.
             environment = cls(recipe.model_copy(update={"max_turns": len(way)}))
             steps = play(environment, seed, [recipe.format.render([ACTIONS[number]], "") for number in way])
-            paid = sum(step.reward for step in steps)
+            total = sum(step.reward for step in steps)
             full = recipe.solved_reward + recipe.num_boxes * recipe.box_on_reward + len(way) * recipe.step_reward
             require(
                 steps[-1].terminated and steps[-1].info["success"] is True, seed, "the solution does not solve the room"
@@ -219,7 +219,7 @@ class Sokoban(Game):
                 len(room.targets & before) > len(room.targets & after) for before, after in _boxes(room, start, way)
             )
             full += off * (recipe.box_on_reward + recipe.box_off_reward)
-            require(abs(paid - full) < 1e-9, seed, f"the return of the solution is {paid}, not {full}")
+            require(abs(total - full) < 1e-9, seed, f"the return of the solution is {total}, not {full}")
             require(not any(step.info.get("success") for step in steps[:-1]), seed, "the room was solved too early")
             require_sound(cls(recipe), seed)
 
@@ -236,7 +236,7 @@ def _boxes(room: Room, state: State, way: Sequence[int]) -> list[tuple[frozenset
 
 def _random_baseline(recipe: SokobanRecipe, seeds: Sequence[int]) -> Baseline:
     moves, n = recipe.max_turns * recipe.format.actions_per_turn, len(seeds)
-    success = paid = variance = 0.0
+    success = total = variance = 0.0
     sampled = False
     for seed in seeds:
         room, start = _room(recipe, seed)
@@ -247,10 +247,10 @@ def _random_baseline(recipe: SokobanRecipe, seeds: Sequence[int]) -> Baseline:
             # One success and one failure are added (Laplace), so that 0 of 256 does not have variance 0.
             p = (exact[0] * _PLAYS + 1) / (_PLAYS + 2)
             variance += p * (1 - p) / _PLAYS
-        success, paid = success + exact[0] / n, paid + exact[1] / n
+        success, total = success + exact[0] / n, total + exact[1] / n
     half = 1.96 * variance**0.5 / n
     interval = (max(0.0, success - half), min(1.0, success + half)) if sampled else None
-    return Baseline(success, paid, n, interval)
+    return Baseline(success, total, n, interval)
 
 
 def _random_plays(recipe: SokobanRecipe, seed: int, moves: int) -> tuple[float, float]:
@@ -258,17 +258,17 @@ def _random_plays(recipe: SokobanRecipe, seed: int, moves: int) -> tuple[float, 
     room, start = _room(recipe, seed)
     chosen = random_stream("sokoban", seed, "random player").integers(4, size=(_PLAYS, moves)).tolist()
     directions = room.directions()
-    solved = paid = 0.0
+    solved = total = 0.0
     for numbers in chosen:
         state = start
         for number in numbers:
             reached = room.move(state, directions[number])
-            paid += recipe.move_reward(room, state, reached)
+            total += recipe.move_reward(room, state, reached)
             state = reached
             if room.solved(state):
                 solved += 1
                 break
-    return solved / _PLAYS, paid / _PLAYS
+    return solved / _PLAYS, total / _PLAYS
 
 
 def _room(recipe: SokobanRecipe, seed: int) -> tuple[Room, State]:

@@ -2,7 +2,7 @@
 
 Chat templates mark turns with strings that a tokenizer also recognises in plain text: `<|im_start|>` (ChatML),
 `<|start_header_id|>` (Llama 3), `<start_of_turn>` (Gemma), `[INST]` (Mistral), `<｜User｜>` (DeepSeek), and many
-tokenizers have more, such as `<pad>` or `<file_sep>`. All of them, and the blocks of the memory agent's format, start with
+tokenizers have more, such as `<pad>` or `<file_sep>`. All of them, and the tags of agent formats, start with
 an angle bracket that opens a tag, or are an upper-case word in square brackets. `sanitize` replaces the first character
 of everything that looks like one with a similar character that no tokenizer treats as markup.
 

@@ -29,7 +29,7 @@ from posttrain.recipe.units import (
     TruncationCredit,
     UnitCreditRecipe,
 )
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 
 
 def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
@@ -99,8 +99,8 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     else:
         console.print(_memory_table(recipe, sizes, device))
         show_times(recipe, sizes, device, console)
-    for note in notes(recipe):
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    for warning in recipe_warnings(recipe):
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _processes(recipe: Learned) -> str:

@@ -1,4 +1,4 @@
-"""Credit: what turns rewards into one advantage per sampled token."""
+"""Credit assignment: from rewards to one advantage per sampled token."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,40 +9,40 @@ from posttrain.recipe.model import LoraRecipe, ModelRecipe, OptimizerRecipe
 
 
 class TurnReturnsCredit(BaseConfig):
-    """Returns from each turn on."""
+    """Reward-to-go per turn."""
 
     type: Literal["turn_returns"]
     """`turn_returns`: discounted reward from the turn on, the same for all of its tokens."""
     discount: float = Field(1.0, gt=0, le=1)
-    """Discount per turn, however long the answers are."""
+    """Discount factor per turn, independent of the length of answers."""
     baseline: Literal["others", "none"] = "others"
-    """`others`: minus the mean of what the other episodes of the group earned from that turn on, 0 where they had ended; unbiased. `none`: the raw return."""
+    """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
 
 
 class MtGrpoCredit(BaseConfig):
-    """Group statistics of each turn's reward and of the outcome, which is what the last turn pays."""
+    """Group-normalized turn rewards and outcome; the outcome is the reward of the last turn."""
 
     type: Literal["mt_grpo"]
     """`mt_grpo`: (o - mean) / std of the group's outcomes, in turns before the last plus `turn_weight` times the same of the group's rewards of that turn. For groups whose episodes all have the same number of turns."""
     turn_weight: float = Field(1.0, ge=0)
-    """Weight of a turn's own reward beside the outcome, in the turns before the last."""
+    """Weight of a turn's own reward relative to the outcome, in turns before the last."""
 
 
 class GigpoCredit(BaseConfig):
-    """Episodes compared with their group, and turns with those of the group that were played in the same state."""
+    """Episodes compared within their group, and turns with the group's turns in the same state."""
 
     type: Literal["gigpo"]
     """`gigpo`: (R - mean) / std of the group's returns, plus `step_weight` times the same of the returns from the turn on among the group's turns in one state. States are told apart by the environment's name for them or, where it names none, by the tokens of the observation."""
     discount: float = Field(0.95, gt=0, le=1)
-    """Discount per turn of the returns that are compared within a state."""
+    """Discount factor per turn of the returns compared within a state."""
     step_weight: float = Field(1.0, ge=0)
-    """omega: weight of the comparison within states."""
+    """Weight (omega) of the comparison within states."""
     divide_by_std: bool = True
-    """Both comparisons are divided by their standard deviation; false is what its authors' code does unless told otherwise."""
+    """Divide both comparisons by their standard deviation. The default of the authors' code is false."""
 
 
 class GroupCredit(BaseConfig):
-    """Baselines from the episodes of one task."""
+    """Group baselines: episodes of the same task are compared."""
 
     type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax"]
     """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode."""
@@ -59,53 +59,53 @@ class GroupCredit(BaseConfig):
 
 
 class BatchCredit(BaseConfig):
-    """Baselines without groups."""
+    """Statistics of the whole batch, without groups."""
 
     type: Literal["brpo", "arpo"]
     """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
 
 
 class TokenCredit(BaseConfig):
-    """Returns from each token on."""
+    """Reward-to-go per token."""
 
     type: Literal["reinforce", "reinforce_pp"]
     """`reinforce`: discounted reward from the token on. `reinforce_pp`: the same, whitened over the batch's tokens."""
     discount: float = Field(1.0, gt=0, le=1)
-    """Discount per sampled token."""
+    """Discount factor per sampled token."""
 
 
 class ValueCredit(BaseConfig):
-    """Advantages over the values of the critic."""
+    """Generalized advantage estimation with a critic."""
 
     type: Literal["gae"]
-    """`gae`: generalised advantage estimation, the credit of PPO."""
+    """`gae`: generalized advantage estimation, as in PPO."""
     discount: float = Field(1.0, gt=0, le=1)
-    """gamma: discount per sampled token."""
+    """Discount factor (gamma) per sampled token."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """lambda: 1 takes the rewards that came, 0 the critic's word for all but the next; between, a mixture."""
+    """GAE lambda within the episode. 1: Monte Carlo returns. 0: one-step TD."""
     whiten: bool = True
-    """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the sampled tokens of the step."""
 
 
 class BilevelValueCredit(BaseConfig):
-    """Advantages over the values of the critic, of turns and, within a turn, of tokens."""
+    """Generalized advantage estimation on two levels, turns and tokens, with a critic."""
 
     type: Literal["bilevel_gae"]
-    """`bilevel_gae`: generalised advantage estimation over turns, and over the tokens of each turn."""
+    """`bilevel_gae`: GAE over turns, then over the tokens of each turn."""
     discount: float = Field(1.0, gt=0, le=1)
-    """Discount per sampled token within a turn."""
+    """Discount factor per sampled token, within a turn."""
     turn_discount: float = Field(0.95, gt=0, le=1)
-    """Discount per turn."""
+    """Discount factor per turn."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """lambda within a turn: 1 takes the rewards that came, 0 the critic's word for all but the next."""
+    """GAE lambda within a turn. 1: Monte Carlo returns. 0: one-step TD."""
     turn_gae_lambda: float = Field(0.95, ge=0, le=1)
-    """lambda from turn to turn."""
+    """GAE lambda between turns."""
     whiten: bool = True
-    """Advantages minus their mean, over their standard deviation, both over the sampled tokens of the step."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the sampled tokens of the step."""
 
 
 CriticCredit = ValueCredit | BilevelValueCredit
-"""Credit that needs the values of a critic."""
+"""Credit types that need a critic."""
 
 CreditRecipe = Annotated[
     GroupCredit
@@ -121,46 +121,46 @@ CreditRecipe = Annotated[
 
 
 class FilterRecipe(BaseConfig):
-    """Which groups are worth an update."""
+    """Which groups are used for the update."""
 
     type: Literal["none", "uncertainty", "dynamic"] = "none"
-    """`none`; `uncertainty`: keep the groups with the largest spread of returns (StarPO-S); `dynamic`: keep groups whose returns differ and sample more tasks until the step is full (DAPO)."""
+    """`none`: use all groups. `uncertainty`: keep the groups with the largest standard deviation of returns (StarPO-S). `dynamic`: drop groups with equal returns and sample more tasks until the step is full (DAPO)."""
     keep: float = Field(0.25, gt=0, le=1)
-    """`uncertainty`: share of the groups to keep."""
+    """For `uncertainty`: share of the groups to keep."""
     max_rounds: int = Field(3, ge=1)
-    """`dynamic`: how many rounds of sampling one step may take; after that it goes on with what it has and says so."""
+    """For `dynamic`: largest number of sampling rounds per step. After that the step continues with the groups it has, and a warning is logged."""
 
 
 class OverlongRecipe(BaseConfig):
-    """DAPO's soft penalty on long answers: linear from 0 to -penalty over the last `buffer` tokens before `limit`."""
+    """Soft penalty on long episodes (DAPO): grows linearly from 0 to `penalty` over the last `buffer` tokens before `limit`."""
 
     limit: int = Field(ge=1)
-    """Sampled tokens of an episode at which the penalty is whole."""
+    """Sampled tokens of an episode at which the full penalty applies."""
     buffer: int = Field(ge=1)
-    """Tokens before the limit over which the penalty grows."""
+    """Number of tokens before `limit` over which the penalty grows."""
     penalty: float = Field(1.0, gt=0)
-    """The whole penalty."""
+    """Full penalty, subtracted from the reward."""
 
 
 class CriticRecipe(BaseConfig):
-    """What says before each sampled token what the episode will still earn. `gae` and `bilevel_gae` use it."""
+    """The critic: estimates the remaining return before each sampled token. Used by `gae` and `bilevel_gae`."""
 
     backbone: Literal["separate", "shared"] = "separate"
-    """`separate`: a model of its own, with its own updates. `shared`: a head on the policy's last hidden states, which starts at 0; policy and value loss are one forward and backward pass, but each loss moves what the other reads."""
+    """`separate`: a separate model with its own optimizer. `shared`: a value head, initialized to 0, on the policy's last hidden states; policy and value loss share one forward and backward pass and both change the backbone."""
     coefficient: float = Field(0.1, gt=0)
-    """Weight of the value loss beside the policy's loss, with `backbone: shared`. 0.1 is usual for language models; control tasks often take 0.5."""
+    """With `backbone: shared`: weight of the value loss. 0.1 is common for language models, 0.5 for control tasks."""
     path: str | None = None
-    """Where its weights start: a language model (its head then starts at 0), or a reward model with its head, as `posttrain reward` exports one (its values are then scaled as `reward.normalize: stored` scales rewards); it must have the policy's tokenizer. Null is `model.path`. In a pipeline, `stage:NAME`. For `backbone: separate`."""
+    """With `backbone: separate`: initial weights. A language model (the value head is initialized to 0), or a reward model with its head, such as an export of `posttrain reward` (values are scaled as `reward.normalize: stored` scales rewards). It must have the policy's tokenizer. Null: `model.path`. In a pipeline, `stage:NAME`."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of its weights in use, for `backbone: separate`; its head always computes in float32."""
+    """With `backbone: separate`: precision of the critic. The value head always uses float32."""
     lora: LoraRecipe | None = None
-    """Adapters of the critic; null trains all of its weights. For `backbone: separate`."""
+    """With `backbone: separate`: LoRA adapters of the critic. Null: train all of its weights."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
-    """Of the critic's weights; with `backbone: shared` of its head alone, the trunk being the policy's to move."""
+    """Optimizer of the critic; with `backbone: shared`, of the value head only."""
     updates_before_policy: int = Field(0, ge=0)
-    """Updates in which the critic alone learns, before the policy's first (value warm-up); with `backbone: shared` only its head does."""
+    """Critic warm-up: updates of the critic before the policy's first update. With `backbone: shared` only the value head is trained in them."""
     clip: float | None = Field(0.2, gt=0)
-    """Value loss: how far a value may move from the one before the step's updates and still gain, in units of reward; null is off."""
+    """Clip range of the value loss, in units of reward, around the values before the step's updates. Null: off."""
 
     @model_validator(mode="after")
     def _keys_fit_the_trunk(self):
@@ -191,6 +191,6 @@ class CriticRecipe(BaseConfig):
         return self
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:
-        """A critic of its own as a model; what is not said here is as in the policy's `model`."""
+        """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""
         own = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora}
         return policy.model_copy(update=own)

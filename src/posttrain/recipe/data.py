@@ -1,4 +1,4 @@
-"""Which rows a stage reads, what their columns are called, and what becomes of rows that do not fit."""
+"""The data of a stage: sources, column names, and what happens to rows that do not fit."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,41 +8,41 @@ from posttrain.recipe.base import BaseConfig
 
 
 class ColumnsRecipe(BaseConfig):
-    """Names of columns. A column that a row does not need may be absent from the data."""
+    """Column names. Columns that a stage does not need may be missing."""
 
     messages: str = "messages"
-    """A conversation: a list of `{"role", "content"}`; a message may say `"train": false`."""
+    """A conversation: a list of `{"role", "content"}`. A message with `"train": false` is not trained on."""
     prompt: str = "prompt"
-    """What is answered: text (becomes a user message) or a list of messages."""
+    """The prompt: text, which becomes a user message, or a list of messages."""
     context_messages: str = "context_messages"
-    """The same as a list of messages; read where the column `prompt` is absent."""
+    """The prompt as a list of messages, for data without the column `prompt`."""
     completion: str = "completion"
-    """The answer: text (becomes an assistant message) or a list of messages."""
+    """The answer: text, which becomes an assistant message, or a list of messages."""
     chosen: str = "chosen"
-    """The better answer: text or messages; the whole conversation where no prompt is given."""
+    """The preferred answer: text or messages. Without a prompt column, the whole conversation."""
     rejected: str = "rejected"
-    """The worse answer, in the same form."""
+    """The other answer, in the same form."""
     label: str = "label"
-    """KTO: whether the answer is good (true or false, 1 or 0). Prompts: what a rule compares answers with."""
+    """For KTO: whether the answer is good (true or false, 1 or 0). For prompts: the reference answer that a rule compares with."""
     margin: str = "margin"
-    """How much better the chosen answer is: a number, 0 or more."""
+    """Margin of the preference: a number, 0 or more."""
     tools: str = "tools"
-    """Tool descriptions for the chat template: a list, or a JSON text of one."""
+    """Tool descriptions for the chat template: a list, or a list as JSON text."""
     domain: str = "domain"
-    """Rows with the same text here are also measured by themselves."""
+    """Domain of a row. Metrics are also reported per domain."""
 
 
 class SourceRecipe(BaseConfig):
-    """One place that rows come from."""
+    """One source of rows."""
 
     path: str
     """A `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, or a hub id."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split, for a hub data set."""
     subset: str | None = None
-    """Configuration of a hub data set."""
+    """Configuration, for a hub data set."""
     weight: float = Field(1.0, gt=0)
-    """How often an epoch goes through these rows: 0.5 takes half of them each time, 2 takes each twice."""
+    """Passes over these rows per epoch. 0.5 uses half of the rows in each epoch; 2 uses each row twice."""
 
 
 def _sources(value: Any) -> Any:
@@ -56,31 +56,31 @@ Sources = Annotated[list[SourceRecipe], BeforeValidator(_sources)]
 
 
 class DataRecipe(BaseConfig):
-    """The rows of a supervised stage."""
+    """Training and validation rows of a supervised stage."""
 
     train: Sources = Field(min_length=1)
     """Rows to train on: a path, or a list of paths and sections."""
     validation: Sources = []
-    """Rows that measure progress and choose the best checkpoint."""
+    """Validation rows, for the learning curve and the choice of the best checkpoint."""
     test: Sources = []
-    """Rows of the final table; no choice is made on them. Empty takes the validation rows, which flatters the table."""
+    """Test rows, for the final table; nothing is selected on them. If empty, the final table uses the validation rows and has a selection bias."""
     held_out: int = Field(0, ge=0)
-    """Training rows held out for validation where `validation` is empty; rows with the same prompt stay together."""
+    """Number of training rows to hold out for validation if `validation` is empty. Rows with the same prompt stay together."""
     columns: ColumnsRecipe = ColumnsRecipe()
     max_rows: int | None = Field(None, ge=1)
-    """Training rows taken from each source; null takes all."""
+    """Use at most this many training rows of each source. Null: all."""
     max_tokens: int = Field(2048, ge=8)
-    """Most tokens of a row, prompt included."""
+    """Largest number of tokens of a row, prompt included."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """A longer row is dropped, or cut at its end (without its end token, which is learned only where an answer ends). Counted either way."""
+    """What happens to longer rows. `drop`: leave them out. `truncate`: cut their end; a truncated answer has no end token. Both are counted."""
     strict: bool = False
-    """Whether a row that cannot be used is an error; otherwise such rows are left out, counted and named."""
+    """true: a row that cannot be used is an error. false: such rows are dropped, counted and reported."""
     streaming: bool = False
-    """Read rows as training goes instead of all at the start; needs `steps`."""
+    """Read rows during training instead of at the start. Needs `steps`."""
     shuffle_buffer: int = Field(10_000, ge=1)
-    """Streaming: rows held at a time to draw the next one from."""
+    """With `streaming`: size of the shuffle buffer, in rows."""
     cache: str | None = None
-    """Directory for tokenised rows, found again by their content; null is the user's cache directory."""
+    """Directory of the cache of tokenized rows. Null: the user's cache directory."""
 
     @model_validator(mode="after")
     def _held_out_or_given(self):
@@ -90,16 +90,16 @@ class DataRecipe(BaseConfig):
 
 
 class PtxRecipe(BaseConfig):
-    """Rows of text that join every update of the policy, so that it does not forget them (Ouyang et al. 2022, arXiv 2203.02155)."""
+    """Supervised rows mixed into every policy update, against forgetting (PPO-ptx; Ouyang et al. 2022, arXiv 2203.02155)."""
 
     data: DataRecipe
-    """Conversations; `train` alone, since nothing is measured on them."""
+    """The rows: conversations in `data.train`. Nothing is evaluated on them."""
     coefficient: float = Field(1.0, gt=0)
-    """Weight of their negative log-likelihood, a mean over the rows' trained tokens of the update, beside the policy's loss."""
+    """Weight of their negative log-likelihood, averaged over the trained tokens of the update, in the policy's loss."""
     rows_per_update: int = Field(16, ge=1)
-    """Rows that join each optimizer step."""
+    """Rows per optimizer update."""
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """Which tokens of a row are trained: all answers, the last one, or every token. They are scored at `rollout.sampling.temperature`."""
+    """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens. Log-probabilities use `rollout.sampling.temperature`."""
 
     @model_validator(mode="before")
     @classmethod

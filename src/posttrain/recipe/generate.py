@@ -1,4 +1,4 @@
-"""Generation: the rows of a data set answered by a model, into a file of predictions."""
+"""The recipe of `posttrain generate`: a model answers the rows of a data set."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,22 +23,22 @@ OWN_COLUMNS = (
     "thinking_tokens",
     "thinking_characters",
 )
-"""What a prediction has besides the columns of `keep_columns`."""
+"""Columns of a prediction, besides those of `keep_columns`."""
 
 
 class PromptsRecipe(BaseConfig):
     """The rows to answer."""
 
     test: Sources = Field(min_length=1)
-    """Rows to answer: a path, or a list of paths and sections. A row has a prompt, or a conversation or pair whose last answer is left out."""
+    """Rows to answer: a path, or a list of paths and sections. A row has a prompt, or a conversation or pair, whose last answer is removed."""
     columns: ColumnsRecipe = ColumnsRecipe()
-    """What the columns are called. `completion`, else `label`, else the last answer of `messages` or `chosen` is the reference."""
+    """Column names. The reference answer is `completion`, else `label`, else the last answer of `messages` or `chosen`."""
     id: str | None = None
-    """Column with the id of a row, text or a whole number that no other row has; null numbers the usable rows from 0."""
+    """Column with a unique row id (text or a whole number). Null: number the usable rows from 0."""
     max_rows: int | None = Field(None, ge=1)
-    """Usable rows that are answered, the first of all sources together; null answers all."""
+    """Answer at most this many usable rows, in order. Null: all."""
     strict: bool = False
-    """Whether a row that cannot be used, or leaves no room for an answer, is an error; otherwise such rows are left out, counted and named."""
+    """true: a row that cannot be used, or leaves no room for an answer, is an error. false: such rows are dropped, counted and reported."""
 
     @model_validator(mode="after")
     def _each_once(self):
@@ -48,14 +48,14 @@ class PromptsRecipe(BaseConfig):
 
 
 class LimitsRecipe(BaseConfig):
-    """How long an answer may be."""
+    """Limits of an answer."""
 
     tokens_per_turn: int = Field(512, ge=1)
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""
     tokens_per_episode: int = Field(4096, ge=16)
-    """Most tokens of a prompt and its answer, lowered to what the model can read. A prompt that leaves less than `tokens_per_turn` of them is not answered, but named."""
+    """Longest context in tokens, prompt and answer together, reduced to the model's own limit. A prompt that leaves less than `tokens_per_turn` is skipped and reported."""
     stop_strings: list[StopString] = []
-    """Texts that end an answer besides the model's end token; the text itself is kept."""
+    """Strings that end an answer, in addition to the model's end token. The string is part of the answer."""
 
     @model_validator(mode="after")
     def _some_room(self):
@@ -68,34 +68,34 @@ class LimitsRecipe(BaseConfig):
 
 
 class GenerateRecipe(StageRecipe):
-    """Answers of a model to the rows of a data set, as a file of predictions."""
+    """Generation: a model answers the rows of a data set and writes a file of predictions."""
 
     stage: Literal["generate"] = "generate"
     """Which stage the recipe is for; `posttrain generate` takes this one."""
     data: PromptsRecipe
     system: str | None = None
-    """System message put before every prompt; it takes the place of one that the row has."""
+    """System message of every prompt; it replaces the row's own."""
     engine: Annotated[EngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
         EngineRecipe()
     )
-    """Who answers: the model of `model.path` in this process or in vLLM, or one behind a server."""
+    """The engine that answers: `model.path` in this process or in vLLM, or a remote model behind a server."""
     rollout: LimitsRecipe = LimitsRecipe()
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
-    """How tokens are drawn; temperature 0 is greedy."""
+    """Sampling; greedy by default."""
     samples: int = Field(1, ge=1)
-    """Answers to each row."""
+    """Answers per row."""
     thinking: Literal["keep", "remove"] = "keep"
-    """`remove` leaves out the thinking at the start of an answer, up to `</think>`, and counts it; `keep` leaves it in the prediction."""
+    """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
     keep_columns: list[str] = []
-    """Columns of the data that the predictions have too."""
+    """Columns of the data to copy into the predictions."""
     window: int = Field(512, ge=1)
-    """Local engine: answers that are computed together before the next ones are begun. A resumed run computes the window it was killed in anew, to the same bits, and keeps what was written of it; small windows save that work, large ones keep the engine full."""
+    """Local engine: number of answers computed as one batch. A resumed run repeats the interrupted batch, to the same bits. Larger values use the engine better; smaller values lose less work."""
     out: str | None = None
-    """The file of predictions (JSON lines); null is `predictions.jsonl` in the run's directory."""
+    """Predictions file (JSON lines). Null: `predictions.jsonl` in the run directory."""
 
     @property
     def remote(self) -> OpenAIEngineRecipe | None:
-        """The engine, where a remote model answers."""
+        """The engine if a remote model answers, else None."""
         return self.engine if isinstance(self.engine, OpenAIEngineRecipe) else None
 
     @property

@@ -1,4 +1,4 @@
-"""The server of a language model that judges."""
+"""Language models as judges, rubrics, and tasks of reasoning-gym."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -9,49 +9,49 @@ from posttrain.recipe.base import BaseConfig
 
 
 class JudgeServerRecipe(BaseConfig):
-    """A language model that judges, behind an OpenAI-compatible server."""
+    """A judge: a language model behind an OpenAI-compatible server."""
 
     url: str = Field(pattern=r"^https?://\S+$")
     """Base URL of the server, for example `http://localhost:8000/v1`."""
     model: str = Field(min_length=1)
-    """Name of the model, as the server knows it."""
+    """Model name to send to the server."""
     api_key_variable: str | None = None
-    """Name of the environment variable that holds the server's key; null sends none that means anything."""
+    """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     timeout: float = Field(60, gt=0)
-    """Time-out of one request, in seconds."""
+    """Timeout of one request, in seconds."""
     retries: int = Field(3, ge=0)
-    """Further requests after a time-out, a lost connection, or an answer of status 429 or 5xx; each waits longer."""
+    """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
     requests_per_minute: float | None = Field(None, gt=0)
-    """Most requests per minute of this process, those of retries included, evenly spaced; null sets no limit."""
+    """Rate limit of this process in requests per minute, retries included. Null: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Most tokens of a reply, thinking included; a reply that is cut off is no score. Null leaves it to the server."""
+    """Largest number of tokens of a reply, thinking included. A truncated reply counts as a failed request. Null: the server's default."""
     structured: bool = False
-    """Whether the server is also sent the JSON schema of the reply (`response_format`), which some servers refuse. The reply is checked in either case."""
+    """Send the JSON schema of the reply (`response_format`). Some servers reject it. Replies are validated in either case."""
     cache: str | None = None
-    """File that keeps what the judge replied, so that nothing is asked twice; several runs may share it. Null keeps nothing."""
+    """File that caches replies; several runs may share it. Null: no cache."""
 
 
 FIELDS = ("prompt", "prediction", "reference")
-"""What a template may show of a row."""
+"""Fields of a row that a template may use."""
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 """A field in a template; other braces are text."""
 
 
 class Anchor(BaseConfig):
-    """What a number of points means."""
+    """Meaning of one value of the scale."""
 
     points: int
-    """A whole number."""
+    """Number of points, a whole number."""
     means: str = Field(min_length=1)
-    """What a prediction with so many points is like."""
+    """Description of a prediction that gets these points."""
 
 
 class PointsScale(BaseConfig):
-    """The judge gives a whole number of points."""
+    """The judge assigns a whole number of points."""
 
     type: Literal["points"]
     anchors: list[Anchor] = Field(min_length=2)
-    """The scale goes from the least to the most points among them; the most are best."""
+    """Described values. The scale runs from the smallest to the largest; the largest is best."""
 
     @field_validator("anchors")
     @classmethod
@@ -62,26 +62,26 @@ class PointsScale(BaseConfig):
 
 
 class ClaimsScale(BaseConfig):
-    """The judge lists the claims of a prediction and says of each whether it holds; the score is the share that does."""
+    """The judge lists the claims of a prediction and whether each is supported; the score is the supported share."""
 
     type: Literal["claims"]
     claim: str = Field(min_length=1)
     """What counts as one claim."""
     supported: str = Field(min_length=1)
-    """When a claim holds."""
+    """When a claim counts as supported."""
 
 
 class Rubric(BaseConfig):
-    """How a judge is to judge one prediction, or two against each other."""
+    """Instructions for a judge that scores one prediction, or compares two."""
 
     name: str = Field(pattern=r"^[A-Za-z][\w-]*$")
-    """What results call it."""
+    """Name of the rubric in results."""
     measures: str = Field(min_length=1)
-    """What a good prediction is, in words for the judge."""
+    """Description of a good prediction, for the judge."""
     scale: Annotated[PointsScale | ClaimsScale, Field(discriminator="type")]
-    """How the judge answers."""
+    """Form of the judge's reply."""
     template: str
-    """What the judge is shown: text with `{prompt}`, `{prediction}` and `{reference}`, each of which becomes a frame of its own. Rows without a reference are left out where it names `{reference}`."""
+    """Text shown to the judge, with the placeholders `{prompt}`, `{prediction}` and `{reference}`, each inserted as a marked block. If it uses `{reference}`, rows without a reference are skipped."""
 
     @field_validator("template")
     @classmethod
@@ -96,7 +96,7 @@ class Rubric(BaseConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether rows without a reference cannot be judged."""
+        """Whether the template uses the reference."""
         return "reference" in FIELD.findall(self.template)
 
 
@@ -118,9 +118,9 @@ class ReasoningGymRecipe(BaseConfig):
 
 
 class JudgeRecipe(JudgeServerRecipe):
-    """A language model that scores answers, behind an OpenAI-compatible server."""
+    """A judge whose score is the reward of an answer."""
 
     rubric: str = Field(min_length=1)
-    """What a good answer is, in words for the judge."""
+    """Description of a good answer, for the judge."""
     scale: int = Field(10, ge=1)
-    """The judge gives points from 0 to this; the reward is points / scale, in [0, 1]."""
+    """Largest number of points; the reward is points / scale, in [0, 1]."""

@@ -8,23 +8,23 @@ from posttrain.recipe.base import BaseConfig
 
 
 class CorrectionRecipe(BaseConfig):
-    """Importance weights between the engine's log-probabilities and the learner's own before the update."""
+    """Importance-sampling correction for the difference between the engine's and the learner's log-probabilities."""
 
     type: Literal["tis", "mis"]
-    """`tis`: truncated weights, min(w, cap). `mis`: masked, weights outside [1/cap, cap] drop the token."""
+    """`tis`: truncated weights, min(w, cap). `mis`: tokens with weights outside [1/cap, cap] are masked."""
     level: Literal["token", "sequence"] = "token"
-    """One weight per token, or one per stream (geometric mean of its tokens)."""
+    """One weight per token, or per stream (geometric mean over its tokens)."""
     cap: float = Field(2.0, gt=1)
-    """Largest weight."""
+    """Largest importance weight."""
 
 
 class _PolicyLoss(BaseConfig):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """The one divisor of the loss: sampled tokens of the optimizer step, streams of it (each stream by its own length first), or a constant."""
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
-    """The divisor when `aggregation` is `constant` (Dr. GRPO: episodes x longest answer)."""
+    """Divisor for `aggregation: constant`. Dr. GRPO uses episodes x longest answer."""
     correction: CorrectionRecipe | None = None
-    """Correction for an engine that is not the learner; it needs a second pass for the learner's log-probabilities."""
+    """Correction for engines whose log-probabilities differ from the learner's (vLLM, bfloat16, stale weights). Costs one more forward pass. Null: none."""
 
     @model_validator(mode="after")
     def _constant_is_given(self):
@@ -43,7 +43,7 @@ class PpoLoss(_PolicyLoss):
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped above at 1 + clip_high (clip-higher when larger than clip_low)."""
     dual_clip: float | None = Field(None, gt=1)
-    """Lower bound on the surrogate for negative advantages, as a multiple of the advantage; null is off."""
+    """Dual clip: lower bound on the surrogate for negative advantages, as a multiple of the advantage. Null: off."""
 
 
 class GspoLoss(_PolicyLoss):
@@ -52,7 +52,7 @@ class GspoLoss(_PolicyLoss):
     type: Literal["gspo", "gspo_token"]
     """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """The one divisor of the loss: sampled tokens of the optimizer step, streams of it, or a constant."""
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
     clip_low: float = Field(3e-4, gt=0, lt=1)
     """The stream's ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(4e-4, gt=0)
@@ -81,22 +81,22 @@ LossRecipe = Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(dis
 
 
 KL_STEP = 0.2
-"""The adaptive coefficient of the KL changes by at most this share per horizon (Ziegler et al. 2019)."""
+"""The adaptive KL coefficient changes by at most this share per horizon (Ziegler et al. 2019)."""
 
 
 class KlRecipe(BaseConfig):
-    """Kullback-Leibler penalty towards the reference model."""
+    """KL penalty towards the reference model."""
 
     coefficient: float = Field(0.0, ge=0)
-    """Weight of the penalty; 0 needs no reference model."""
+    """Weight of the penalty (beta). 0: off, and no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref."""
     apply_to: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or subtracted from the reward of each sampled token."""
+    """`loss`: add the penalty to the loss. `reward`: subtract it from the reward of each sampled token."""
     target: float | None = Field(None, gt=0)
-    """Adaptive coefficient: the KL per token to steer to; null keeps the coefficient fixed."""
+    """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
     horizon: float = Field(10_000.0, gt=0)
-    """Adaptive coefficient: episodes over which it moves."""
+    """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self):
@@ -110,20 +110,20 @@ class KlRecipe(BaseConfig):
 
 
 class DpoLoss(BaseConfig):
-    """Direct preference optimisation: a logistic loss of how much more the policy than the reference prefers chosen."""
+    """Direct preference optimization: logistic loss of the difference of the log-ratios to the reference model."""
 
     needs_reference: ClassVar[bool] = True
 
     type: Literal["dpo"] = "dpo"
-    """`dpo`: direct preference optimisation."""
+    """`dpo`: direct preference optimization."""
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs whose preference is taken to be the wrong way round."""
+    """Assumed share of flipped preference labels."""
 
 
 class CdpoLoss(BaseConfig):
-    """Conservative direct preference optimisation: `dpo` for labels that are known to be noisy."""
+    """Conservative DPO: `dpo` with label smoothing, for noisy labels."""
 
     needs_reference: ClassVar[bool] = True
 
@@ -132,27 +132,27 @@ class CdpoLoss(BaseConfig):
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     label_smoothing: float = Field(0.1, gt=0, lt=0.5)
-    """Share of pairs whose preference is taken to be the wrong way round."""
+    """Assumed share of flipped preference labels."""
 
 
 class IpoLoss(BaseConfig):
-    """Identity preference optimisation: a squared loss, which does not drive the log-ratios to infinity."""
+    """Identity preference optimization: squared loss with a finite target for the log-ratios."""
 
     needs_reference: ClassVar[bool] = True
 
     type: Literal["ipo"] = "ipo"
-    """`ipo`: identity preference optimisation, on log-ratios averaged over the tokens of the answer."""
+    """`ipo`: identity preference optimization, on log-ratios averaged over the tokens of the answer."""
     beta: float = Field(0.1, gt=0)
-    """The paper's tau: the difference of the averaged log-ratios is steered to 1 / (2 beta)."""
+    """Regularization (tau in the paper): the target of the difference of averaged log-ratios is 1 / (2 beta)."""
 
 
 class SimpoLoss(BaseConfig):
-    """Simple preference optimisation: a logistic loss of length-averaged log-probabilities, without a reference."""
+    """Simple preference optimization: logistic loss of length-averaged log-probabilities, without a reference model."""
 
     needs_reference: ClassVar[bool] = False
 
     type: Literal["simpo"] = "simpo"
-    """`simpo`: simple preference optimisation."""
+    """`simpo`: simple preference optimization."""
     beta: float = Field(2.0, gt=0)
     """Implicit reward per nat of the answer's mean log-probability."""
     gamma: float = Field(1.0, ge=0)
@@ -160,12 +160,12 @@ class SimpoLoss(BaseConfig):
 
 
 class KtoLoss(BaseConfig):
-    """Kahneman-Tversky optimisation: single answers that are good or bad, against a common reference point."""
+    """Kahneman-Tversky optimization: single answers labelled good or bad, relative to a common reference point."""
 
     needs_reference: ClassVar[bool] = True
 
     type: Literal["kto"] = "kto"
-    """`kto`: Kahneman-Tversky optimisation; a pair counts as one good and one bad answer."""
+    """`kto`: Kahneman-Tversky optimization; a pair counts as one good and one bad answer."""
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     desirable_weight: float = Field(1.0, gt=0)
@@ -175,14 +175,14 @@ class KtoLoss(BaseConfig):
 
 
 class OrpoLoss(BaseConfig):
-    """Odds ratio preference optimisation: supervised learning of chosen with a logistic term, without a reference."""
+    """Odds ratio preference optimization: supervised loss on the chosen answer plus an odds-ratio term, without a reference model."""
 
     needs_reference: ClassVar[bool] = False
 
     type: Literal["orpo"] = "orpo"
-    """`orpo`: odds ratio preference optimisation."""
+    """`orpo`: odds ratio preference optimization."""
     beta: float = Field(0.1, gt=0)
-    """The paper's lambda: weight of the odds-ratio term beside the supervised one."""
+    """Weight of the odds-ratio term (lambda in the paper)."""
 
 
 PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss
@@ -197,6 +197,6 @@ class RewardLossRecipe(BaseConfig):
     type: Literal["bradley_terry"] = "bradley_terry"
     """`bradley_terry`: the logistic loss of the difference of the two scores."""
     margin: bool = True
-    """Whether the chosen score must lead by the number in the row's margin column; rows without one have 0."""
+    """Subtract the row's margin column from the score difference; rows without one have margin 0."""
     center_rewards_coefficient: float = Field(0.0, ge=0)
-    """Weight of the squared sum of the two scores, which pulls the mean score to 0."""
+    """Weight of the squared sum of the two scores, which centers scores at 0 (Eisenstein et al. 2023, arXiv 2312.09244)."""

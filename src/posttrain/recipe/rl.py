@@ -25,31 +25,31 @@ from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, 
 
 
 class RlRecipe(PlayedRecipe):
-    """Reinforcement learning of a policy in an environment."""
+    """Reinforcement learning in an environment."""
 
     stage: Literal["rl"] = "rl"
     """Which stage the recipe is for; `posttrain rl` takes this one."""
     steps: int = Field(100, ge=1)
-    """Steps; each samples groups_per_step x episodes_per_group episodes and makes updates_per_step updates."""
+    """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""
     max_minutes: float | None = Field(None, gt=0)
-    """Minutes after which no further step begins; the run then ends as after its last step. Null is no limit."""
+    """Start no step after this many minutes; the run then ends as usual. Null: no limit."""
     seeds: SeedRange = SeedRange(start=0, count=100_000)
-    """Environment seeds to train on; each step takes the next ones, in an order shuffled once per pass."""
+    """Training seeds of the environment, reshuffled on every pass over them."""
     engine: PolicyEngineRecipe = EngineRecipe()
-    """Who samples: the weights in training themselves, or vLLM, which is sent them."""
+    """Engine that samples episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
-    """A reward model that pays each episode besides what the environment pays; null is none."""
+    """Reward model whose score is added to the environment's reward. Null: none."""
     credit: CreditRecipe = GroupCredit(type="rloo")
     unit_credit: UnitCreditRecipe | None = None
-    """Credit of the units of an answer, by what the reward model says; null credits outcomes, or turns, alone."""
+    """Unit-level credit from the reward model. Null: credit of episodes or turns only."""
     critic: CriticRecipe = CriticRecipe()
     loss: LossRecipe = PpoLoss()
     kl: KlRecipe = KlRecipe()
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Coefficient of the entropy bonus."""
+    """Weight of the entropy bonus in the loss."""
     ptx: PtxRecipe | None = None
-    """Supervised rows that join every update of the policy; null is none."""
+    """Supervised rows mixed into every policy update. Null: none."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
@@ -59,19 +59,19 @@ class RlRecipe(PlayedRecipe):
 
     @property
     def has_critic(self) -> bool:
-        """Whether its credit needs the values of a critic."""
+        """Whether the credit type needs a critic."""
         return isinstance(self.credit, CriticCredit)
 
     @property
     def compares_groups(self) -> bool:
-        """Whether its credit compares the episodes of a group, of which there must be two at least."""
+        """Whether the credit type compares the episodes of a group, which then needs at least two."""
         return self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "mt_grpo", "gigpo") or (
             isinstance(self.credit, TurnReturnsCredit) and self.credit.baseline == "others"
         )
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the frozen start of the policy is kept: for KL, or for the entropies that cut units."""
+        """Whether a reference model is needed: for the KL penalty, or for entropies that segment units."""
         segmenter = getattr(self.unit_credit, "segmenter", None)
         return self.kl.coefficient > 0 or isinstance(segmenter, EntropyUnits)
 

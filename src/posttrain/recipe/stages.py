@@ -1,4 +1,4 @@
-"""One typed document per stage: a recipe."""
+"""The recipe of `posttrain evaluate`, and the schemas of all stages by name."""
 
 from typing import Annotated, Literal
 
@@ -21,15 +21,15 @@ class EvaluateRecipe(PlayedRecipe):
     engine: Annotated[EngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
         EngineRecipe()
     )
-    """Who answers: the model of `model.path` in this process or in vLLM, or one behind a server."""
+    """The engine that answers: `model.path` in this process or in vLLM, or a remote model behind a server."""
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
-    """A reward model that pays each episode besides what the environment pays; null is none."""
+    """Reward model whose score is added to the environment's reward. Null: none."""
     evaluation: EvaluationRecipe = EvaluationRecipe()
 
     @property
     def remote(self) -> OpenAIEngineRecipe | None:
-        """The engine, where a remote model answers."""
+        """The engine if a remote model answers, else None."""
         return self.engine if isinstance(self.engine, OpenAIEngineRecipe) else None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""A study: which keys of a recipe are searched, how a trial is judged, and how many there are."""
+"""The recipe of `posttrain tune`: which recipe keys are searched, the objective, and the number of trials."""
 
 import difflib
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ class Range(BaseConfig):
     high: float
     """The highest value."""
     log: bool = False
-    """Search the logarithm: 1e-6 to 1e-5 is as wide as 1e-5 to 1e-4."""
+    """Search on a logarithmic scale."""
     int: bool = False
     """Whole numbers only."""
     step: float | None = Field(None, gt=0)
-    """Distance between values, counted from `low`; null is none (1 with `int`)."""
+    """Distance between values, counted from `low`. Null: continuous (1 with `int`)."""
 
     @model_validator(mode="after")
     def _makes_sense(self):
@@ -45,7 +45,7 @@ class Range(BaseConfig):
 
 
 class Together(BaseConfig):
-    """Several keys that change together, under a name that is no recipe key."""
+    """Several keys that change together, under a name that is not a recipe key."""
 
     together: list[dict[str, Any]] = Field(min_length=2)
     """The choices; each is recipe key -> value."""
@@ -65,12 +65,12 @@ def _kind_of(value: Any) -> str:
 
 
 class Limit(BaseConfig):
-    """What a metric may be for a trial to count."""
+    """A constraint on a metric."""
 
     max: float | None = None
-    """The metric is at most this."""
+    """Largest allowed value."""
     min: float | None = None
-    """The metric is at least this."""
+    """Smallest allowed value."""
 
     @model_validator(mode="after")
     def _one_of_them(self):
@@ -80,15 +80,15 @@ class Limit(BaseConfig):
 
 
 class Objective(BaseConfig):
-    """How a trial is judged: the best of its evaluations after the start."""
+    """What is optimized: a trial's value is that of its best evaluation after the start."""
 
     metric: str
-    """A held-out metric of the learning curve: `validation/...` of rows; `success`, `return`, `score/...` of episodes."""
+    """Held-out metric of the learning curve: `validation/...` for rows; `success`, `return` or `score/...` for episodes."""
     direction: Literal["minimize", "maximize"]
-    """Which way is better."""
+    """Direction of optimization."""
     within: dict[str, Limit] = {}
-    """Metric -> its limit at the evaluation that counts. One that only training measures, such as `policy/kl`, is its
-    mean over the steps between that evaluation and the one before."""
+    """Constraints: metric -> `{max: x}` or `{min: x}` at the best evaluation. A metric of training steps, such as `policy/kl`,
+    is averaged over the steps since the previous evaluation."""
 
 
 class NoPruner(BaseConfig):
@@ -99,45 +99,45 @@ class NoPruner(BaseConfig):
 
 
 class MedianPruner(BaseConfig):
-    """Stop a trial that is worse than the median of the others at the same evaluation."""
+    """Stop trials that are worse than the median of the others at the same evaluation."""
 
     type: Literal["median"]
     """`median`."""
     startup_trials: int = Field(5, ge=1)
-    """Trials that run to their end before any is stopped."""
+    """Complete trials before any trial is stopped."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of a trial before it may be stopped."""
 
 
 class HyperbandPruner(BaseConfig):
-    """Successive halving in brackets (Li et al. 2018): at each rung, the best of `reduction` trials goes on."""
+    """Hyperband (Li et al. 2018): at each rung, the best of `reduction` trials continues."""
 
     type: Literal["hyperband"]
     """`hyperband`."""
     min_steps: int = Field(1, ge=1)
     """Steps before the first rung."""
     max_steps: int | None = Field(None, ge=1)
-    """Steps of a whole trial; null takes them from the first one that ends."""
+    """Steps of a complete trial. Null: those of the first trial that completes."""
     reduction: int = Field(3, ge=2)
-    """Of how many trials one goes on."""
+    """Reduction factor: one of this many trials continues."""
 
 
 class SamplerRecipe(BaseConfig):
-    """Tree-structured Parzen estimators over all keys together (Bergstra et al. 2011; Falkner et al. 2018)."""
+    """Multivariate tree-structured Parzen estimator (TPE; Bergstra et al. 2011, Falkner et al. 2018)."""
 
     seed: int = Field(0, ge=0)
-    """The same seed makes the same trials, where one worker runs them."""
+    """Seed of the sampler. With one worker, the same seed gives the same trials."""
     startup_trials: int = Field(10, ge=1)
-    """Random trials before the estimators choose."""
+    """Random trials before TPE starts."""
 
 
 class Retest(BaseConfig):
-    """The best points again with other seeds, for the winner of many noisy trials is partly a lucky one."""
+    """Repeat the best points with other seeds, since the best of many noisy trials is partly luck."""
 
     best: int = Field(3, ge=1)
-    """How many of the best points."""
+    """Number of best points to repeat."""
     seeds: list[Annotated[int, Field(ge=0)]] = Field([1, 2, 3], min_length=2)
-    """Run seeds; each point runs once with each."""
+    """Run seeds; each point runs once per seed."""
 
     @model_validator(mode="after")
     def _different_seeds(self):
@@ -150,9 +150,9 @@ class Group(BaseConfig):
     """Keys that are searched together, on the full grid of their values."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """What tables call the group."""
+    """Name of the group in tables."""
     grid: dict[str, Values] = Field(min_length=1)
-    """Recipe key -> its values, or a name -> `together`. Later groups run with the best values of earlier ones."""
+    """Recipe key -> list of values, or a name -> `together`. Later groups use the best values of earlier ones."""
 
 
 def _as_list(value: Any) -> Any:
@@ -160,7 +160,7 @@ def _as_list(value: Any) -> Any:
 
 
 class StudyRecipe(BaseConfig):
-    """A search for good values of recipe keys; every trial is a run of its own."""
+    """Hyperparameter search over recipe keys; every trial is a run."""
 
     stage: Literal["tune"] = "tune"
     """`tune`; `posttrain tune` takes this one."""
@@ -171,29 +171,29 @@ class StudyRecipe(BaseConfig):
     recipe: Annotated[list[str], BeforeValidator(_as_list)] = []
     """Recipe files, relative to the study's, merged left to right."""
     keys: dict[str, Any] = {}
-    """Recipe keys that every trial has over those files, such as fewer `steps`. They are not part of `best.yaml`."""
+    """Recipe keys of every trial, on top of those files, such as fewer `steps`. They are not part of `best.yaml`."""
     search: dict[str, Values] = {}
     """Recipe key -> a range (`low`, `high`, `log`, `int`, `step`) or a list of choices; or a name -> `together`, a list of
-    settings of several keys. Tree-structured Parzen estimators search them."""
+    settings of several keys. Searched by TPE."""
     groups: list[Group] = []
-    """Groups of keys searched one after the other, each on its full grid, in place of `search`."""
+    """Groups of keys searched one after another, each on its full grid, instead of `search`."""
     objective: Objective
     trials: int | None = Field(None, ge=1)
-    """Trials of the whole study, failed ones included; 20 where `search` is given. Groups have as many as their grids."""
+    """Number of trials, failed ones included. Null: 20 with `search`; with `groups`, the size of their grids."""
     start: list[dict[str, Any]] = []
-    """Known-good points, each recipe key -> value, that are tried first."""
+    """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
     pruner: Annotated[NoPruner | MedianPruner | HyperbandPruner, Field(discriminator="type")] = NoPruner(type="none")
     storage: str | None = None
-    """URL of the Optuna storage; null is `study.db` (SQLite) in the study's directory."""
+    """URL of the Optuna storage. Null: `study.db` (SQLite) in the study directory."""
     workers: int = Field(1, ge=1)
-    """Trials that run at the same time, each in a process of its own."""
+    """Trials that run at the same time, each in its own process."""
     devices: list[str] = []
-    """GPUs that the workers take in turn, as in CUDA_VISIBLE_DEVICES; empty leaves each worker what the study sees."""
+    """GPUs assigned to workers in turn, as in CUDA_VISIBLE_DEVICES. Empty: every worker sees all GPUs of the study."""
     weights: Literal["all", "best"] = "all"
-    """Which runs keep their checkpoints and exported model: `best` deletes those of all but the best so far."""
+    """Which trials keep checkpoints and exported models. `best`: delete those of all but the best trial so far."""
     retest: Retest | None = None
-    """The best points again with several seeds; null is no retest."""
+    """Repeat the best points with several seeds. Null: no retest."""
 
     @model_validator(mode="after")
     def _parts_fit(self):

@@ -1,4 +1,4 @@
-"""The recipes of the stages that learn from rows: supervised fine-tuning, preference optimisation, reward models."""
+"""The recipes of the supervised stages: sft, dpo and reward."""
 
 from typing import Any, Literal
 
@@ -17,37 +17,37 @@ from posttrain.recipe.units import UnitRewardsRecipe
 
 
 class ExpertsRecipe(BaseConfig):
-    """Traces of the environment's own expert, rendered exactly as RL renders episodes."""
+    """Expert traces of an environment, rendered exactly as episodes of RL."""
 
     seeds: SeedRange = SeedRange(start=200_000, count=64)
-    """Environment seeds of the traces; they may not overlap the held-out seeds."""
+    """Environment seeds of the traces. They must not overlap the held-out seeds."""
     expert: Literal["optimal", "random"] = "optimal"
-    """`optimal` plays the optimal policy; `random` plays uniformly random valid actions, which teaches the answer format and nothing else."""
+    """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, which teach the answer format only."""
 
 
 class SftEvaluation(EvaluationRecipe):
-    """Measurement before, during and after training: validation rows, and held-out episodes where there is an environment."""
+    """Evaluation before, during and after training: on validation rows, and on held-out episodes if there is an environment."""
 
     metric: Literal["loss", "success", "return"] | None = None  # type: ignore[assignment]
-    """What chooses the best checkpoint. Null is `loss` where there are validation rows, else what RL would choose by."""
+    """Metric that selects the best checkpoint. Null: `loss` if there are validation rows, else `success` or `return` as in RL."""
 
 
 class PreferenceEvaluation(BaseConfig):
-    """Measurement on validation rows before, during and after training."""
+    """Evaluation on validation rows before, during and after training."""
 
     every: int = Field(10, ge=0)
-    """Steps between evaluations; 0 evaluates before and after only."""
+    """Steps between evaluations. 0: only before and after training."""
     metric: Literal["accuracy", "loss"] = "accuracy"
-    """What chooses the best checkpoint: the share of pairs ranked right, or the loss."""
+    """Metric that selects the best checkpoint: the share of correctly ranked pairs, or the loss."""
 
 
 class _Rows(StageRecipe):
     epochs: int = Field(1, ge=1)
     """Passes over the rows."""
     steps: int | None = Field(None, ge=1)
-    """Updates after which the run ends, whatever `epochs` says; needed where rows are streamed."""
+    """Number of updates; overrides `epochs`. Required with `data.streaming`."""
     rows_per_update: int = Field(16, ge=1)
-    """Rows in one optimizer step."""
+    """Rows per optimizer update (batch size)."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
@@ -55,19 +55,19 @@ class _Rows(StageRecipe):
 
 
 class SftRecipe(_Rows):
-    """Supervised fine-tuning of a policy on rows, or on the traces of an environment's expert."""
+    """Supervised fine-tuning on rows, or on expert traces of an environment."""
 
     stage: Literal["sft"] = "sft"
     """Which stage the recipe is for; `posttrain sft` takes this one."""
     data: DataRecipe | None = None
-    """Conversations to train on; null trains on the expert traces of `environment`."""
+    """Conversations to train on. Null: train on expert traces of `environment`."""
     environment: SerializeAsAny[EnvironmentRecipe] | None = None
-    """The environment of the expert traces, in which the model is also evaluated; null where `data` is all there is."""
+    """Environment of the expert traces and of held-out evaluation. Null: train and evaluate on `data` only."""
     experts: ExpertsRecipe = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """Which tokens of a row are trained: all answers, the last one, or every token."""
+    """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
     engine: PolicyEngineRecipe = EngineRecipe()
-    """Who plays evaluation episodes: the weights in training themselves, or vLLM, which is sent them."""
+    """Engine of evaluation episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
     """Limits of evaluation episodes."""
     evaluation: SftEvaluation = SftEvaluation()
@@ -98,28 +98,28 @@ class SftRecipe(_Rows):
 
     @property
     def chosen_by_loss(self) -> bool:
-        """Whether the loss on validation rows chooses the best checkpoint."""
+        """Whether the loss on validation rows selects the best checkpoint."""
         return self.evaluation.metric == "loss" or (self.evaluation.metric is None and _measured(self.data))
 
 
 class DpoRecipe(_Rows):
-    """Preference optimisation of a policy on pairs of answers, or on judged answers for KTO."""
+    """Preference optimization on pairs of answers, or on labelled answers (KTO)."""
 
     stage: Literal["dpo"] = "dpo"
     """Which stage the recipe is for; `posttrain dpo` takes this one."""
     data: DataRecipe
-    """Pairs; for `loss.type: kto` rows with `label`."""
+    """Pairs of answers; for `loss.type: kto`, rows with `label`."""
     loss: PreferenceLossRecipe = DpoLoss()
     nll_coefficient: float = Field(0.0, ge=0)
-    """Coefficient of the negative log-likelihood of the chosen answer, a mean over its tokens (Pang et al. 2024, arXiv 2404.19733)."""
+    """Weight of the negative log-likelihood of the chosen answer, averaged over its tokens (RPO; Pang et al. 2024, arXiv 2404.19733)."""
     cache_ref_logprobs: bool = True
-    """Keep the reference model's log-probabilities on disk, so that another run on the same rows need not compute them."""
+    """Cache the reference model's log-probabilities on disk for later runs on the same rows."""
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=1e-6)
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the start of the policy is asked while it trains: for rows that nobody could ask about before."""
+        """Whether the reference model stays loaded during training, because its log-probabilities cannot be computed beforehand."""
         return self.loss.needs_reference and (self.loss.type == "kto" or self.data.streaming)
 
     @model_validator(mode="after")
@@ -133,14 +133,14 @@ class DpoRecipe(_Rows):
 
 
 class RewardRecipe(_Rows):
-    """Training of a reward model on pairs of answers."""
+    """Reward model training on pairs of answers."""
 
     stage: Literal["reward"] = "reward"
     """Which stage the recipe is for; `posttrain reward` takes this one."""
     data: DataRecipe
     loss: RewardLossRecipe = RewardLossRecipe()
     units: UnitRewardsRecipe | None = None
-    """Rewards of units in place of one reward at the end of the answer; null is the latter."""
+    """Unit-level rewards. Null: one reward at the end of the answer."""
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Units: the spans of sampled tokens that get their own credit."""
+"""Units: spans of sampled tokens that get their own credit, and how they are found and scored."""
 
 import re
 from typing import Annotated, Literal
@@ -11,27 +11,27 @@ STEP_PATTERN = r"^[ \t]*\*{0,2}(?:[Ss]tep[ \t]+)?(?P<label>[A-Z]{1,2}|\d{1,3})[.
 
 
 class _CutUnits(BaseConfig):
-    """Keys of the segmenters that find their own cuts inside an answer."""
+    """Keys of segmenters that find boundaries within an answer."""
 
     max_units: int | None = Field(None, ge=1)
-    """Most units of one answer; thinking, what stands before the first label and what stands after the steps are not counted. null: no limit."""
+    """Largest number of units per answer, not counting thinking, text before the first label and text after the steps. Null: no limit."""
     merge: Literal["merge_tail", "merge_small"] = "merge_tail"
-    """With `max_units`. `merge_tail`: the last unit takes all that follows it. `merge_small`: again and again the unit with the fewest tokens joins the smaller of its neighbours."""
+    """How units beyond `max_units` are merged. `merge_tail`: into the last unit. `merge_small`: repeatedly, the smallest unit into its smaller neighbour."""
     thinking: Literal["whole", "split"] = "whole"
-    """`whole`: a thinking block `<think>…</think>` is one unit apart from the others. `split`: it is cut like any other text."""
+    """`whole`: a thinking block `<think>…</think>` is one unit of its own. `split`: it is segmented like other text."""
 
 
 class StepUnits(_CutUnits):
-    """Labelled steps: a unit begins at each label. What stands before the first label is a unit that is no step."""
+    """Labelled steps. Text before the first label is a unit, but not a step."""
 
     type: Literal["steps"]
-    """`steps`: units begin at labels at the start of a line."""
+    """`steps`: a unit begins at each label at the start of a line."""
     pattern: str = STEP_PATTERN
-    """Regular expression of where a step starts, in multi-line mode over the text of the answer. Its group `label` is the step's label, a number or letters, which `ordinal` needs."""
+    """Regular expression (multi-line mode) that matches the start of a step. `ordinal` needs its group `label`, a number or letters."""
     ordinal: bool = True
-    """Labels must count 1, 2, 3, … or A, B, …, Z, AA, …; a line such as `OK. fine` is then no step. false: every match is a step."""
+    """true: only labels that count 1, 2, 3, … or A, B, …, Z, AA, … start a step, so a line such as `OK. fine` does not. false: every match does."""
     closing: str | None = None
-    """Regular expression, multi-line, of what ends the steps, such as `^Rationale:`; from its first match after the last label on, the answer is a unit that is no step. null: the last step runs to the end."""
+    """Regular expression (multi-line mode) that ends the steps, such as `^Rationale:`. Text from its first match after the last label is a unit, but not a step. Null: the last step runs to the end."""
 
     @field_validator("pattern", "closing")
     @classmethod
@@ -39,7 +39,7 @@ class StepUnits(_CutUnits):
         try:
             re.compile(value or "", re.MULTILINE)
         except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression ({error}); mend it") from error
+            raise ValueError(f"invalid regular expression {value!r}: {error}") from error
         return value
 
     @model_validator(mode="after")
@@ -50,25 +50,25 @@ class StepUnits(_CutUnits):
 
 
 class EntropyUnits(_CutUnits):
-    """Segments that begin where the reference model was unsure of the next token."""
+    """Segments that begin at tokens where the reference model's distribution has high entropy."""
 
     type: Literal["entropy"]
-    """`entropy`: units begin where the reference model was unsure."""
+    """`entropy`: a unit begins at each high-entropy token of the reference model."""
     threshold: float = Field(1.5, ge=0)
-    """Nats. A token begins a unit where the entropy of the distribution it was drawn from, under the reference model at temperature 1, is above this. Published values: 1.5 to 2.25."""
+    """Entropy in nats, under the reference model at temperature 1, above which a token begins a unit. Published values: 1.5 to 2.25."""
     peak: Literal["threshold", "local_max"] = "threshold"
-    """`threshold`: every such token begins a unit. `local_max`: only those whose entropy is above that of both neighbours."""
+    """`threshold`: every token above the threshold begins a unit. `local_max`: only local maxima do."""
 
 
 class TextUnits(_CutUnits):
-    """Units of plain writing."""
+    """Sentences or paragraphs."""
 
     type: Literal["sentence", "paragraph"]
     """`sentence`: ends at `.`, `!`, `?` and their like before a space, and at the end of a line. `paragraph`: ends at a blank line."""
 
 
 class WholeUnits(BaseConfig):
-    """Units that need no reading."""
+    """Units that need no segmentation."""
 
     type: Literal["turn", "token", "outcome"]
     """`turn`: one unit per answer. `token`: one per sampled token. `outcome`: one per episode."""
@@ -79,56 +79,56 @@ UnitsRecipe = Annotated[StepUnits | EntropyUnits | TextUnits | WholeUnits, Field
 
 class _Mixed(BaseConfig):
     beta: float = Field(0.8, ge=0, le=1)
-    """Share of the units' credit; the rest is credit of the outcome. 0 measures the credit of units and learns from the outcome alone."""
+    """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome is learned from."""
 
 
 class _Read(_Mixed):
     segmenter: UnitsRecipe = StepUnits(type="steps")
-    """What cuts answers into units. `entropy` measures under the policy's reference, its frozen start."""
+    """How answers are segmented into units. `entropy` uses the reference model."""
 
 
 class _Placed(BaseConfig):
     placement: Literal["end", "even"] = "end"
-    """Where in a unit its reward arrives. `end`: at its last token. `even`: the same share at each of its tokens, of which the later ones then see only a part."""
+    """Where in a unit its reward is placed. `end`: at its last token. `even`: spread evenly over its tokens, so later tokens of the unit see only part of it."""
 
 
 class _Standardised(BaseConfig):
     statistics: Literal["batch", "group"] = "batch"
-    """Credits are standardised over the units of the whole step, or of each group."""
+    """Normalize credits over the units of the whole step (`batch`) or of each group."""
     clip: float = Field(5.0, gt=0)
-    """Standardised credits are clipped to [-clip, clip]."""
+    """Clip normalized credits to [-clip, clip]."""
 
 
 class _Probed(BaseConfig):
     probe: Literal["one_pass", "separate"] = "one_pass"
-    """`one_pass`: the values after all units of an answer in one forward pass of the reward model. `separate`: a pass for each; the same numbers, for models in which one pass does not work."""
+    """`one_pass`: compute the values after all units of an answer in one forward pass of the reward model. `separate`: one pass per unit; same values, for architectures where one pass is not supported."""
 
 
 class PrefixCredit(_Probed, _Placed, _Read):
-    """What the reward model's word rose by with each unit. A reward stream: the sum over units is the outcome minus the value of an empty answer."""
+    """Increase of the reward-model score with each unit. A reward stream; units sum to the outcome minus the value of an empty answer."""
 
     type: Literal["prefix"]
-    """`prefix`: value of the answer after the unit - value before it."""
+    """`prefix`: value after the unit - value before it."""
 
 
 class ShareCredit(_Placed, _Read):
-    """The outcome divided among units. Reward streams that sum to the outcome."""
+    """The outcome distributed over units. Reward streams that sum to the outcome."""
 
     type: Literal["even", "outcome", "attention"]
-    """`even`: the same for each unit. `outcome`: all to the last. `attention`: by the attention that the reward model's last layer pays to each unit where it reads the reward (ABC)."""
+    """`even`: equal shares. `outcome`: everything to the last unit. `attention`: in proportion to the attention of the reward model's last layer, at the position of the score, to each unit (ABC)."""
 
 
 class LearnedCredit(_Placed, _Mixed):
-    """The rewards of a unit-level reward model, whose own units are used. A reward stream."""
+    """Rewards of a unit-level reward model, on the units it was trained with. A reward stream."""
 
     type: Literal["unit_rewards"]
-    """`unit_rewards`: what a reward model trained with `units` says of each unit."""
+    """`unit_rewards`: scores of a reward model trained with `units`."""
     beta: float = Field(1.0, ge=0, le=1)
-    """Share of the units' rewards; the rest is their mean, as a reward of the outcome."""
+    """Share of unit rewards; 1 - beta is their mean, as a reward of the outcome."""
     normalizer: str | None = None
-    """`params.json` of `posttrain fit-normalizer`, or the run it was made for; in a pipeline, `stage:NAME`. Rewards are then normalized by where their unit stands. null: by `reward.normalize`, the same for all places."""
+    """Position-dependent normalization: a `params.json` of `posttrain fit-normalizer`, or the run it belongs to. In a pipeline, `stage:NAME`. Null: normalize by `reward.normalize`, independent of position."""
     fit: str | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
-    """Which fit of the file, as `model > dataset > method > aggregate > threshold`; not needed where there is only one."""
+    """Which fit of the file to use, as `model > dataset > method > aggregate > threshold`. Not needed if it has only one."""
 
     @model_validator(mode="after")
     def _fit_of_a_file(self) -> "LearnedCredit":
@@ -138,7 +138,7 @@ class LearnedCredit(_Placed, _Mixed):
 
 
 class TruncationCredit(_Probed, _Standardised, _Read):
-    """What was still to come when the unit began. An advantage."""
+    """Remaining value at the start of the unit. An advantage."""
 
     type: Literal["trunc"]
     """`trunc`: outcome - value of the answer up to the unit."""
@@ -146,32 +146,32 @@ class TruncationCredit(_Probed, _Standardised, _Read):
 
 class _Rendered(BaseConfig):
     rendering: Literal["delete", "placeholder", "blank"] = "delete"
-    """How an answer is read without a unit. `delete`: its tokens are left out. `placeholder`: `[omitted]` stands for them. `blank`: as many spaces."""
+    """How a unit is removed from an answer. `delete`: leave its tokens out. `placeholder`: replace them by `[omitted]`. `blank`: replace them by as many spaces."""
 
 
 class LeaveOneOutCredit(_Rendered, _Standardised, _Read):
-    """What the answer lacks without the unit. An advantage; units that can stand in for each other get nothing."""
+    """Loss of value without the unit. An advantage; redundant units get 0."""
 
     type: Literal["loo"]
     """`loo`: outcome - value of the answer without the unit."""
 
 
 class ShapleyCredit(_Rendered, _Standardised, _Read):
-    """The mean of what a unit adds, over the orders in which units may join. An advantage that sums to the outcome minus the value of an empty answer."""
+    """Mean marginal contribution of a unit over orders of all units. An advantage; units sum to the outcome minus the value of an empty answer."""
 
     type: Literal["shapley"]
-    """`shapley`: Shapley values, exact where that costs no more than the permutations."""
+    """`shapley`: Shapley values; exact if that costs no more than sampling."""
     permutations: int = Field(8, ge=2)
-    """Sampled orders, half of them the other half backwards."""
+    """Number of sampled orders (antithetic: half are the reverse of the other half)."""
 
 
 class CompatibleCredit(_Read):
-    """The published DRCA, for comparison: `trunc` over blanks, paid as a reward though it is an advantage, so that later units are paid again and again."""
+    """The published DRCA, for comparison: `trunc` with blanks, used as a reward although it is an advantage, so later units are counted several times."""
 
     type: Literal["drca_published"]
     """`drca_published`: the published DRCA."""
     beta: float = Field(0.8, ge=0, le=1)
-    """Share of the units' credit; the rest is the outcome's, at the last token."""
+    """Share of unit credit; 1 - beta is the outcome, at the last token."""
 
 
 CausalCredit = PrefixCredit | ShareCredit | LearnedCredit | CompatibleCredit
@@ -192,28 +192,28 @@ UnitCreditRecipe = Annotated[
 
 
 class UnitRewardsRecipe(BaseConfig):
-    """A reward for each unit of an answer, read at the unit's last token; the answer's score is their aggregate."""
+    """A reward for each unit of an answer, read at the unit's last token. The score of an answer is their aggregate."""
 
     segmenter: UnitsRecipe
-    """What cuts answers into units. `entropy` measures under the language model at `model.path`, which is loaded besides."""
+    """How answers are segmented into units. `entropy` also loads the language model at `model.path`."""
     aggregate: Literal["mean"] = "mean"
-    """How the rewards of its units make the score of an answer. `mean`: their mean, over all units."""
+    """How unit rewards are aggregated to the score of an answer. `mean`: their mean."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Coefficient of the regulariser that spreads rewards evenly over the units of an answer; too much of it makes all units alike. 0 is off."""
+    """Weight of a regularizer that favours even rewards over the units of an answer. Too large a value makes all units equal. 0: off."""
     entropy_form: Literal["length_fair", "published"] = "length_fair"
-    """With H the entropy in nats of the softmax of the rewards of an answer's K units. `length_fair`: adds 1 - H / log K, from 0 (even) to 1, of each answer. `published`: subtracts H / K, which hardly touches answers of many units."""
+    """Form of the regularizer, with H the entropy in nats of the softmax over the rewards of K units. `length_fair`: 1 - H / log K, from 0 (even) to 1. `published`: -H / K, which is weak for answers with many units."""
 
 
 class StoredUnits(BaseConfig):
-    """What a reward model keeps of its units in its `config.json`."""
+    """The unit settings that a reward model stores in its `config.json`."""
 
     segmenter: UnitsRecipe
     aggregate: Literal["mean"] = "mean"
     reference: str | None = None
-    """`model.path` of the language model whose entropies cut the units; null where none is needed."""
+    """`model.path` of the language model whose entropies segment units; null if not needed."""
 
 
 def stored_units(recipe: UnitRewardsRecipe, path: str) -> StoredUnits:
-    """What a model trained by `recipe` from the one at `path` keeps."""
+    """The settings that a model stores that `recipe` trained from the model at `path`."""
     needed = isinstance(recipe.segmenter, EntropyUnits)
     return StoredUnits(segmenter=recipe.segmenter, aggregate=recipe.aggregate, reference=path if needed else None)

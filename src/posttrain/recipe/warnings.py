@@ -29,7 +29,7 @@ _STARTED_WITH = (
 _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 
-def notes(recipe: Recipe) -> list[str]:
+def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each value to look at twice."""
     found: list[str] = []
     if isinstance(recipe, GenerateRecipe):

@@ -16,7 +16,7 @@ from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import current
 from posttrain.models.base import TrainedModel
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
-from posttrain.recipe.warnings import notes
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
@@ -147,7 +147,7 @@ class Trainer(Generic[Output]):
         console = None if self.world.is_rank0 else Console(file=StringIO())
         with self.interrupts, self.log, Progress(self.total_steps, title, self.step, console) as self.progress:
             try:
-                self.warn([] if self.evaluated >= 0 else [*notes(self.recipe), *self.messages])
+                self.warn([] if self.evaluated >= 0 else [*recipe_warnings(self.recipe), *self.messages])
                 yield
             except KeyboardInterrupt as stop:
                 with self.interrupts.critical():

@@ -1,55 +1,157 @@
-"""Which trial is the best, and what there is to say where none is."""
+"""The best trial of a study, and the retest of the best points with other seeds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
 
-from posttrain.recipe.study_file import Study
+from posttrain.errors import PosttrainError
+from posttrain.evaluation.statistics import Estimate, mean
+from posttrain.recipe.study_file import Study, shown
+from posttrain.tune.study import from_storage
+from posttrain.tune.trial import Attempt, Outcome, outcome, run_jobs
 
 
 def ranked(study: Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """The finished trials that keep every limit, best first, the earlier one of equals before the later."""
+    """The finished trials that keep all limits, best first; equal values in order of trial number."""
     sign = -1 if study.recipe.objective.direction == "maximize" else 1
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE and feasible(trial)]
     return sorted(finished, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
 
 
 def best_of(study: Study, trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
-    """The first of `ranked`; None where there is none."""
+    """The best trial; None if no finished trial keeps all limits."""
     return next(iter(ranked(study, trials)), None)
 
 
 def feasible(trial: FrozenTrial) -> bool:
-    """Whether every limit is kept."""
+    """Whether the trial keeps all limits."""
     return all(distance <= 0 for distance in trial.constraints.values())
 
 
-def why_none(study: Study, trials: Sequence[FrozenTrial]) -> str:
-    """One sentence on a study without a best trial."""
+def no_best_reason(study: Study, trials: Sequence[FrozenTrial]) -> str:
+    """Why the study has no best trial, in one sentence."""
     failed = [trial for trial in trials if trial.state == TrialState.FAIL]
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    place = f"{study.directory}: "
+    prefix = f"{study.directory}: "
     if failed and len(failed) == len(trials):
         reason, count = most_frequent([trial.user_attrs.get("reason", "unknown") for trial in failed])
         how = "because" if count == len(failed) else f"most often ({count} of them) because"
-        return f"{place}all {len(failed)} trials failed, {how}: {reason}; nothing is written as best"
+        return f"{prefix}all {len(failed)} trials failed, {how}: {reason}; best.yaml is not written"
     if finished:
         nearest = min(finished, key=lambda trial: sum(max(0.0, d) for d in trial.constraints.values()))
         limits = study.recipe.objective.within
         over = [metric for metric, distance in nearest.constraints.items() if distance > 0]
-        said = ", ".join(
+        violated = ", ".join(
             f"{metric} {nearest.user_attrs['limited'][metric]:.4g} where "
             + (f"at most {limit.max:g}" if (limit := limits[metric]).max is not None else f"at least {limit.min:g}")
             for metric in over
         )
         return (
-            f"{place}none of the {len(finished)} finished trials keeps its limits, nearest is trial {nearest.number} "
-            f"({said} is asked); nothing is written as best"
+            f"{prefix}none of the {len(finished)} finished trials keeps its limits; the nearest is trial {nearest.number} "
+            f"({violated} is required); best.yaml is not written"
         )
-    return f"{place}no trial was finished, {len(failed)} failed and the others were pruned; nothing is written as best"
+    return f"{prefix}no trial was finished, {len(failed)} failed and the others were pruned; best.yaml is not written"
 
 
 def most_frequent(reasons: Sequence[str]) -> tuple[str, int]:
-    """The reason given most often, the first of equals, and how often; `reasons` is not empty."""
+    """The most frequent reason (the first of equals) and its count; `reasons` must not be empty."""
     best = max(dict.fromkeys(reasons), key=list(reasons).count)
     return best, list(reasons).count(best)
+
+
+@dataclass
+class RetestResult:
+    """A point, and the outcomes of its runs with other seeds."""
+
+    trial: FrozenTrial
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    """Run seed -> best evaluation of the run."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Run seed -> why the run failed."""
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Mean over the seeds with Student's t interval; None if all runs failed."""
+        return mean([one.value for one in self.outcomes.values()]) if self.outcomes else None
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the means over the seeds keep all limits."""
+        metrics = {metric for one in self.outcomes.values() for metric in one.violations}
+        return all(sum(one.violations[metric] for one in self.outcomes.values()) <= 0 for metric in metrics)
+
+
+def retest(study: Study, points: Sequence[FrozenTrial], console: Console) -> list[RetestResult]:
+    """Run every point with every seed of `study.recipe.retest`, skipping finished runs; returns the results, best first."""
+    assert study.recipe.retest is not None
+    results = [RetestResult(trial) for trial in points]
+    jobs = [_RetestJob(study, result, seed, console) for result in results for seed in study.recipe.retest.seeds]
+    waiting = list(reversed(jobs))
+    run_jobs(lambda: waiting.pop() if waiting else None, study.recipe.workers, study.recipe.devices)
+    sign = -1 if study.recipe.objective.direction == "maximize" else 1
+
+    def order(result: RetestResult) -> tuple[bool, bool, float]:
+        estimate = result.estimate
+        return not result.feasible, estimate is None, sign * estimate.value if estimate is not None else 0.0
+
+    results.sort(key=order)
+    if study.recipe.weights == "best":
+        for job in jobs:
+            if job.result is not results[0]:
+                job.attempt.delete_weights()
+    return results
+
+
+def verdict(study: Study, results: Sequence[RetestResult]) -> str:
+    """Whether the best point differs significantly from the second, in one sentence."""
+    metric, maximize = study.recipe.objective.metric, study.recipe.objective.direction == "maximize"
+    usable = [result for result in results if result.outcomes and result.feasible]
+    if not usable:
+        return "No retested point keeps its limits in a finished run, so the retest is inconclusive."
+    first = usable[0]
+    if len(usable) == 1:
+        return f"Only trial {first.trial.number} could be retested, so there is nothing to compare it with."
+    other = usable[1]
+    seeds = [seed for seed in first.outcomes if seed in other.outcomes]
+    names = f"trial {first.trial.number} and trial {other.trial.number}"
+    if len(seeds) < 2:
+        return f"{names.capitalize()} share {len(seeds)} finished seeds, too few for a comparison."
+    sign = 1 if maximize else -1
+    lead = mean([sign * (first.outcomes[seed].value - other.outcomes[seed].value) for seed in seeds])
+    interval = f"[{lead.low:.4g}, {lead.high:.4g}]"
+    how = f"leads trial {other.trial.number} by {lead.value:.4g} in {metric} over {lead.n} seeds, 95% interval of the paired difference {interval}"
+    if lead.low > 0:
+        return f"Trial {first.trial.number} {how}: the difference is significant."
+    return f"Trial {first.trial.number} {how}, which contains 0: {names} do not differ significantly."
+
+
+class _RetestJob:
+    """The run of a retested point with one seed."""
+
+    def __init__(self, study: Study, result: RetestResult, seed: int, console: Console) -> None:
+        self.study, self.result, self.seed, self.console = study, result, seed, console
+        point = from_storage(study, result.trial.params)
+        name = f"{result.trial.number:04d}-seed{seed}"
+        self.attempt = Attempt(study.at(point, study.directory / "retest", name, seed=seed))
+
+    def begin(self, device: str | None) -> None:
+        self.attempt.start(device)
+
+    def poll(self) -> None:
+        pass
+
+    def end(self) -> None:
+        text = self.attempt.failure()
+        if text is None:
+            try:
+                found = outcome(self.attempt.lines(), self.study.recipe.objective)
+                self.result.outcomes[self.seed] = found
+                text = f"{self.study.recipe.objective.metric} {shown(found.value)}"
+            except PosttrainError as error:
+                self.result.failed[self.seed] = text = str(error)
+        else:
+            self.result.failed[self.seed] = text
+        message = f"retest of trial {self.result.trial.number}, seed {self.seed}: {text}"
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Figures of a study: its history, how much each key matters, and all trials across their keys."""
+"""Figures of a study: history, importance of the searched keys, and parallel coordinates."""
 
 import io
 import math
@@ -24,17 +24,17 @@ from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.runs.panels import BLUE, GREEN, GREY, ORANGE, RED
 from posttrain.tune.best import best_of, feasible
 from posttrain.tune.report import short_names
-from posttrain.tune.space import restored
+from posttrain.tune.study import from_storage
 
-_FEWEST = 4
-"""Finished trials below which importances would be noise."""
-_LONGEST = 22
-"""Characters of a choice beside its axis."""
+_MIN_TRIALS = 4
+"""Fewest finished trials for importances."""
+_MAX_LABEL = 22
+"""Characters of a tick label."""
 
 
-def draw_study(study: Study, kept: optuna.Study) -> list[Path]:
-    """Draw history.png, importance.png and parallel.png into the study's `plots`; those without data are left out."""
-    trials = kept.get_trials(deepcopy=False)
+def draw_study(study: Study, optuna_study: optuna.Study) -> list[Path]:
+    """Draw history.png, importance.png and parallel.png into the `plots` of the study; figures without data are skipped."""
+    trials = optuna_study.get_trials(deepcopy=False)
     drawn = []
     folder = study.directory / "plots"
     with storage_errors(folder):
@@ -57,12 +57,12 @@ def draw_study(study: Study, kept: optuna.Study) -> list[Path]:
 
 
 def draw_history(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
-    """The value of every trial, the best so far, and which were pruned, failed or beyond their limits."""
+    """The value of every trial, the best so far, and the pruned, failed and infeasible trials."""
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     within = [trial for trial in finished if feasible(trial)]
     kinds: list[tuple[str, list[FrozenTrial], dict[str, Any]]] = [
         ("finished", within, {"color": BLUE, "marker": "o"}),
-        ("beyond its limits", [t for t in finished if not feasible(t)], {"color": ORANGE, "marker": "D"}),
+        ("exceeds its limits", [t for t in finished if not feasible(t)], {"color": ORANGE, "marker": "D"}),
         ("pruned, last value", [t for t in trials if t.state == TrialState.PRUNED], {"color": GREY, "marker": "v"}),
     ]
     valued = [trial for _, some, _ in kinds for trial in some if trial.value is not None]
@@ -93,7 +93,7 @@ def draw_history(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
 
 
 def draw_importance(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
-    """How much each key matters: of a search by PED-ANOVA; of groups the range of the mean over a key's values."""
+    """Importance of each key: PED-ANOVA for a search, the range of the means over a key's values for groups."""
     found = _ranges(study, trials) if study.recipe.groups else _importances(study, trials)
     if not found:
         return None
@@ -111,7 +111,7 @@ def draw_importance(study: Study, trials: Sequence[FrozenTrial]) -> Figure | Non
 
 
 def draw_parallel(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
-    """Each finished trial as a line across an axis for every key, coloured by its value; the best one is thick."""
+    """Parallel coordinates: a line per finished trial, colored by its value; the best trial is thick."""
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     names = [name for name in list(study.recipe.spaces) if any(name in trial.params for trial in finished)]
     if len(finished) < 2 or not names:
@@ -136,7 +136,7 @@ def draw_parallel(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
             axes.plot([], [], **look, label=f"best, trial {trial.number}")
         axes.plot(xs, ys, **look)
     if any(not feasible(trial) for trial in finished):
-        axes.plot([], [], color=GREY, linestyle=":", label="beyond its limits")
+        axes.plot([], [], color=GREY, linestyle=":", label="exceeds its limits")
     for x, scale in enumerate(scales):
         _draw_axis(axes, x, scale.ticks)
     ends = [(0.0, shown(low)), (1.0, shown(high))] if high > low else [(0.5, shown(low))]
@@ -154,7 +154,7 @@ def draw_parallel(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
 
 
 class _Scale:
-    """Where the values of one name lie on its axis, from 0 to 1."""
+    """Maps the values of one key to positions from 0 to 1 on its axis."""
 
     def __init__(self, study: Study, name: str, trials: Sequence[FrozenTrial]) -> None:
         self.study, self.name = study, name
@@ -176,7 +176,7 @@ class _Scale:
         ]
 
     def place(self, trial: FrozenTrial) -> float | None:
-        """Height of the trial's value; None where the trial has none."""
+        """Position of the trial's value; None if the trial has no value."""
         value = self._value(trial)
         if value is None:
             return None
@@ -188,8 +188,8 @@ class _Scale:
         return float((value - low) / (high - low))
 
     def _value(self, trial: FrozenTrial) -> Any:
-        """Of a key that a later group searches, what the recipe has."""
-        return restored(self.study, trial.params).get(self.name, self.base)
+        """The value of the key; that of the recipe if a later group searches it."""
+        return from_storage(self.study, trial.params).get(self.name, self.base)
 
     def _of_choice(self, place: int) -> float:
         return place / (len(self.choices) - 1) if len(self.choices) > 1 else 0.5
@@ -209,10 +209,10 @@ def _draw_axis(axes: Axes, x: float, ticks: Sequence[tuple[float, str]]) -> None
 
 
 def _importances(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
-    """PED-ANOVA (Watanabe et al. 2023) over the finished trials, limits left out of account."""
+    """PED-ANOVA importances (Watanabe et al. 2023) over the finished trials, ignoring limits."""
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     values = {trial.value for trial in finished}
-    if len(finished) < _FEWEST or len(values) < 2:
+    if len(finished) < _MIN_TRIALS or len(values) < 2:
         return {}
     copy = optuna.create_study(direction=study.recipe.objective.direction)
     copy.add_trials(finished)
@@ -224,13 +224,13 @@ def _importances(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float
 
 
 def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
-    """Key -> how far the means of its values lie apart, among the finished trials of its group."""
+    """Key -> range of the means over its values, among the finished trials of its group."""
     found: dict[str, float] = {}
     for group in study.recipe.groups:
-        own = [t for t in trials if t.user_attrs.get("group") == group.name and t.state == TrialState.COMPLETE]
+        members = [t for t in trials if t.user_attrs.get("group") == group.name and t.state == TrialState.COMPLETE]
         for key in group.grid:
             by_value: dict[Any, list[float]] = {}
-            for trial in own:
+            for trial in members:
                 by_value.setdefault(trial.params[key], []).append(trial.value or 0.0)
             if len(by_value) > 1:
                 found[f"{key} ({group.name})"] = float(np.ptp([fmean(values) for values in by_value.values()]))
@@ -252,7 +252,7 @@ def _in(value: Any, key: str) -> Any:
 
 
 def _mark_groups(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
-    """Where one group ends and the next begins."""
+    """Mark the boundaries between groups."""
     seen: list[str] = []
     for trial in trials:
         name = trial.user_attrs.get("group", "")
@@ -277,7 +277,7 @@ def _value_name(study: Study) -> str:
 
 
 def _broken(names: Sequence[str]) -> list[str]:
-    """Long names in two lines."""
+    """Break long names into two lines."""
     return [
         name.replace("." if "." in name else "_", ".\n" if "." in name else "_\n", 1) if len(name) > 12 else name
         for name in names
@@ -289,4 +289,4 @@ def _number(value: float) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"

@@ -1,4 +1,4 @@
-"""What came of a study, on paper: the table of all trials, the retest, `best.yaml` and report.md."""
+"""The report of a study: tables of trials and retests, `best.yaml`, warnings and report.md."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +13,8 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.tables import Table
-from posttrain.tune.best import best_of, feasible
-from posttrain.tune.retest import Retested, verdict
-from posttrain.tune.space import restored
+from posttrain.tune.best import RetestResult, best_of, feasible, verdict
+from posttrain.tune.study import from_storage
 
 _STATES = {
     TrialState.COMPLETE: "finished",
@@ -27,13 +26,13 @@ _STATES = {
 
 
 _NARROW_NOTE = 40
-"""Characters of a note in a terminal, where the whole reason was printed when the trial failed."""
+"""Characters of a note in a terminal, where the full reason was printed when the trial failed."""
 
 
 def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = False) -> Table:
-    """All trials by number: state, objective and the step that counts, what is limited, what was tried, why it failed.
+    """All trials by number: state, objective, step of the best evaluation, limited metrics, searched keys, and a note.
 
-    `narrow` is for a terminal: keys by their last word, and short notes.
+    `narrow`: shorten keys and notes for a terminal.
     """
     objective, best = study.recipe.objective, best_of(study, trials)
     named = list(study.recipe.spaces)
@@ -42,9 +41,9 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
     headings = ("trial", *groups, "state", objective.metric, "step", *objective.within, *titles, "minutes", "note")
     rows = []
     for trial in trials:
-        point, attrs = restored(study, trial.params), trial.user_attrs
+        point, attrs = from_storage(study, trial.params), trial.user_attrs
         over = trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and not feasible(trial)
-        note = attrs.get("reason", "beyond its limits" if over else "start point" if "start" in attrs else "")
+        note = attrs.get("reason", "exceeds its limits" if over else "start point" if "start" in attrs else "")
         if best is not None and trial.number == best.number:
             note = f"best; {note}" if note else "best"
         if narrow and len(note) > _NARROW_NOTE:
@@ -60,25 +59,25 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The last word of each key, with as many before it as tell it from the others and what it is about."""
-    found = []
+    """The shortest unique suffix of each dotted key, with two words for `type` and `coefficient`."""
+    names = []
     for key in keys:
         parts = key.split(".")
         fewest = 2 if parts[-1] in ("type", "coefficient") else 1
         ends = [".".join(parts[-count:]) for count in range(min(fewest, len(parts)), len(parts) + 1)]
-        found.append(next(end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1))
-    return found
+        names.append(next(end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1))
+    return names
 
 
 def _step(trial: FrozenTrial) -> str:
-    """The step that counts: of a pruned trial its last."""
+    """Step of the best evaluation; of a pruned trial its last."""
     if trial.state == TrialState.PRUNED and trial.intermediate_values:
         return str(max(trial.intermediate_values))
     return str(trial.user_attrs.get("step", "–"))
 
 
-def retest_table(study: Study, results: Sequence[Retested]) -> Table:
-    """The retested points, best first, with the mean over their seeds."""
+def retest_table(study: Study, results: Sequence[RetestResult]) -> Table:
+    """The retested points, best first, with their means over seeds."""
     assert study.recipe.retest is not None
     seeds, objective = study.recipe.retest.seeds, study.recipe.objective
     headings = ("trial", "mean", "95% interval", "n", *(f"seed {seed}" for seed in seeds), *objective.within, "note")
@@ -88,30 +87,30 @@ def retest_table(study: Study, results: Sequence[Retested]) -> Table:
         known = estimate is not None and estimate.n > 1
         cells = [str(result.trial.number), "–" if estimate is None else f"{estimate.value:.4g}"]
         cells += [f"[{estimate.low:.4g}, {estimate.high:.4g}]" if known and estimate is not None else "–"]
-        cells += [str(len(result.found))]
-        cells += [f"{result.found[seed].value:.4g}" if seed in result.found else "–" for seed in seeds]
+        cells += [str(len(result.outcomes))]
+        cells += [f"{result.outcomes[seed].value:.4g}" if seed in result.outcomes else "–" for seed in seeds]
         for metric in objective.within:
-            values = [one.limited[metric] for one in result.found.values()]
+            values = [one.limited[metric] for one in result.outcomes.values()]
             cells.append(f"{sum(values) / len(values):.4g}" if values else "–")
         failed = "; ".join(f"seed {seed}: {reason}" for seed, reason in result.failed.items())
-        rows.append((*cells, failed or ("" if result.feasible else "beyond its limits")))
-    note = f"{objective.metric} of runs with other seeds; `n` runs; intervals are 95%, Student's t over runs."
+        rows.append((*cells, failed or ("" if result.feasible else "exceeds its limits")))
+    note = f"{objective.metric} with other seeds; `n` is the number of runs; intervals are 95%, Student's t over runs."
     return Table(f"{study.recipe.name}: retest", headings, rows, note, ("note",))
 
 
-def write_best(study: Study, trial: FrozenTrial, retested: Retested | None) -> Path:
+def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None) -> Path:
     """Write `best.yaml`: the searched keys of `trial`, for `posttrain STAGE RECIPE.yaml best.yaml`."""
-    values = study.keys_of(restored(study, trial.params))
+    values = study.keys_of(from_storage(study, trial.params))
     objective = study.recipe.objective
-    said = f"{objective.metric} {trial.value:.6g}"
+    result = f"{objective.metric} {trial.value:.6g}"
     estimate = retested.estimate if retested is not None else None
     if estimate is not None and estimate.n > 1:
-        said += f"; with other seeds {estimate.value:.4g} [{estimate.low:.4g}, {estimate.high:.4g}], n = {estimate.n}"
+        result += f"; with other seeds {estimate.value:.4g} [{estimate.low:.4g}, {estimate.high:.4g}], n = {estimate.n}"
     files = " ".join(study.recipe.recipe) or "RECIPE.yaml"
     lines = [
-        f"# Trial {trial.number} of the study {study.recipe.name}: {said}.",
-        f"# Use it over the recipe that was searched: posttrain {study.trained} {files} best.yaml",
-        f"# The searched keys alone; the trials also had the study's `keys`, see trials/{trial.number:04d}/recipe.yaml.",
+        f"# Trial {trial.number} of the study {study.recipe.name}: {result}.",
+        f"# Apply it to the searched recipe: posttrain {study.trained} {files} best.yaml",
+        f"# Searched keys only; the trials also had the `keys` of the study, see trials/{trial.number:04d}/recipe.yaml.",
     ]
     content = merge([Layer(nested(key, value)) for key, value in values.items()]).values
     path = study.directory / "best.yaml"
@@ -119,30 +118,30 @@ def write_best(study: Study, trial: FrozenTrial, retested: Retested | None) -> P
     return path
 
 
-def sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequence[Retested]) -> list[str]:
-    """What is to be said of the study besides its tables."""
+def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequence[RetestResult]) -> list[str]:
+    """Summary of the study: counts of trials, the best trial, and the verdict of the retest."""
     counts: dict[str, int] = {}
     for trial in trials:
         counts[_STATES[trial.state]] = counts.get(_STATES[trial.state], 0) + 1
-    said = [f"{len(trials)} trials: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
+    summary = [f"{len(trials)} trials: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
     best = best_of(study, trials)
     if best is not None:
         finished = counts["finished"]
-        noisy = f", the best of {finished} noisy values and so a flattering one" if finished > 1 else ""
-        said.append(f"Best is trial {best.number} with {study.recipe.objective.metric} {best.value:.4g}{noisy}.")
+        noisy = f", which is optimistic as the best of {finished} noisy values" if finished > 1 else ""
+        summary.append(f"Best is trial {best.number} with {study.recipe.objective.metric} {best.value:.4g}{noisy}.")
     if results:
-        said.append(verdict(study, results))
-    return said
+        summary.append(verdict(study, results))
+    return summary
 
 
 def write_report(
-    study: Study, tables: Sequence[Table], said: Sequence[str], plots: Sequence[Path], warned: Sequence[str]
+    study: Study, tables: Sequence[Table], summary: Sequence[str], plots: Sequence[Path], warnings: Sequence[str]
 ) -> Path:
-    """report.md of the study; `warned` is what its runs warned of."""
-    parts = [f"# {study.recipe.name}", " ".join(said)]
+    """Write report.md of the study; `warnings` are those of its runs."""
+    parts = [f"# {study.recipe.name}", " ".join(summary)]
     parts += [f"## {table.title.partition(': ')[2]}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
     parts += [f"![{plot.stem}]({plot.relative_to(study.directory)})" for plot in plots]
-    parts += ["## Warnings of the runs\n\n" + "\n".join(f"- {text}" for text in warned)] if warned else []
+    parts += ["## Warnings of the runs\n\n" + "\n".join(f"- {text}" for text in warnings)] if warnings else []
     path = study.directory / "report.md"
     write_atomically(path, "\n\n".join(parts) + "\n")
     return path
@@ -157,29 +156,29 @@ def _note(study: Study) -> str:
         for metric, limit in objective.within.items()
     )
     return (
-        f"{objective.metric} is the best evaluation after the start ({better} is better), `step` where it was, `minutes` "
-        f"the time the run worked{f'; limits: {limits}' if limits else ''}. A pruned trial shows its last value."
+        f"{objective.metric} is the best evaluation after step 0 ({better} is better), `step` its step, `minutes` "
+        f"the working time of the run{f'; limits: {limits}' if limits else ''}. A pruned trial shows its last value."
     )
 
 
-_MOST = 12
-"""Warnings in a report, those of the most runs first."""
-_NAMED = 6
-"""Runs that are named beside a warning."""
+_MAX_WARNINGS = 12
+"""Warnings in a report, the most frequent first."""
+_MAX_NAMES = 6
+"""Runs listed with a warning."""
 
 
-def messages_of(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The warnings among the lines of a run, each once, in order, on one line each."""
-    told = [line.get("message") for line in lines if line["kind"] == "warning"]
-    return list(dict.fromkeys(" ".join(message.split()) for message in told if isinstance(message, str)))
+def warning_messages(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The distinct warnings in the metrics lines of a run, in order, one line each."""
+    messages = [line.get("message") for line in lines if line["kind"] == "warning"]
+    return list(dict.fromkeys(" ".join(message.split()) for message in messages if isinstance(message, str)))
 
 
 def warnings_of(study: Study) -> list[str]:
-    """A sentence for each warning of the trials and retests in the study's directory; empty where there is none.
+    """The distinct warnings of the trials and retests of the study, with the runs that gave them.
 
-    Runs whose metrics are damaged are left out: they are failed trials that say so.
+    Runs with damaged metrics are skipped; they are reported as failed trials.
     """
-    said: dict[str, list[str]] = {}
+    by_message: dict[str, list[str]] = {}
     counts = {"trials": 0, "retest": 0}
     for folder in counts:
         for path in sorted((study.directory / folder).glob("*")):
@@ -188,20 +187,20 @@ def warnings_of(study: Study) -> list[str]:
                 continue
             counts[folder] += 1
             try:
-                messages = messages_of(read_metrics(metrics))
+                messages = warning_messages(read_metrics(metrics))
             except PosttrainError:
                 continue
             for message in messages:
-                said.setdefault(message, []).append(f"{folder}/{path.name}")
+                by_message.setdefault(message, []).append(f"{folder}/{path.name}")
     runs = sum(counts.values())
-    ordered = sorted(said.items(), key=lambda item: -len(item[1]))
-    sentences = [f"{message} ({_whose(names, runs)})" for message, names in ordered[:_MOST]]
-    if len(ordered) > _MOST:
-        sentences.append(f"{len(ordered) - _MOST} more warnings stand in the report.md of the runs")
-    return sentences
+    ordered = sorted(by_message.items(), key=lambda item: -len(item[1]))
+    warnings = [f"{message} ({_run_list(names, runs)})" for message, names in ordered[:_MAX_WARNINGS]]
+    if len(ordered) > _MAX_WARNINGS:
+        warnings.append(f"{len(ordered) - _MAX_WARNINGS} more warnings are in the report.md of the runs")
+    return warnings
 
 
-def _whose(names: Sequence[str], runs: int) -> str:
+def _run_list(names: Sequence[str], runs: int) -> str:
     if len(names) == runs > 1:
         return f"all {runs} runs"
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

@@ -1,90 +1,100 @@
-"""Running a study from its first trial to its report, and on from wherever it was stopped."""
+"""Run a study from its first trial to its report, resume it, and choose the next trial."""
+
+from pathlib import Path
+from typing import Any
 
 import optuna
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
-from posttrain.errors import RunError
+from posttrain.errors import InputError, RunError
 from posttrain.planning.dry_run import batch_arithmetic
-from posttrain.recipe.study import Range, choices_of, grid_of
+from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.tables import Table
-from posttrain.tune.best import best_of, ranked, why_none
+from posttrain.tune.best import RetestResult, best_of, most_frequent, no_best_reason, ranked, retest
 from posttrain.tune.report import (
     retest_table,
-    sentences,
     short_names,
+    summary_sentences,
     trial_table,
+    warning_messages,
     warnings_of,
     write_best,
     write_report,
 )
-from posttrain.tune.retest import Retested, retest
-from posttrain.tune.search import Search
-from posttrain.tune.space import check_space
-from posttrain.tune.study import only_here, open_study
-from posttrain.tune.trial import work
+from posttrain.tune.study import (
+    check_space,
+    distributions,
+    from_storage,
+    interrupted_trials,
+    open_study,
+    owner,
+    study_lock,
+    to_storage,
+)
+from posttrain.tune.trial import Attempt, TrialJob, record_failure, run_jobs
 
 
 def run_study(study: Study, resume: bool, console: Console) -> None:
-    """Run what is left of the study, retest its best points, and write tables, plots and `best.yaml`.
+    """Run the remaining trials, retest the best points, and write tables, plots and `best.yaml`.
 
-    Raises `InputError` for wrong input and `RunError` where no trial is the best; then report.md is there all the same,
-    and no `best.yaml`. KeyboardInterrupt where it is stopped: runs save a checkpoint, and `--resume` goes on with them.
+    Raises `InputError` for invalid input, and `RunError` if there is no best trial; then report.md is written without
+    `best.yaml`. Raises KeyboardInterrupt when stopped; runs save a checkpoint, and `--resume` continues them.
     """
     for text in check_space(study):
         console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
-    with only_here(study):
-        kept = open_study(study, resume)
+    with study_lock(study):
+        optuna_study = open_study(study, resume)
         try:
-            search = Search(study, kept, console)
-            unchained = ""
+            search = Search(study, optuna_study, console)
+            chain_error = ""
             try:
-                work(search.take, study.recipe.workers, study.recipe.devices)
+                run_jobs(search.take, study.recipe.workers, study.recipe.devices)
             except RunError as error:
-                unchained = str(error)
-            trials = kept.get_trials(deepcopy=False)
-            results: list[Retested] = []
+                chain_error = str(error)
+            trials = optuna_study.get_trials(deepcopy=False)
+            results: list[RetestResult] = []
             points = ranked(study, trials)
             elsewhere = sum(trial.state == TrialState.RUNNING for trial in trials)
             if elsewhere:
-                said = (
-                    f"{elsewhere} trials run elsewhere; what follows is without them. Once they have ended, `--resume`"
-                )
-                console.print(said, highlight=False, soft_wrap=True)
-            if study.recipe.retest is not None and points and not unchained and not elsewhere:
+                message = f"{elsewhere} trials are running elsewhere and not included; `--resume` once they have ended"
+                console.print(message, highlight=False, soft_wrap=True)
+            if study.recipe.retest is not None and points and not chain_error and not elsewhere:
                 results = retest(study, points[: study.recipe.retest.best], console)
         except KeyboardInterrupt:
-            console.print(f"the study {study.directory} goes on with `--resume`", highlight=False, soft_wrap=True)
+            console.print(f"continue the study {study.directory} with `--resume`", highlight=False, soft_wrap=True)
             raise
-        _conclude(study, kept, results, unchained, console)
+        _conclude(study, optuna_study, results, chain_error, console)
 
 
-def _conclude(study: Study, kept: optuna.Study, results: list[Retested], unchained: str, console: Console) -> None:
+def _conclude(
+    study: Study, optuna_study: optuna.Study, results: list[RetestResult], chain_error: str, console: Console
+) -> None:
     from posttrain.tune.plots import draw_study
 
-    trials = kept.get_trials(deepcopy=False)
-    again = [retest_table(study, results)] if results else []
-    said = sentences(study, trials, results)
+    trials = optuna_study.get_trials(deepcopy=False)
+    retest_tables = [retest_table(study, results)] if results else []
+    summary = summary_sentences(study, trials, results)
     best = best_of(study, trials)
     if best is None:
-        said.append(why_none(study, trials))
-    plots = draw_study(study, kept)
-    warned = warnings_of(study)
-    report = write_report(study, [trial_table(study, trials), *again], said, plots, warned)
-    for table in [trial_table(study, trials, narrow=True), *again]:
+        summary.append(no_best_reason(study, trials))
+    plots = draw_study(study, optuna_study)
+    warnings = warnings_of(study)
+    report = write_report(study, [trial_table(study, trials), *retest_tables], summary, plots, warnings)
+    for table in [trial_table(study, trials, narrow=True), *retest_tables]:
         console.print(table.rich())
-    for text in said if best is not None else said[:-1]:
+    for text in summary if best is not None else summary[:-1]:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    if warned:
-        plural = "warnings" if len(warned) > 1 else "warning"
-        console.print(f"{len(warned)} {plural} of the runs: see {report}", highlight=False, soft_wrap=True)
+    if warnings:
+        plural = "warnings" if len(warnings) > 1 else "warning"
+        console.print(f"{len(warnings)} {plural} of the runs: see {report}", highlight=False, soft_wrap=True)
     file = study.directory / "best.yaml"
-    if best is None or unchained:
+    if best is None or chain_error:
         file.unlink(missing_ok=True)
         console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)
-        raise RunError(unchained or why_none(study, trials))
-    winner = next((result for result in results if result.found and result.feasible), None)
+        raise RunError(chain_error or no_best_reason(study, trials))
+    winner = next((result for result in results if result.outcomes and result.feasible), None)
     chosen = winner.trial if winner is not None else best
     write_best(study, chosen, winner)
     console.print(
@@ -93,12 +103,12 @@ def _conclude(study: Study, kept: optuna.Study, results: list[Retested], unchain
 
 
 def show_study(study: Study, console: Console) -> None:
-    """Print the plan; `InputError` where no value makes a recipe."""
+    """Print the plan of the study; raises `InputError` if no combination of values is valid."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    notes, recipe = check_space(study), study.recipe
+    messages, recipe = check_space(study), study.recipe
     objective = recipe.objective
     say(f"study {recipe.name}: {recipe.number_of_trials} trials of {study.trained} in {study.directory}")
     limits = [
@@ -107,33 +117,33 @@ def show_study(study: Study, console: Console) -> None:
         for metric, limit in objective.within.items()
     ]
     within = f", within {' and '.join(limits)}" if limits else ""
-    say(f"{objective.direction} {objective.metric}, the best evaluation after the start{within}")
+    say(f"{objective.direction} {objective.metric}, the best evaluation after step 0{within}")
     if recipe.groups:
-        console.print(_trials(study).rich())
-        say("best: of the values that its group tried")
+        console.print(_grid_table(study).rich())
+        say("best: the best value of the group that searches the key")
     else:
-        console.print(_searched(study).rich())
+        console.print(_search_table(study).rich())
         for point in recipe.start:
-            say(f"first: {', '.join(f'{name}={shown(value)}' for name, value in point.items())}")
+            say(f"start point: {', '.join(f'{name}={shown(value)}' for name, value in point.items())}")
     if recipe.retest is not None:
         runs = recipe.retest.best * len(recipe.retest.seeds)
         seeds = ", ".join(map(str, recipe.retest.seeds))
-        say(f"then the best {recipe.retest.best} again with seeds {seeds}: {runs} more runs")
+        say(f"retest: the best {recipe.retest.best} points with seeds {seeds}, {runs} more runs")
     plural = "trials at a time" if recipe.workers > 1 else "trial at a time"
     say(
         f"{recipe.workers} {plural}, pruner {recipe.pruner.type}, storage {recipe.storage or 'study.db in its directory'}"
     )
-    say("a trial, before anything searched is set:")
+    say("a trial without the searched values:")
     for line in batch_arithmetic(study.at({})):
         say(f"  {line}")
-    measured = getattr(study.at({}), "evaluation", None)
-    if recipe.pruner.type != "none" and measured is not None and measured.every == 0:
-        notes.append("evaluation.every = 0 measures before and after a run only, so nothing can be pruned")
-    for note in notes:
-        say(f"note: {note}")
+    evaluation = getattr(study.at({}), "evaluation", None)
+    if recipe.pruner.type != "none" and evaluation is not None and evaluation.every == 0:
+        messages.append("evaluation.every = 0 evaluates before and after a run only, so nothing can be pruned")
+    for message in messages:
+        say(f"note: {message}")
 
 
-def _searched(study: Study) -> Table:
+def _search_table(study: Study) -> Table:
     rows: list[tuple[str, ...]] = []
     for name, values in study.recipe.search.items():
         if isinstance(values, Range):
@@ -145,7 +155,7 @@ def _searched(study: Study) -> Table:
     return Table("", ("key", "values"), rows, "", ("key", "values"))
 
 
-def _trials(study: Study) -> Table:
+def _grid_table(study: Study) -> Table:
     keys = list(study.recipe.spaces)
     rows: list[tuple[str, ...]] = []
     earlier: dict[str, str] = {}
@@ -155,3 +165,157 @@ def _trials(study: Study) -> Table:
             rows.append((str(len(rows)), group.name, *cells))
         earlier |= dict.fromkeys(group.grid, "best")
     return Table("", ("trial", "group", *short_names(keys)), rows, "", ("group",))
+
+
+class Search:
+    """Supplies the trials of a study, interrupted ones first."""
+
+    def __init__(self, study: Study, optuna_study: optuna.Study, console: Console) -> None:
+        self.study = study
+        self.optuna_study = optuna_study
+        self.console = console
+        self._distributions = distributions(study)
+        self._interrupted = interrupted_trials(study, optuna_study)
+        self._jobs: list[_ReportedTrial] = []
+        self._warned: set[str] = set()
+
+    def take(self) -> TrialJob | None:
+        """The next trial with a valid recipe; None if there is none now. Trials without a valid recipe fail at once.
+
+        Raises `RunError` if a trial ended without a metric of the objective and no trial has had one: the other trials
+        would lack it too.
+        """
+        self._stop_unmeasured()
+        while (trial := self._next()) is not None:
+            trial.set_user_attr("owner", owner(self.study))
+            point = from_storage(self.study, {name: self._suggest(trial, name) for name in self._names(trial)})
+            words = ", ".join(f"{name}={shown(value)}" for name, value in point.items())
+            try:
+                recipe = self.study.at(point, self._runs, f"{trial.number:04d}")
+            except InputError as error:
+                reason = " ".join(str(error).split())
+                record_failure(self.optuna_study, trial, reason)
+                self._say(f"trial {trial.number}: {words}: failed, {reason}")
+                continue
+            attempt = Attempt(recipe)
+            resumed = "resumed, " if attempt.run.path.exists() else ""
+            self._say(f"trial {trial.number}: {resumed}{words}")
+            self._jobs.append(_ReportedTrial(self.study, self.optuna_study, trial, attempt, self.console, self._warned))
+            return self._jobs[-1]
+        return None
+
+    def _stop_unmeasured(self) -> None:
+        unmeasured = next((job for job in self._jobs if job.unmeasured), None)
+        measured = (TrialState.COMPLETE, TrialState.PRUNED)
+        if unmeasured is not None and not self.optuna_study.get_trials(deepcopy=False, states=measured):
+            raise RunError(
+                f"{self.study.directory}: stopped after trial {unmeasured.trial.number}, because no trial can be scored: "
+                f"{unmeasured.unmeasured}; correct `objective` and choose another `name`"
+            )
+
+    @property
+    def _runs(self) -> Path:
+        return self.study.directory / "trials"
+
+    def _next(self) -> optuna.Trial | None:
+        if self._interrupted:
+            return optuna.Trial(self.optuna_study, self._interrupted.pop(0)._trial_id)
+        if self.study.recipe.groups:
+            return self.optuna_study.ask() if self._enqueue_grid() else None
+        started = [trial for trial in self.optuna_study.get_trials(deepcopy=False) if trial.state != TrialState.WAITING]
+        return self.optuna_study.ask() if len(started) < self.study.recipe.number_of_trials else None
+
+    def _suggest(self, trial: optuna.Trial, name: str) -> Any:
+        return trial._suggest(name, self._distributions[name])
+
+    def _names(self, trial: optuna.Trial) -> list[str]:
+        """The keys searched in this trial; with groups, those of its group and of the earlier groups."""
+        group = trial.user_attrs.get("group")
+        names: list[str] = []
+        for one in self.study.recipe.groups:
+            names += one.grid
+            if one.name == group:
+                return names
+        return list(self.study.recipe.search)
+
+    def _enqueue_grid(self) -> bool:
+        """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have ended."""
+        chained: dict[str, Any] = {}
+        for group in self.study.recipe.groups:
+            trials = _of_group(self.optuna_study, group)
+            enqueued = {trial.user_attrs["point"] for trial in trials}
+            for number, point in enumerate(grid_of(group)):
+                if number not in enqueued:
+                    self.optuna_study.enqueue_trial(
+                        to_storage(chained | point), user_attrs={"group": group.name, "point": number}
+                    )
+            trials = _of_group(self.optuna_study, group)
+            if any(trial.state == TrialState.WAITING for trial in trials):
+                return True
+            if any(trial.state == TrialState.RUNNING for trial in trials):
+                return False
+            chained |= self._chosen(group, trials)
+        return False
+
+    def _chosen(self, group: Group, trials: list[FrozenTrial]) -> dict[str, Any]:
+        best = best_of(self.study, trials)
+        if best is None:
+            reasons = [trial.user_attrs.get("reason", "its limits were not kept") for trial in trials]
+            reason, count = most_frequent(reasons)
+            raise RunError(
+                f"group {group.name}: none of its {len(trials)} trials can be chained to the next group; most frequent "
+                f"reason ({count} of them): {reason}"
+            )
+        return {key: value for key, value in from_storage(self.study, best.params).items() if key in group.grid}
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class _ReportedTrial(TrialJob):
+    """A trial that prints its result and its warnings, except those already in `warned`."""
+
+    def __init__(
+        self,
+        study: Study,
+        optuna_study: optuna.Study,
+        trial: optuna.Trial,
+        attempt: Attempt,
+        console: Console,
+        warned: set[str],
+    ) -> None:
+        super().__init__(study, optuna_study, trial, attempt)
+        self.console = console
+        self.warned = warned
+
+    def end(self) -> None:
+        super().end()
+        for message in [] if self.damaged else warning_messages(self.attempt.lines()):
+            if message not in self.warned:
+                self.warned.add(message)
+                self._say(f"trial {self.trial.number}: warning: {message}")
+        if self.study.recipe.weights == "best":
+            self._delete_weights()
+        ended = self.optuna_study.get_trials(deepcopy=False)[self.trial.number]
+        metric = self.study.recipe.objective.metric
+        if ended.state == TrialState.FAIL:
+            result = f"failed, {ended.user_attrs['reason']}"
+        else:
+            how = "pruned, " if ended.state == TrialState.PRUNED else ""
+            result = f"{how}{metric} {ended.value:.4g} at step {ended.user_attrs['step']}"
+        self._say(f"trial {ended.number}: {result}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _delete_weights(self) -> None:
+        """Delete the weights of all trials but the best."""
+        trials = self.optuna_study.get_trials(deepcopy=False)
+        best = best_of(self.study, trials)
+        for trial in trials:
+            if trial.state.is_finished() and trial is not best:
+                Attempt(self.attempt.recipe.model_copy(update={"name": f"{trial.number:04d}"})).delete_weights()
+
+
+def _of_group(optuna_study: optuna.Study, group: Group) -> list[FrozenTrial]:
+    return [trial for trial in optuna_study.get_trials(deepcopy=False) if trial.user_attrs.get("group") == group.name]

@@ -1,49 +1,57 @@
-"""A study on disk: its directory, its file, its Optuna storage, and what a kill has left of it."""
+"""A study on disk: directory, lock, Optuna storage, sampler and search space."""
 
 import fcntl
+import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
 import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.sources import dump_values
-from posttrain.recipe.study_file import Study
+from posttrain.recipe.study import Range, SamplerRecipe, choices_of
+from posttrain.recipe.study_file import Point, Study, shown
 from posttrain.runs.files import storage_errors, write_atomically
-from posttrain.tune.sampler import NumberedSampler
-from posttrain.tune.space import stored
+from posttrain.seeds import derive_seed, random_stream
 
 _MAY_CHANGE = ("trials", "workers", "devices", "weights", "retest", "runs", "name", "storage")
-"""What of a study may be otherwise when it goes on."""
+"""Keys that may change when a study is resumed."""
 
 
 def open_study(study: Study, resume: bool) -> optuna.Study:
-    """The Optuna study of `study`, new or gone on with; call it while `only_here` holds.
+    """Create or resume the Optuna study of `study`. The caller must hold `study_lock`.
 
-    `InputError` where its name is used, its search has changed since, or the storage cannot be opened.
+    Raises `InputError` if the name is used, the search has changed, or the storage cannot be opened.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     file, name = study.directory / "study.yaml", study.recipe.name
     if not resume and file.is_file():
-        raise InputError(f"the study {study.directory} exists; go on with `--resume`, or choose another `name`")
+        raise InputError(f"the study {study.directory} exists; continue it with `--resume`, or choose another `name`")
     if not resume and any(not path.name.startswith(".lock-") for path in study.directory.iterdir()):
-        raise InputError(f"{study.directory} exists and is no study, so it is left alone; choose another `name`")
+        raise InputError(f"{study.directory} exists and is not a study, so it is not touched; choose another `name`")
     url = study.recipe.storage or f"sqlite:///{study.directory / 'study.db'}"
     try:
         joins = resume and study.recipe.storage is not None and name in optuna.get_all_study_names(url)
         if resume and not file.is_file() and not joins:
-            raise InputError(f"there is no study in {study.directory}; leave out --resume to begin one")
+            raise InputError(f"there is no study in {study.directory}; omit --resume to start one")
         if not resume and study.recipe.storage and name in optuna.get_all_study_names(url):
-            raise InputError(f"storage {url} has a study {name}; go on with `--resume`, or choose another `name`")
+            raise InputError(f"storage {url} has a study {name}; continue it with `--resume`, or choose another `name`")
         if not file.is_file() and not joins:
             write_atomically(file, _snapshot_text(study))
-        kept = optuna.create_study(
+        optuna_study = optuna.create_study(
             storage=url,
             study_name=name,
             direction=study.recipe.objective.direction,
@@ -54,20 +62,22 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
     except PosttrainError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"storage {url} cannot be opened ({type(error).__name__}: {said}); correct its URL") from error
-    _require_same(study, kept)
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"storage {url} cannot be opened ({type(error).__name__}: {reason}); correct its URL"
+        ) from error
+    _require_same(study, optuna_study)
     write_atomically(file, _snapshot_text(study))
     for number, point in enumerate(study.recipe.start):
-        kept.enqueue_trial(stored(point), user_attrs={"start": number}, skip_if_exists=True)
-    return kept
+        optuna_study.enqueue_trial(to_storage(point), user_attrs={"start": number}, skip_if_exists=True)
+    return optuna_study
 
 
 @contextmanager
-def only_here(study: Study) -> Iterator[None]:
-    """Hold the study for this process, among those of this machine; `InputError` where another runs it.
+def study_lock(study: Study) -> Iterator[None]:
+    """Lock the study among the processes of this machine; raises `InputError` if another process holds the lock.
 
-    Other machines may work on the same storage at the same time, also in the same directory.
+    Other machines may use the same storage, and the same directory, at the same time.
     """
     with storage_errors(study.directory):
         study.directory.mkdir(parents=True, exist_ok=True)
@@ -83,22 +93,22 @@ def only_here(study: Study) -> Iterator[None]:
 
 
 def owner(study: Study) -> str:
-    """Who runs a trial: this machine, for this directory."""
+    """Identifies who runs a trial: this machine and this directory."""
     return f"{socket.gethostname()}:{study.directory.resolve()}"
 
 
-def torn_trials(study: Study, kept: optuna.Study) -> list[FrozenTrial]:
-    """Trials that a process of this study left running when it was killed, in order. Call it while `only_here` holds."""
-    running = kept.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+def interrupted_trials(study: Study, optuna_study: optuna.Study) -> list[FrozenTrial]:
+    """Trials that a killed process of this study left running, in order. The caller must hold `study_lock`."""
+    running = optuna_study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     if study.recipe.storage is None:
         return running
-    return [trial for trial in running if _torn(trial, owner(study))]
+    return [trial for trial in running if _interrupted(trial, owner(study))]
 
 
-def _torn(trial: FrozenTrial, us: str) -> bool:
+def _interrupted(trial: FrozenTrial, us: str) -> bool:
     if "owner" in trial.user_attrs:
         return bool(trial.user_attrs["owner"] == us)
-    # Killed between two writes; another machine needs less than a minute from the one to the other.
+    # Killed before the owner was written, which takes another machine less than a minute.
     return trial.datetime_start is not None and datetime.now() - trial.datetime_start > timedelta(minutes=1)
 
 
@@ -117,21 +127,143 @@ def _snapshot(study: Study) -> dict[str, Any]:
 
 
 def _snapshot_text(study: Study) -> str:
-    header = "# The study as it runs, with every default and the recipe that it searches (`base`). Go on with\n"
+    header = "# The resolved study with every default and the searched recipe (`base`). Continue with\n"
     return f"{header}# posttrain tune THE_STUDY.yaml --resume\n{dump_values(_snapshot(study))}"
 
 
-def _require_same(study: Study, kept: optuna.Study) -> None:
-    """`InputError` where the search is another than the storage's; a new one is stored."""
+def _require_same(study: Study, optuna_study: optuna.Study) -> None:
+    """Store the search of a new study; raises `InputError` if that of an existing study differs."""
     now = json.loads(json.dumps(_snapshot(study)))
-    before = kept.user_attrs.get("study")
+    before = optuna_study.user_attrs.get("study")
     if before is None:
-        kept.set_user_attr("study", now)
+        optuna_study.set_user_attr("study", now)
         return
     changed = [key for key in now if key not in _MAY_CHANGE and before.get(key) != now[key]]
     changed = ["the recipe" if key == "base" else key for key in changed if key not in ("recipe", "keys")]
     if changed:
         raise InputError(
-            f"{' and '.join(changed)} of the study {study.directory} has changed since it began, so that old and new trials "
-            "do not compare; begin another with another `name`, or take the change back"
+            f"{' and '.join(changed)} of the study {study.directory} has changed since it began, so old and new trials are "
+            "not comparable; choose another `name`, or undo the change"
         )
+
+
+class NumberedSampler(BaseSampler):
+    """Multivariate TPE whose samples depend on the seed, the trial number and the finished trials.
+
+    A single generator would repeat its first points in a resumed study, and would make the samples depend on timing if
+    several processes share a study.
+    """
+
+    def __init__(self, recipe: SamplerRecipe) -> None:
+        self.recipe = recipe
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._of(trial).infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._of(trial).sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._of(trial, param_name).sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        self._of(trial).after_trial(study, trial, state, values)
+
+    def _of(self, trial: FrozenTrial, name: str = "") -> TPESampler:
+        # NumPy's legacy generator, which Optuna uses, takes 32-bit seeds.
+        seed = derive_seed(self.recipe.seed, "sampler", trial.number, name) % 2**32
+        return TPESampler(
+            seed=seed,
+            multivariate=True,
+            n_startup_trials=self.recipe.startup_trials,
+            constant_liar=True,
+        )
+
+
+_MAX_CHECKED = 32
+"""Most combinations that are validated before a study starts."""
+
+
+def distributions(study: Study) -> dict[str, BaseDistribution]:
+    """Name -> Optuna distribution, in the order of the study file."""
+    return {name: _distribution(values) for name, values in study.recipe.spaces.items()}
+
+
+def to_storage(point: Point) -> dict[str, Any]:
+    """`point` with values that an Optuna storage can hold: lists and sections become JSON text."""
+    return {name: _stored(value) for name, value in point.items()}
+
+
+def from_storage(study: Study, params: Point) -> dict[str, Any]:
+    """The inverse of `to_storage`."""
+    values: dict[str, Any] = {}
+    for name, value in params.items():
+        choices = choices_of(study.recipe.spaces.get(name, []))
+        values[name] = next((choice for choice in choices or [] if _stored(choice) == value), value)
+    return values
+
+
+def check_space(study: Study) -> list[str]:
+    """Validate combinations of searched values; returns a message for each value that is never valid.
+
+    Checks all combinations of choices and range ends, or a sample if there are many. An invalid combination becomes a
+    failed trial. Raises `InputError` if no combination is valid, which indicates a wrong key.
+    """
+    failed: dict[tuple[str, Any], str] = {}
+    valid: set[tuple[str, Any]] = set()
+    first = ""
+    for point in _corners(study):
+        values = [(name, json.dumps(value)) for name, value in point.items()]
+        try:
+            study.at(point)
+            valid |= set(values)
+        except InputError as error:
+            first = first or str(error)
+            for value in values:
+                failed.setdefault(value, str(error).splitlines()[0])
+    if not valid:
+        raise InputError(first)
+    never = [value for value in failed if value not in valid]
+    return [
+        f"{name} = {shown(json.loads(value))} gives no valid recipe: {failed[name, value]}" for name, value in never
+    ]
+
+
+def _corners(study: Study) -> Iterator[dict[str, Any]]:
+    """Points from choices and range ends: all combinations, or single changes and a random sample if there are many."""
+    ends = {name: _ends(values) for name, values in study.recipe.spaces.items()}
+    count = 1
+    for values in ends.values():
+        count *= len(values)
+    if count <= _MAX_CHECKED:
+        yield from (dict(zip(ends, values, strict=True)) for values in itertools.product(*ends.values()))
+        return
+    first = {name: values[0] for name, values in ends.items()}
+    yield from (first | {name: value} for name, values in ends.items() for value in values)
+    draw = random_stream(study.recipe.sampler.seed, "corners")
+    for _ in range(_MAX_CHECKED):
+        yield {name: values[int(draw.integers(len(values)))] for name, values in ends.items()}
+
+
+def _ends(values: Any) -> list[Any]:
+    if not isinstance(values, Range):
+        return choices_of(values) or []
+    return [int(values.low), int(values.high)] if values.int else [values.low, values.high]
+
+
+def _distribution(values: Any) -> BaseDistribution:
+    if not isinstance(values, Range):
+        return CategoricalDistribution([_stored(choice) for choice in choices_of(values) or []])
+    if values.int:
+        return IntDistribution(int(values.low), int(values.high), log=values.log, step=int(values.step or 1))
+    return FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+
+
+def _stored(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)

@@ -1,5 +1,7 @@
-"""A trial: a run whose held-out metrics go to Optuna's study while it runs, and whose end does."""
+"""A trial: a run in a process of its own, whose evaluations are reported to Optuna, and its outcome."""
 
+import difflib
+import math
 import multiprocessing
 import os
 import shutil
@@ -8,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,38 +20,38 @@ from optuna.trial import TrialState
 
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.stages import Recipe
+from posttrain.recipe.study import Limit, Objective
 from posttrain.recipe.study_file import Study
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
 from posttrain.training.interrupts import Interrupts
-from posttrain.tune.outcome import NotMeasured, curve, outcome
 
 STOP_SECONDS = 300.0
-"""A run that was asked to stop and has not is killed after this long: it may be within an update, or saving."""
+"""A run that does not stop within this time is killed. It may be in an update, or saving."""
 _LOCK_SECONDS = 120.0
-"""How long a run waits for a process of a killed study that is still saving its checkpoint."""
+"""How long a run waits for a process of a killed study that is still saving a checkpoint."""
 
 
 class Attempt:
-    """The run of `recipe`, begun anew, or gone on with where its directory is there already."""
+    """The run of `recipe` in a process of its own; resumes if its directory exists."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.run = RunDirectory(Path(recipe.runs) / recipe.name)
         self._process: Any = None
         self._reasons: Connection | None = None
-        self._told: str | None = None
+        self._reason: str | None = None
         self._stopped: float | None = None
         self._lines: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end; the report is the last thing that it writes."""
+        """Whether the run finished; it writes its report last."""
         return self.run.report.is_file()
 
     @property
     def running(self) -> bool:
-        """Whether its process is there. One that does not stop when asked to is killed after `STOP_SECONDS`."""
+        """Whether the process is alive. Kills it if it was asked to stop more than `STOP_SECONDS` ago."""
         if self._process is None:
             return False
         if self._stopped is not None and time.monotonic() - self._stopped > STOP_SECONDS:
@@ -57,13 +60,13 @@ class Attempt:
 
     @property
     def sentinel(self) -> Any:
-        """What becomes ready when the process ends."""
+        """Handle that becomes ready when the process ends."""
         return self._process.sentinel
 
     def start(self, device: str | None) -> None:
-        """Start the process, unless the run is finished. `device`: what it sees as CUDA_VISIBLE_DEVICES.
+        """Start the process, unless the run is finished. `device`: its CUDA_VISIBLE_DEVICES.
 
-        Raises `RunError` where the directory holds a run of another recipe, or cannot be written.
+        Raises `RunError` if the directory holds a run of another recipe, or cannot be written.
         """
         if not self.run.path.exists():
             RunDirectory.create(self.recipe)
@@ -72,22 +75,22 @@ class Attempt:
         if self.finished:
             return
         context = multiprocessing.get_context("forkserver")
-        # Imported once for all runs; nothing of it touches a GPU, which processes that are forked could then not use.
+        # Import once for all runs. The preload must not initialize CUDA, or forked processes could not use it.
         context.set_forkserver_preload(["torch", "transformers", "peft", f"posttrain.training.{self.recipe.stage}"])
         variables = dict(os.environ) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-        self._reasons, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(str(self.run.path), variables, theirs))
+        self._reasons, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run_process, args=(str(self.run.path), variables, sender))
         self._process.start()
-        theirs.close()
+        sender.close()
 
     def stop(self) -> None:
-        """Ask the run to stop: it saves a checkpoint and ends. A second call does nothing."""
+        """Ask the run to save a checkpoint and stop. A second call does nothing."""
         if self._process is not None and self._stopped is None:
             self._stopped = time.monotonic()
             self._process.terminate()
 
     def lines(self) -> list[dict[str, Any]]:
-        """The metrics so far; `RunError` where they are damaged."""
+        """The metrics lines so far; raises `RunError` if they are damaged."""
         file = self.run.metrics
         size = file.stat().st_size if file.is_file() else 0
         if size != self._lines[0]:
@@ -95,37 +98,37 @@ class Attempt:
         return self._lines[1]
 
     def failure(self) -> str | None:
-        """Why the ended run did not come to its end, in one line; None where it did."""
+        """Why the process ended before the run finished, in one line; None if the run finished."""
         code = self._process.exitcode if self._process is not None else 0
         if code == 0 and self.finished:
             return None
-        if self._told is None and self._reasons is not None:
+        if self._reason is None and self._reasons is not None:
             try:
-                self._told = self._reasons.recv() if self._reasons.poll() else ""
+                self._reason = self._reasons.recv() if self._reasons.poll() else ""
             except (EOFError, OSError):
-                self._told = ""
-        if self._told:
-            return " ".join(self._told.split())
+                self._reason = ""
+        if self._reason:
+            return " ".join(self._reason.split())
         if code == -signal.SIGKILL:
-            return "killed by SIGKILL, as the system does where memory runs out"
+            return "killed by SIGKILL, possibly by the kernel because memory ran out"
         if code is not None and code < 0:
             return f"ended by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}; see {self.run.logs / 'output.txt'}"
 
-    def forget_weights(self) -> None:
-        """Delete the checkpoints and the exported model; metrics, recipe and report stay."""
+    def delete_weights(self) -> None:
+        """Delete checkpoints and exported model, but keep metrics, recipe and report."""
         for directory in (self.run.checkpoints, self.run.path / "model"):
             shutil.rmtree(directory, ignore_errors=True)
 
     @property
     def minutes(self) -> float:
-        """Minutes that the run has worked so far, interruptions left out."""
+        """Working time of the run in minutes, without interruptions."""
         return max((line.get("time/run") or 0.0 for line in self.lines()), default=0.0) / 60
 
 
-def _work(path: str, variables: Mapping[str, str], reasons: Connection) -> None:
-    """What the process does: go on with the run at `path`, and tell why not."""
-    os.setpgid(0, 0)  # Ctrl-C reaches the study, which stops its runs itself, each once
+def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -> None:
+    """Entry point of the process: run or resume the run at `path`; sends the reason of a failure to `reasons`."""
+    os.setpgid(0, 0)  # Ctrl-C goes to the study only, which stops every run once
     os.environ.clear()
     os.environ.update(variables)
     run = RunDirectory.open(path)
@@ -140,7 +143,7 @@ def _work(path: str, variables: Mapping[str, str], reasons: Connection) -> None:
     code = 1
     try:
         _await_lock(run)
-        run_stage(_in_place(run), resume=True, console=Console(width=140))
+        run_stage(_relocated_recipe(run), resume=True, console=Console(width=140))
         code = 0
     except PosttrainError as error:
         print(f"posttrain: {error}", flush=True)
@@ -153,13 +156,13 @@ def _work(path: str, variables: Mapping[str, str], reasons: Connection) -> None:
     raise SystemExit(code)
 
 
-def _in_place(run: RunDirectory) -> Recipe:
-    """The run's recipe, at the place where the run is now."""
+def _relocated_recipe(run: RunDirectory) -> Recipe:
+    """The recipe of the run with its current location, which may have moved."""
     return run.load_recipe().model_copy(update={"runs": str(run.path.parent), "name": run.path.name})
 
 
 def _stop_with_parent() -> None:
-    """Stop as by a signal once the study is gone, however it went: a run that nobody watches would hold its GPU."""
+    """Stop as by SIGTERM when the study's process ends, so that no orphaned run occupies a GPU."""
     study = multiprocessing.parent_process()
     assert study is not None
 
@@ -171,7 +174,7 @@ def _stop_with_parent() -> None:
 
 
 def _await_lock(run: RunDirectory) -> None:
-    """Wait while the process of a killed study still saves its checkpoint."""
+    """Wait while a process of a killed study is still saving its checkpoint."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -184,34 +187,34 @@ def _await_lock(run: RunDirectory) -> None:
 
 
 class TrialJob:
-    """Trial `trial` of the study `kept`, begun anew or gone on with after a kill."""
+    """Runs one Optuna trial, also after an interruption."""
 
-    def __init__(self, study: Study, kept: optuna.Study, trial: optuna.Trial, attempt: Attempt) -> None:
+    def __init__(self, study: Study, optuna_study: optuna.Study, trial: optuna.Trial, attempt: Attempt) -> None:
         self.study = study
-        self.kept = kept
+        self.optuna_study = optuna_study
         self.trial = trial
         self.attempt = attempt
-        self._reported = set(_frozen(kept, trial).intermediate_values)
+        self._reported = set(_frozen(optuna_study, trial).intermediate_values)
         self._pruned = False
         self._damage = ""
         self.unmeasured = ""
-        """Why, where the run came to its end without a metric that the study is judged by."""
+        """Why the finished run lacks a metric of the objective; empty otherwise."""
 
     @property
     def damaged(self) -> bool:
-        """Whether the metrics of the run cannot be read."""
+        """Whether the metrics of the run are unreadable."""
         return bool(self._damage)
 
     def begin(self, device: str | None) -> None:
-        """Start the run, unless it had ended. One that a killed study was about to prune is pruned."""
+        """Start the run, unless it is finished or was about to be pruned when the study was interrupted."""
         if self._reported and self.trial.should_prune():
             self._pruned = True
-        self.follow()
+        self.poll()
         if not self._pruned:
             self.attempt.start(device)
 
-    def follow(self) -> None:
-        """Report the evaluations that are new, in order, until one of them prunes the trial."""
+    def poll(self) -> None:
+        """Report new evaluations in order, and stop the run if one of them prunes the trial."""
         try:
             points = curve(self.attempt.lines(), self.study.recipe.objective)
         except PosttrainError as error:
@@ -229,7 +232,7 @@ class TrialJob:
             self.attempt.stop()
 
     def end(self) -> None:
-        """Tell Optuna what came of it: a value, pruned, or failed with the reason."""
+        """Report the result to Optuna: a value, pruned, or failed with a reason."""
         reason = self._damage or ("" if self._pruned else self.attempt.failure() or "")
         if not self._damage:
             self.trial.set_user_attr("minutes", round(self.attempt.minutes, 3))
@@ -239,67 +242,67 @@ class TrialJob:
                 value = self._measure()
             except PosttrainError as error:
                 reason = str(error)
-                if isinstance(error, NotMeasured):
+                if isinstance(error, MissingMetric):
                     self.unmeasured = reason
         if reason:
-            tell_failure(self.kept, self.trial, reason)
+            record_failure(self.optuna_study, self.trial, reason)
         elif self._pruned:
-            self.kept.tell(self.trial, state=TrialState.PRUNED)
+            self.optuna_study.tell(self.trial, state=TrialState.PRUNED)
         else:
-            self.kept.tell(self.trial, value)
+            self.optuna_study.tell(self.trial, value)
 
     def _measure(self) -> float:
-        """The value of the trial; its step and its limits are stored beside it."""
+        """The value of the trial. Its step, limited metrics and constraints are stored as well."""
         lines, reached = self.attempt.lines(), max(self._reported, default=0)
-        # A pruned run may have gone on a little before it stopped, as long as it took; that must not matter.
+        # A pruned run may log more before it stops. Ignore that, because it depends on timing.
         known = [line for line in lines if line["step"] <= reached] if self._pruned else lines
         found = outcome(known, self.study.recipe.objective)
         self.trial.set_user_attr("step", found.step)
         self.trial.set_user_attr("limited", found.limited)
-        have = _frozen(self.kept, self.trial).constraints
-        for metric, distance in found.beyond.items():
+        have = _frozen(self.optuna_study, self.trial).constraints
+        for metric, distance in found.violations.items():
             if metric not in have:
                 self.trial.set_constraint(metric, distance)
         return found.value
 
 
-def tell_failure(kept: optuna.Study, trial: optuna.Trial, reason: str) -> None:
-    """Record that the trial failed, and why."""
+def record_failure(optuna_study: optuna.Study, trial: optuna.Trial, reason: str) -> None:
+    """Record the failure of a trial with its reason."""
     trial.set_user_attr("reason", reason)
-    kept.tell(trial, state=TrialState.FAIL)
+    optuna_study.tell(trial, state=TrialState.FAIL)
 
 
-def _frozen(kept: optuna.Study, trial: optuna.Trial) -> Any:
-    return kept._storage.get_trial(trial._trial_id)
+def _frozen(optuna_study: optuna.Study, trial: optuna.Trial) -> Any:
+    return optuna_study._storage.get_trial(trial._trial_id)
 
 
-_SECONDS = 0.25
-"""Between two looks at the metrics of the runs."""
+_POLL_SECONDS = 0.25
+"""Interval between polls of the runs' metrics."""
 
 
 class Job(Protocol):
-    """A run and what is to be done with what it measures."""
+    """A run, and how its metrics are handled."""
 
     attempt: Attempt
 
     def begin(self, device: str | None) -> None:
-        """Start the run, unless it is finished or given up."""
+        """Start the run, unless it is finished or pruned."""
         ...
 
-    def follow(self) -> None:
-        """Look at what the run has measured since."""
+    def poll(self) -> None:
+        """Read the metrics that are new since the last call."""
         ...
 
     def end(self) -> None:
-        """The process has ended, or never began."""
+        """Record the result; called when the process has ended or was never started."""
         ...
 
 
-def work(take: Callable[[], Job | None], workers: int, devices: Sequence[str]) -> None:
-    """Run what `take` gives until it gives nothing and nothing runs.
+def run_jobs(take: Callable[[], Job | None], workers: int, devices: Sequence[str]) -> None:
+    """Run the jobs returned by `take`, `workers` at a time, until it returns None and no job is running.
 
-    `take` is asked again whenever a worker is free. Ctrl-C and SIGTERM ask the runs to save and stop, wait for them,
-    and then raise KeyboardInterrupt; so does every error, with the error.
+    `take` is called whenever a worker is free. On Ctrl-C and SIGTERM the runs are asked to save and stop; after they
+    have stopped, KeyboardInterrupt is raised. Errors are handled in the same way and raised again.
     """
     active: dict[int, Job] = {}
     with Interrupts() as interrupts:
@@ -311,14 +314,14 @@ def work(take: Callable[[], Job | None], workers: int, devices: Sequence[str]) -
                     return
                 sentinels = [job.attempt.sentinel for job in active.values() if job.attempt.running]
                 if len(sentinels) == len(active):
-                    wait(sentinels, timeout=_SECONDS)
+                    wait(sentinels, timeout=_POLL_SECONDS)
                 with interrupts.critical():
-                    for place, job in list(active.items()):
+                    for worker, job in list(active.items()):
                         ended = not job.attempt.running
-                        job.follow()
+                        job.poll()
                         if ended:
                             job.end()
-                            del active[place]
+                            del active[worker]
         except BaseException:
             _stop_all([job.attempt for job in active.values()])
             raise
@@ -329,9 +332,9 @@ def _fill(active: dict[int, Job], take: Callable[[], Job | None], workers: int, 
         job = take()
         if job is None:
             return
-        place = next(place for place in range(workers) if place not in active)
-        active[place] = job
-        job.begin(devices[place % len(devices)] if devices else None)
+        worker = next(number for number in range(workers) if number not in active)
+        active[worker] = job
+        job.begin(devices[worker % len(devices)] if devices else None)
 
 
 def _stop_all(attempts: Sequence[Attempt]) -> None:
@@ -339,4 +342,94 @@ def _stop_all(attempts: Sequence[Attempt]) -> None:
         attempt.stop()
     for attempt in attempts:
         while attempt.running:
-            wait([attempt.sentinel], timeout=_SECONDS)
+            wait([attempt.sentinel], timeout=_POLL_SECONDS)
+
+
+Line = Mapping[str, Any]
+
+
+class MissingMetric(RunError):
+    """Raised for a finished run without any value of a metric of the objective."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best evaluation of a run."""
+
+    step: int
+    """Training step of the evaluation."""
+    value: float
+    """Value of the objective."""
+    limited: dict[str, float]
+    """Limited metric -> its value at `step`."""
+    violations: dict[str, float]
+    """Limited metric -> how far its value exceeds the limit; at most 0 if the limit is kept."""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether all limits are kept."""
+        return all(distance <= 0 for distance in self.violations.values())
+
+
+def curve(lines: Sequence[Line], objective: Objective) -> list[tuple[int, float]]:
+    """(step, value) of the evaluations after step 0 that have a value, in order."""
+    found = [(line["step"], line.get(objective.metric)) for line in _evaluations(lines) if line["step"] > 0]
+    return [(step, float(value)) for step, value in found if value is not None]
+
+
+def outcome(lines: Sequence[Line], objective: Objective) -> Outcome:
+    """The best evaluation after step 0 (the first of equals) with its limited metrics.
+
+    Step 0 is ignored, because all trials share it. Raises `RunError` if no evaluation has a value, and `MissingMetric`
+    if none has the metric at all or a limited metric is missing.
+    """
+    points = curve(lines, objective)
+    if not points:
+        raise _no_value(lines, objective.metric)
+    sign = 1 if objective.direction == "maximize" else -1
+    step, value = max(points, key=lambda point: sign * point[1])
+    limited = {metric: _limited(lines, metric, step) for metric in objective.within}
+    violations = {metric: _violation(limited[metric], limit) for metric, limit in objective.within.items()}
+    return Outcome(step, value, limited, violations)
+
+
+def _evaluations(lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if line["kind"] == "evaluation"]
+
+
+def _limited(lines: Sequence[Line], metric: str, step: int) -> float:
+    at = next(line for line in _evaluations(lines) if line["step"] == step)
+    if at.get(metric) is not None:
+        return float(at[metric])
+    before = max((line["step"] for line in _evaluations(lines) if line["step"] < step), default=-1)
+    found = [line.get(metric) for line in lines if line["kind"] == "train" and before < line["step"] <= step]
+    numbers = [float(value) for value in found if isinstance(value, int | float)]
+    if not numbers:
+        known = sorted({key for line in lines if line["kind"] == "train" for key in line if key.startswith("policy/")})
+        raise MissingMetric(
+            f"neither evaluations nor training steps have {metric} of objective.within{_such_as(known)}"
+        )
+    return math.fsum(numbers) / len(numbers)
+
+
+def _violation(value: float, limit: Limit) -> float:
+    return value - limit.max if limit.max is not None else (limit.min or 0.0) - value
+
+
+def _no_value(lines: Sequence[Line], metric: str) -> RunError:
+    after = [line for line in _evaluations(lines) if line["step"] > 0]
+    if not after:
+        return RunError("it made no evaluation after step 0")
+    if any(metric in line for line in after):
+        return RunError(f"{metric} was never a number")
+    names = ("validation/", "success", "return", "score/")
+    known = [key for key in after[-1] if key.startswith(names) and not key.endswith(("_low", "_high"))]
+    # List the nearest names first, as a typo is the usual cause.
+    near = difflib.get_close_matches(metric, known, len(known) or 1, 0.7)
+    return MissingMetric(
+        f"its evaluations have no {metric}{_such_as([*near, *(key for key in known if key not in near)])}"
+    )
+
+
+def _such_as(known: Sequence[str]) -> str:
+    return f"; they have {', '.join(known[:6])}" if known else ""

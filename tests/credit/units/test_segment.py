@@ -232,8 +232,8 @@ def test_nothing_sampled_is_no_unit():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"type": "steps", "pattern": "("}, "no regular expression"),
-        ({"type": "steps", "closing": "["}, "no regular expression"),
+        ({"type": "steps", "pattern": "("}, "invalid regular expression"),
+        ({"type": "steps", "closing": "["}, "invalid regular expression"),
         ({"type": "steps", "pattern": SEED_PATTERN}, "no group"),
         ({"type": "token", "max_units": 3}, "max_units"),
         ({"type": "entropy", "threshold": -1}, "threshold"),

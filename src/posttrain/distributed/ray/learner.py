@@ -97,7 +97,7 @@ class LearnerWorker(Worker):
         from posttrain.training.reward_scorer import open_scorer
 
         def clients(handles: Sequence[WorkerHandle]) -> list[WorkerClient]:
-            return [WorkerClient(handle, self.heartbeat.watch, self.heartbeat) for handle in handles]
+            return [WorkerClient(handle, self.heartbeat.monitor, self.heartbeat) for handle in handles]
 
         if workers.engines:
             from posttrain.distributed.ray.engine import RayEngine
