@@ -13,7 +13,8 @@ from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, Request
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import derive_seed, random_stream
 
 IN_FLIGHT = (1, 32, 256)
@@ -26,7 +27,7 @@ def random_prompts(count: int, length: int, vocabulary: int, *name: int | str) -
 
 
 def engine_of(policy: RandomPolicy, slots: int) -> LocalEngine:
-    return LocalEngine(policy, EngineRecipe(slots=slots, tokens_per_forward=8192))
+    return LocalEngine(policy, LocalEngineRecipe(slots=slots, tokens_per_forward=8192))
 
 
 def answers(

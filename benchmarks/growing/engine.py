@@ -8,7 +8,8 @@ from growing.series import Series
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.models.policy import Policy
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import derive_seed, random_stream
 
 DECODED = 16
@@ -37,7 +38,7 @@ def answer_all(engine: LocalEngine, prompts: Sequence[Sequence[int]], tokens: in
 
 def decoding_seconds(policy: Policy, in_flight: int, context: int, repeats: int = 3) -> float:
     """Seconds of one decoding step: the least of what answers of 1 + DECODED tokens take beyond those of one token."""
-    engine = LocalEngine(policy, EngineRecipe(slots=in_flight, tokens_per_forward=max(2048, context)))
+    engine = LocalEngine(policy, LocalEngineRecipe(slots=in_flight, tokens_per_forward=max(2048, context)))
     found = []
     for repeat in range(repeats + 1):
         prompts = [made_up_prompt(policy, context, "decoding", i, repeat) for i in range(in_flight)]
@@ -82,7 +83,7 @@ def against_group(policy: Policy, groups: Sequence[int]) -> Series:
     """
     series = Series("engine", "group size", "prompt tokens computed", 0.0, 0.1)
     for group in groups:
-        engine = LocalEngine(policy, EngineRecipe(slots=max(groups)))
+        engine = LocalEngine(policy, LocalEngineRecipe(slots=max(groups)))
         answer_all(engine, [made_up_prompt(policy, 256, "group", group)] * group, 2)
         series.add(group, engine.counters.prefilled)
     return series
@@ -94,7 +95,7 @@ def against_turns(policy: Policy, turns: Sequence[int]) -> tuple[Series, Series]
     # Attention over a history that grows evenly costs its square at most.
     seconds = Series("engine", "turns", "seconds, 4 episodes", 1.5)
     for count in turns:
-        engine = LocalEngine(policy, EngineRecipe(slots=4))
+        engine = LocalEngine(policy, LocalEngineRecipe(slots=4))
         contexts = [made_up_prompt(policy, 32, "turns", count, i) for i in range(4)]
         spent = 0.0
         for turn in range(count):
@@ -110,7 +111,7 @@ def against_turns(policy: Policy, turns: Sequence[int]) -> tuple[Series, Series]
 def against_finished(policy: Policy, finished: Sequence[int]) -> Series:
     """Seconds for 4 answers of 17 tokens over the answers that the same engine has given before."""
     series = Series("engine", "answers given before", "seconds for 4 answers", 0.0)
-    engine = LocalEngine(policy, EngineRecipe(slots=8))
+    engine = LocalEngine(policy, LocalEngineRecipe(slots=8))
     done = 0
     for count in finished:
         while done < count:

@@ -9,7 +9,7 @@ from growing.engine import answer_all, made_up_prompt
 from growing.series import Series
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.models.policy import Policy
-from posttrain.recipe.rollout import EngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
 
 FLAT = 0.02
 """Largest exponent that counts as flat: 5% more memory after ten times as many steps."""
@@ -34,7 +34,7 @@ def over_steps(policy: Policy, steps: int) -> Series:
     """
     kind = str(policy.model.dtype).removeprefix("torch.")
     series = Series("engine and learner", "steps", f"resident MB, {kind}", 0.0, FLAT)
-    engine = LocalEngine(policy, EngineRecipe(slots=4))
+    engine = LocalEngine(policy, LocalEngineRecipe(slots=4))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-5, foreach=True)
     for step in range(1, steps + 1):
         length = 16 + step * STRIDE % LENGTHS

@@ -14,8 +14,8 @@ def start(settings: dict[str, Any]) -> tuple[str, Answer]:
     import posttrain
     from posttrain.engines.local.engine import LocalEngine
     from posttrain.models.policy import Policy
+    from posttrain.recipe.engines import LocalEngineRecipe
     from posttrain.recipe.model import ModelRecipe
-    from posttrain.recipe.rollout import EngineRecipe
 
     policy = Policy(ModelRecipe(path=settings["model"], dtype=settings["dtype"], threads=settings["threads"]))
     # Every side samples as many tokens as it is asked for.
@@ -27,7 +27,7 @@ def start(settings: dict[str, Any]) -> tuple[str, Answer]:
         if slots not in engines:
             # One cache at a time, as a rollout has it.
             engines.clear()
-            engines[slots] = LocalEngine(policy, EngineRecipe(slots=slots))
+            engines[slots] = LocalEngine(policy, LocalEngineRecipe(slots=slots))
         engine = engines[slots]
         before = engine.counters.reused
         begun = time.perf_counter()

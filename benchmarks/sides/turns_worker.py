@@ -144,12 +144,12 @@ def main() -> None:
     if job["way"] == "posttrain":
         from posttrain.engines.local.engine import LocalEngine
         from posttrain.models.policy import Policy
+        from posttrain.recipe.engines import LocalEngineRecipe
         from posttrain.recipe.model import ModelRecipe
-        from posttrain.recipe.rollout import EngineRecipe
 
         policy = Policy(ModelRecipe(path=job["model"], dtype=job["dtype"], threads=job["threads"]))
         policy.end_tokens = frozenset()
-        engine = LocalEngine(policy, EngineRecipe(slots=job["episodes"]))
+        engine = LocalEngine(policy, LocalEngineRecipe(slots=job["episodes"]))
         outcomes = [play_ours(policy, engine, job, number) for number in numbers]
     else:
         import torch

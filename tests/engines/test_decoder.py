@@ -24,7 +24,8 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.local.paged_attention import Segment
 from posttrain.engines.protocol import Request
 from posttrain.models.attention import use_packed_attention
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 
 SHAPE = {
     "vocab_size": 300,
@@ -145,7 +146,7 @@ class Stub:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_greedy_equals_transformers_generate_token_for_token(name):
     model = made(name)
-    engine = LocalEngine(Stub(model), EngineRecipe(slots=3, tokens_per_forward=64))
+    engine = LocalEngine(Stub(model), LocalEngineRecipe(slots=3, tokens_per_forward=64))
     rng = np.random.default_rng(0)
     prompts = [tuple(int(t) for t in rng.integers(3, 300, length)) for length in (5, 90, 30, 140, 17)]
 

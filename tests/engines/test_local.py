@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.episode import StopReason
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 
 GREEDY = SamplingRecipe(temperature=0.0)
 
@@ -29,7 +30,7 @@ def prompts(count, length=12, seed=0):
 
 @pytest.fixture
 def engine(tiny_policy):
-    return LocalEngine(tiny_policy, EngineRecipe(slots=4, tokens_per_forward=16))
+    return LocalEngine(tiny_policy, LocalEngineRecipe(slots=4, tokens_per_forward=16))
 
 
 def test_greedy_equals_transformers_generate(engine, tiny_model):
@@ -54,24 +55,24 @@ def test_behaviour_logprobs_equal_the_learners(engine, tiny_policy):
 
 def test_the_same_seed_draws_the_same_answer_in_any_company(tiny_policy):
     request = Request(prompts(1)[0], SamplingRecipe(), 7, 12)
-    alone = generate(LocalEngine(tiny_policy, EngineRecipe(slots=1)), [request])[0]
+    alone = generate(LocalEngine(tiny_policy, LocalEngineRecipe(slots=1)), [request])[0]
     others = [Request(p, SamplingRecipe(), 100 + i, 12) for i, p in enumerate(prompts(9, seed=3))]
-    among = generate(LocalEngine(tiny_policy, EngineRecipe(slots=3)), [*others[:4], request, *others[4:]])[4]
+    among = generate(LocalEngine(tiny_policy, LocalEngineRecipe(slots=3)), [*others[:4], request, *others[4:]])[4]
     assert alone.ids == among.ids
 
 
 def test_a_prompt_of_a_group_is_computed_once(tiny_policy):
-    engine = LocalEngine(tiny_policy, EngineRecipe(slots=8))
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=8))
     prompt = prompts(1, length=40)[0]
     answers = generate(engine, [Request(prompt, SamplingRecipe(), i, 5) for i in range(8)])
     assert engine.counters.prefilled == 40 + 7  # each other episode computes the last prompt token for its own start
     assert engine.counters.reused == 7 * 39
-    fresh = generate(LocalEngine(tiny_policy, EngineRecipe(slots=8)), [Request(prompt, SamplingRecipe(), 3, 5)])[0]
+    fresh = generate(LocalEngine(tiny_policy, LocalEngineRecipe(slots=8)), [Request(prompt, SamplingRecipe(), 3, 5)])[0]
     assert answers[3].ids == fresh.ids
 
 
 def test_earlier_turns_are_not_computed_again(tiny_policy):
-    engine = LocalEngine(tiny_policy, EngineRecipe(slots=4))
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=4))
     prompt = prompts(1, length=30)[0]
     first = generate(engine, [Request(prompt, GREEDY, 0, 6)])[0]
     before = engine.counters.prefilled
@@ -79,19 +80,19 @@ def test_earlier_turns_are_not_computed_again(tiny_policy):
     again = generate(engine, [Request(longer, GREEDY, 1, 6)])[0]
     # The last sampled token was never fed to the model, so it is computed with the new observation.
     assert engine.counters.prefilled - before == 4
-    cold = generate(LocalEngine(tiny_policy, EngineRecipe(slots=4)), [Request(longer, GREEDY, 1, 6)])[0]
+    cold = generate(LocalEngine(tiny_policy, LocalEngineRecipe(slots=4)), [Request(longer, GREEDY, 1, 6)])[0]
     assert again.ids == cold.ids
     np.testing.assert_allclose(again.logprobs, cold.logprobs, atol=1e-5)
 
 
 def test_a_full_cache_makes_requests_wait(tiny_policy):
-    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2, tokens_per_forward=16))
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2, tokens_per_forward=16))
     answers = generate(engine, [Request(p, SamplingRecipe(), i, 8) for i, p in enumerate(prompts(11))])
     assert all(1 <= len(a.ids) <= 8 for a in answers)
 
 
 def test_cached_states_are_forgotten_when_weights_change(tiny_policy):
-    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2))
     prompt = prompts(1, length=20)[0]
     generate(engine, [Request(prompt, GREEDY, 0, 3)])
     engine.load_weights(version=1)
@@ -100,7 +101,7 @@ def test_cached_states_are_forgotten_when_weights_change(tiny_policy):
 
 
 def test_prompts_asked_again_are_found_again_although_no_slot_is_free_of_them(tiny_policy):
-    engine = LocalEngine(tiny_policy, EngineRecipe(slots=4))
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=4))
     requests = [Request(p, GREEDY, i, 1) for i, p in enumerate(prompts(4, length=20))]
     for computed in (sum(len(request.prompt_ids) for request in requests), 4, 4):
         before = engine.counters.prefilled
@@ -109,7 +110,7 @@ def test_prompts_asked_again_are_found_again_although_no_slot_is_free_of_them(ti
 
 
 def test_a_lone_request_that_is_given_up_costs_no_cache(tiny_policy):
-    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2))
     request = Request(prompts(1, length=20)[0], GREEDY, 0, 3)
 
     async def run():
@@ -126,7 +127,7 @@ def test_a_lone_request_that_is_given_up_costs_no_cache(tiny_policy):
 
 
 def test_stop_reasons(tiny_policy):
-    engine = LocalEngine(tiny_policy, EngineRecipe(slots=2))
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2))
     budget = generate(engine, [Request(prompts(1)[0], SamplingRecipe(), 0, 3)])[0]
     assert budget.stop_reason in (StopReason.TURN_BUDGET, StopReason.END_TOKEN)
     text = tiny_policy.tokenizer.decode(budget.ids[:2])
@@ -139,7 +140,7 @@ def test_a_pass_waits_for_every_open_episode(tiny_policy):
     """Batches do not depend on how long an environment takes."""
 
     def counted(delay):
-        engine = LocalEngine(tiny_policy, EngineRecipe(slots=4))
+        engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=4))
 
         async def episode(number, seconds):
             with engine.episode():

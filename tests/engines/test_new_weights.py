@@ -9,8 +9,9 @@ import torch
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.models.policy import Policy
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_every_token_has_the_log_probability_of_its_version_given_all_before_it(
     """Also where a prompt is long enough to be computed anew in several pieces."""
     draw = np.random.default_rng(0)
     prompts = [tuple(draw.integers(3, 300, 20 + 9 * i).tolist()) for i in range(4)]
-    engine = LocalEngine(policy, EngineRecipe(slots=3, tokens_per_forward=budget))
+    engine = LocalEngine(policy, LocalEngineRecipe(slots=3, tokens_per_forward=budget))
     engine.load_weights(0)
     old = policy.replica()
 

@@ -2,7 +2,8 @@
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe, SamplingRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout import driver
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
@@ -11,7 +12,7 @@ from ..training.letters import Letters
 
 def play(policy, slots, monkeypatch, episodes=24, per_seed=1):
     monkeypatch.setattr(driver, "open_environment", Letters)
-    engine = LocalEngine(policy, EngineRecipe(slots=slots))
+    engine = LocalEngine(policy, LocalEngineRecipe(slots=slots))
     player = RolloutWorker(
         engine=engine,
         renderer=Renderer(policy.tokenizer, policy.end_tokens),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.recipe.credit import OverlongRecipe
+from posttrain.recipe.rollout import OverlongRecipe
 from posttrain.rollout.filters import has_signal, most_uncertain, overlong_penalty
 
 from .episodes import played

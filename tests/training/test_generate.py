@@ -267,7 +267,7 @@ def test_thinking_is_removed_by_its_tokens(tiny_policy):
     import numpy as np
 
     from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
-    from posttrain.recipe.generate import GenerateRecipe
+    from posttrain.recipe.stages import GenerateRecipe
     from posttrain.training.completers import PromptRow, prediction
 
     renderer = Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)

@@ -10,7 +10,8 @@ import torch
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, Request
 from posttrain.models.policy import Policy
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 
 GREEDY = SamplingRecipe(temperature=0.0)
 WARM = SamplingRecipe(temperature=1.0)
@@ -46,7 +47,7 @@ def answers(engine: Any, requests: Sequence[Request]) -> list[Completion]:
 
 def local_answers(policy: Policy, requests: Sequence[Request]) -> list[Completion]:
     """What the local engine says with the policy's weights as they are."""
-    return answers(LocalEngine(policy, EngineRecipe(slots=8)), requests)
+    return answers(LocalEngine(policy, LocalEngineRecipe(slots=8)), requests)
 
 
 def move(policy: Policy, seed: int) -> None:

@@ -6,14 +6,14 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine
 from posttrain.factory import Factory
 from posttrain.models.policy import Policy
-from posttrain.recipe.engines import VllmEngineRecipe
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 
 
 @Factory
 def open_engine(
     policy: Policy,
-    recipe: EngineRecipe | VllmEngineRecipe,
+    recipe: LocalEngineRecipe | VllmEngineRecipe,
     max_context: int | None = None,
     sampling: SamplingRecipe | None = None,
     logs: Path | None = None,
@@ -24,7 +24,7 @@ def open_engine(
     `sampling` the settings for which log-probabilities must be exact (default: temperature 1), and `logs` the directory
     of their log files.
     """
-    if isinstance(recipe, EngineRecipe):
+    if isinstance(recipe, LocalEngineRecipe):
         return LocalEngine(policy, recipe)
     from posttrain.engines.vllm.engine import open_vllm
 

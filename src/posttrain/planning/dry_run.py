@@ -9,8 +9,8 @@ from posttrain.planning.devices import DEVICES, Device
 from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
 from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
 from posttrain.recipe.compose import dump_recipe
-from posttrain.recipe.engines import VllmEngineRecipe
-from posttrain.recipe.rollout import EngineRecipe, updates_behind
+from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
+from posttrain.recipe.rollout import updates_behind
 from posttrain.recipe.stages import (
     DpoRecipe,
     EvaluateRecipe,
@@ -134,7 +134,7 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
             f"{engine.model} at {engine.url} answers, {engine.max_concurrent} {_plural('request', engine.max_concurrent)} in flight"
         )
     else:
-        assert isinstance(recipe.engine, EngineRecipe | VllmEngineRecipe)
+        assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe)
         lines.append(f"{recipe.engine.slots} answers in flight, {recipe.window} computed together before the next ones")
     return [*lines, f"predictions: {recipe.predictions}"]
 

@@ -5,9 +5,8 @@ Not covered: what torch and the operating system take besides (about 0.5 GiB), a
 
 from posttrain.planning.model_sizes import ModelSizes
 from posttrain.planning.placement import ALONE, Placement
-from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.recipe.units import EntropyUnits
 
@@ -39,7 +38,7 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
-    assert isinstance(recipe.engine, EngineRecipe | VllmEngineRecipe), "a remote model takes no memory here"
+    assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model takes no memory here"
     width = weight_width(recipe.model)
     rows = {}
     if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
@@ -168,7 +167,7 @@ def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement
     if placement.shard > 1 and recipe.model.lora is not None:
         count, how = count + width * sizes.parameters, f"{how}; the frozen ones whole"
     rows = {"weights of rollouts ahead": (count, how)}
-    if isinstance(recipe.engine, EngineRecipe) and placement.colocated and not placement.engines:
+    if isinstance(recipe.engine, LocalEngineRecipe) and placement.colocated and not placement.engines:
         cache = engine_memory(recipe, sizes, placement)["key/value cache, at most"][0]
         rows["key/value cache of rollouts ahead, at most"] = (cache, "as that of evaluation, beside it")
     return rows
@@ -242,7 +241,7 @@ def process_memory(
             "two layers whole, gradients of one, the output projection with its own",
         )
     plays = not isinstance(recipe, DpoRecipe | RewardRecipe) and recipe.environment is not None
-    if plays and isinstance(recipe.engine, EngineRecipe):  # type: ignore[union-attr]
+    if plays and isinstance(recipe.engine, LocalEngineRecipe):  # type: ignore[union-attr]
         whole = width * sizes.parameters
         rows["weights whole while sampling"] = (whole, "the engine in the process; none of the activations then")
     return rows

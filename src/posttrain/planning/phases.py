@@ -19,9 +19,8 @@ from posttrain.planning.times import (
     training_seconds,
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
-from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import EngineRecipe
 from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 
 
@@ -135,7 +134,7 @@ def _width(dtype: str, device: Device) -> int:
 def _sampling(
     engine: object, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, episodes: Episodes
 ) -> list[Phase]:
-    assert isinstance(engine, EngineRecipe | VllmEngineRecipe), "a remote model takes no time here"
+    assert isinstance(engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model takes no time here"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)

@@ -120,28 +120,6 @@ CreditRecipe = Annotated[
 ]
 
 
-class FilterRecipe(BaseConfig):
-    """Which groups are used for the update."""
-
-    type: Literal["none", "uncertainty", "dynamic"] = "none"
-    """`none`: use all groups. `uncertainty`: keep the groups with the largest standard deviation of returns (StarPO-S). `dynamic`: drop groups with equal returns and sample more tasks until the step is full (DAPO)."""
-    keep: float = Field(0.25, gt=0, le=1)
-    """For `uncertainty`: share of the groups to keep."""
-    max_rounds: int = Field(3, ge=1)
-    """For `dynamic`: largest number of sampling rounds per step. After that the step continues with the groups it has, and a warning is logged."""
-
-
-class OverlongRecipe(BaseConfig):
-    """Soft penalty on long episodes (DAPO): grows linearly from 0 to `penalty` over the last `buffer` tokens before `limit`."""
-
-    limit: int = Field(ge=1)
-    """Sampled tokens of an episode at which the full penalty applies."""
-    buffer: int = Field(ge=1)
-    """Number of tokens before `limit` over which the penalty grows."""
-    penalty: float = Field(1.0, gt=0)
-    """Full penalty, subtracted from the reward."""
-
-
 class CriticRecipe(BaseConfig):
     """The critic: estimates the remaining return before each sampled token. Used by `gae` and `bilevel_gae`."""
 

@@ -1,4 +1,4 @@
-"""Engines other than the in-process one: a vLLM engine, and a remote model behind an OpenAI-compatible server."""
+"""Engines: the in-process engine, a vLLM engine, and a remote model behind an OpenAI-compatible server."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 
 _ELSEWHERE = {
     "messages": "the environment",
@@ -22,6 +22,17 @@ _ELSEWHERE = {
 """Field of a request -> the recipe key that sets it."""
 _OTHER_SHAPE = ("stream", "n", "tools", "functions")
 """Fields of a request that make the reply something other than one text."""
+
+
+class LocalEngineRecipe(BaseConfig):
+    """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache across turns and groups."""
+
+    type: Literal["local"] = "local"
+    """`local`: in this process, on the weights in training."""
+    slots: int = Field(64, ge=1)
+    """Number of sequences in the key/value cache, which is the largest number decoded at the same time."""
+    tokens_per_forward: int = Field(2048, ge=16)
+    """Token budget of one forward pass, prefill and decoding together. Longer prompts are prefilled in chunks."""
 
 
 class OpenAIEngineRecipe(BaseConfig):
@@ -173,11 +184,11 @@ class VllmEngineRecipe(BaseConfig):
         return self
 
 
-PolicyEngineRecipe = Annotated[EngineRecipe | VllmEngineRecipe, Field(discriminator="type")]
+PolicyEngineRecipe = Annotated[LocalEngineRecipe | VllmEngineRecipe, Field(discriminator="type")]
 """An engine that samples with the weights of the policy in this process."""
 
 
-def refuse_unknown_logprobs(engine: EngineRecipe | VllmEngineRecipe, sampling: SamplingRecipe) -> None:
+def refuse_unknown_logprobs(engine: LocalEngineRecipe | VllmEngineRecipe, sampling: SamplingRecipe) -> None:
     """ValueError for rollout sampling whose log-probabilities over the whole vocabulary vLLM does not tell."""
     cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     if isinstance(engine, VllmEngineRecipe) and cut and sampling.temperature not in (0, 1):

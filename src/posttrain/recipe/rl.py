@@ -15,11 +15,16 @@ from posttrain.recipe.credit import (
     TurnReturnsCredit,
 )
 from posttrain.recipe.data import PtxRecipe
-from posttrain.recipe.engines import PolicyEngineRecipe, refuse_lone_adapters, refuse_unknown_logprobs
+from posttrain.recipe.engines import (
+    LocalEngineRecipe,
+    PolicyEngineRecipe,
+    refuse_lone_adapters,
+    refuse_unknown_logprobs,
+)
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
-from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
+from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
 
@@ -35,7 +40,7 @@ class RlRecipe(PlayedRecipe):
     """Start no step after this many minutes; the run then ends as usual. Null: no limit."""
     seeds: SeedRange = SeedRange(start=0, count=100_000)
     """Training seeds of the environment, reshuffled on every pass over them."""
-    engine: PolicyEngineRecipe = EngineRecipe()
+    engine: PolicyEngineRecipe = LocalEngineRecipe()
     """Engine that samples episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None

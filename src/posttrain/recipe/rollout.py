@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.credit import FilterRecipe, OverlongRecipe
 from posttrain.recipe.model import LearnerRecipe
 
 SCORES = "score/"
@@ -35,17 +34,6 @@ class SamplingRecipe(BaseConfig):
     """Sample from tokens whose probability is at least `min_p` times that of the most probable token. 0: off."""
 
 
-class EngineRecipe(BaseConfig):
-    """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache across turns and groups."""
-
-    type: Literal["local"] = "local"
-    """`local`: in this process, on the weights in training."""
-    slots: int = Field(64, ge=1)
-    """Number of sequences in the key/value cache, which is the largest number decoded at the same time."""
-    tokens_per_forward: int = Field(2048, ge=16)
-    """Token budget of one forward pass, prefill and decoding together. Longer prompts are prefilled in chunks."""
-
-
 class FailureRecipe(BaseConfig):
     """What happens to an episode whose environment or reward failed or timed out."""
 
@@ -57,6 +45,28 @@ class FailureRecipe(BaseConfig):
     """For `score`: the reward of a failed episode."""
     max_share: float = Field(0.5, gt=0, le=1)
     """The run stops if more than this share of a step's episodes failed."""
+
+
+class FilterRecipe(BaseConfig):
+    """Which groups are used for the update."""
+
+    type: Literal["none", "uncertainty", "dynamic"] = "none"
+    """`none`: use all groups. `uncertainty`: keep the groups with the largest standard deviation of returns (StarPO-S). `dynamic`: drop groups with equal returns and sample more tasks until the step is full (DAPO)."""
+    keep: float = Field(0.25, gt=0, le=1)
+    """For `uncertainty`: share of the groups to keep."""
+    max_rounds: int = Field(3, ge=1)
+    """For `dynamic`: largest number of sampling rounds per step. After that the step continues with the groups it has, and a warning is logged."""
+
+
+class OverlongRecipe(BaseConfig):
+    """Soft penalty on long episodes (DAPO): grows linearly from 0 to `penalty` over the last `buffer` tokens before `limit`."""
+
+    limit: int = Field(ge=1)
+    """Sampled tokens of an episode at which the full penalty applies."""
+    buffer: int = Field(ge=1)
+    """Number of tokens before `limit` over which the penalty grows."""
+    penalty: float = Field(1.0, gt=0)
+    """Full penalty, subtracted from the reward."""
 
 
 class RolloutRecipe(BaseConfig):

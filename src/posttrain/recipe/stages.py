@@ -1,16 +1,38 @@
-"""The recipe of `posttrain evaluate`, and the schemas of all stages by name."""
+"""The recipes of `posttrain evaluate` and `posttrain generate`, and the schemas of all stages by name."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, refuse_lone_adapters, refuse_unknown_sampling
-from posttrain.recipe.generate import GenerateRecipe
+from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.data import ColumnsRecipe, Sources
+from posttrain.recipe.engines import (
+    LocalEngineRecipe,
+    OpenAIEngineRecipe,
+    VllmEngineRecipe,
+    refuse_lone_adapters,
+    refuse_unknown_sampling,
+)
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rl import RlRecipe
-from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe
-from posttrain.recipe.run import PlayedRecipe
+from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SamplingRecipe, StopString
+from posttrain.recipe.run import PlayedRecipe, StageRecipe
 from posttrain.recipe.supervised import DpoRecipe, RewardRecipe, SftRecipe
+
+OWN_COLUMNS = (
+    "id",
+    "prompt",
+    "prediction",
+    "reference",
+    "sample",
+    "seed",
+    "stop_reason",
+    "tokens",
+    "thinking_tokens",
+    "thinking_characters",
+)
+"""Columns of a prediction, besides those of `keep_columns`."""
 
 
 class EvaluateRecipe(PlayedRecipe):
@@ -18,8 +40,8 @@ class EvaluateRecipe(PlayedRecipe):
 
     stage: Literal["evaluate"] = "evaluate"
     """Which stage the recipe is for; `posttrain evaluate` takes this one."""
-    engine: Annotated[EngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
-        EngineRecipe()
+    engine: Annotated[LocalEngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
+        LocalEngineRecipe()
     )
     """The engine that answers: `model.path` in this process or in vLLM, or a remote model behind a server."""
     rollout: RolloutRecipe = RolloutRecipe()
@@ -45,6 +67,111 @@ class EvaluateRecipe(PlayedRecipe):
         return self
 
 
+class PromptsRecipe(BaseConfig):
+    """The rows to answer."""
+
+    test: Sources = Field(min_length=1)
+    """Rows to answer: a path, or a list of paths and sections. A row has a prompt, or a conversation or pair, whose last answer is removed."""
+    columns: ColumnsRecipe = ColumnsRecipe()
+    """Column names. The reference answer is `completion`, else `label`, else the last answer of `messages` or `chosen`."""
+    id: str | None = None
+    """Column with a unique row id (text or a whole number). Null: number the usable rows from 0."""
+    max_rows: int | None = Field(None, ge=1)
+    """Answer at most this many usable rows, in order. Null: all."""
+    strict: bool = False
+    """true: a row that cannot be used, or leaves no room for an answer, is an error. false: such rows are dropped, counted and reported."""
+
+    @model_validator(mode="after")
+    def _each_once(self):
+        if any(source.weight != 1 for source in self.test):
+            raise ValueError("`test.weight` means nothing here, for every row is answered; remove it")
+        return self
+
+
+class LimitsRecipe(BaseConfig):
+    """Limits of an answer."""
+
+    tokens_per_turn: int = Field(512, ge=1)
+    """Largest number of tokens of an answer."""
+    tokens_per_episode: int = Field(4096, ge=16)
+    """Longest context in tokens, prompt and answer together, reduced to the model's own limit. A prompt that leaves less than `tokens_per_turn` is skipped and reported."""
+    stop_strings: list[StopString] = []
+    """Strings that end an answer, in addition to the model's end token. The string is part of the answer."""
+
+    @model_validator(mode="after")
+    def _some_room(self):
+        if self.tokens_per_turn >= self.tokens_per_episode:
+            raise ValueError(
+                f"`tokens_per_turn` {self.tokens_per_turn} leaves no room for a prompt within `tokens_per_episode` "
+                f"{self.tokens_per_episode}; raise `tokens_per_episode`"
+            )
+        return self
+
+
+class GenerateRecipe(StageRecipe):
+    """Generation: a model answers the rows of a data set and writes a file of predictions."""
+
+    stage: Literal["generate"] = "generate"
+    """Which stage the recipe is for; `posttrain generate` takes this one."""
+    data: PromptsRecipe
+    system: str | None = None
+    """System message of every prompt; it replaces the row's own."""
+    engine: Annotated[LocalEngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
+        LocalEngineRecipe()
+    )
+    """The engine that answers: `model.path` in this process or in vLLM, or a remote model behind a server."""
+    rollout: LimitsRecipe = LimitsRecipe()
+    sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
+    """Sampling; greedy by default."""
+    samples: int = Field(1, ge=1)
+    """Answers per row."""
+    thinking: Literal["keep", "remove"] = "keep"
+    """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
+    keep_columns: list[str] = []
+    """Columns of the data to copy into the predictions."""
+    window: int = Field(512, ge=1)
+    """Local engine: number of answers computed as one batch. A resumed run repeats the interrupted batch, to the same bits. Larger values use the engine better; smaller values lose less work."""
+    out: str | None = None
+    """Predictions file (JSON lines). Null: `predictions.jsonl` in the run directory."""
+
+    @property
+    def remote(self) -> OpenAIEngineRecipe | None:
+        """The engine if a remote model answers, else None."""
+        return self.engine if isinstance(self.engine, OpenAIEngineRecipe) else None
+
+    @property
+    def predictions(self) -> Path:
+        """Where the predictions are written."""
+        return (
+            Path(self.out).expanduser() if self.out is not None else Path(self.runs) / self.name / "predictions.jsonl"
+        )
+
+    @model_validator(mode="after")
+    def _samples_differ(self):
+        if self.sampling.temperature == 0 and self.samples > 1:
+            raise ValueError("greedy answers to one row are all alike; set `samples: 1` or a `sampling.temperature`")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_overwritten(self):
+        for name in self.keep_columns:
+            if name in OWN_COLUMNS:
+                hint = "; give it as `data.id`" if name == "id" else ""
+                raise ValueError(f"`keep_columns` names {name}, which a prediction has already{hint}")
+        if self.out is not None and Path(self.out).suffix != ".jsonl":
+            raise ValueError(f"`out` is {self.out}; predictions are JSON lines, so let its name end in `.jsonl`")
+        if self.out is not None and any(_same(self.out, source.path) for source in self.data.test):
+            raise ValueError(f"`out` is {self.out}, which `data.test` reads; choose another file")
+        return self
+
+    @model_validator(mode="after")
+    def _what_an_engine_can_do(self):
+        refuse_lone_adapters(self.engine, self.model)
+        if self.remote is not None:
+            refuse_unknown_sampling(self.sampling, "sampling")
+        return self
+
+
 Recipe = Annotated[
     RlRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe, Field(discriminator="stage")
 ]
@@ -66,3 +193,7 @@ STAGES: dict[
     "generate": GenerateRecipe,
 }
 """Name of a stage -> schema of its recipe."""
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()

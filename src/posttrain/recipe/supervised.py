@@ -7,11 +7,11 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
-from posttrain.recipe.engines import PolicyEngineRecipe, refuse_lone_adapters
+from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import DpoLoss, PreferenceLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.rollout import EngineRecipe, EvaluationRecipe, RolloutRecipe, SeedRange
+from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe, StageRecipe, refuse_overlap
 from posttrain.recipe.units import UnitRewardsRecipe
 
@@ -66,7 +66,7 @@ class SftRecipe(_Rows):
     experts: ExpertsRecipe = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
-    engine: PolicyEngineRecipe = EngineRecipe()
+    engine: PolicyEngineRecipe = LocalEngineRecipe()
     """Engine of evaluation episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
     """Limits of evaluation episodes."""

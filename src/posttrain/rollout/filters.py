@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from posttrain.episode import Episode
-from posttrain.recipe.credit import OverlongRecipe
+from posttrain.recipe.rollout import OverlongRecipe
 
 Group = list[Episode]
 

@@ -21,7 +21,7 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
-from posttrain.recipe.rollout import EngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.filters import drop_stale, token_staleness
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
@@ -116,7 +116,7 @@ class Sampler:
         with storage_errors(directory):
             directory.mkdir(exist_ok=True)
         if self._own_engine:
-            assert isinstance(recipe.engine, EngineRecipe)
+            assert isinstance(recipe.engine, LocalEngineRecipe)
             engine = LocalEngine(replica, recipe.engine)
         conductor = WeightSync(
             rollout.on_new_weights,

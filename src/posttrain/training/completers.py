@@ -19,9 +19,9 @@ from posttrain.engines.protocol import Engine
 from posttrain.environments.text_task import TextTask, TextTaskRecipe, prompt_table
 from posttrain.episode import CUT_OFF, Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.recipe.engines import OpenAIEngineRecipe
-from posttrain.recipe.generate import GenerateRecipe
-from posttrain.recipe.rollout import EngineRecipe, RolloutRecipe
+from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe
+from posttrain.recipe.rollout import RolloutRecipe
+from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker
 from posttrain.rollout.remote_worker import THOUGHTS, RemoteRolloutWorker, server_seed
 from posttrain.runs.answers import AnswerLog, Key, line_of
@@ -219,7 +219,7 @@ class LocalCompleter:
 
         recipe = self.recipe
         assert not isinstance(recipe.engine, OpenAIEngineRecipe)
-        if self._engine is None or isinstance(recipe.engine, EngineRecipe):
+        if self._engine is None or isinstance(recipe.engine, LocalEngineRecipe):
             logs = Path(recipe.runs) / recipe.name / "logs"
             self._engine = open_engine(self.policy, recipe.engine, self.max_tokens, recipe.sampling, logs)
         self._engine.load_weights(0)

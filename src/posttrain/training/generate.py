@@ -10,7 +10,7 @@ from rich.console import Console
 from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
-from posttrain.recipe.generate import GenerateRecipe
+from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.driver import run_episodes
 from posttrain.runs import events
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines

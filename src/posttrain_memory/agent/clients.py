@@ -7,8 +7,9 @@ from typing import Any, Protocol
 from posttrain.engines.openai import ChatRequestError, chat_client, complete
 from posttrain.environments.protocol import Message
 from posttrain.errors import InputError, RunError
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import EngineRecipe, SamplingRecipe
+from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import derive_seed
 
 STOPS = ("<result>",)
@@ -64,7 +65,7 @@ class LocalChatClient:
 
         policy = Policy(model)
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
-        self.engine: Any = LocalEngine(policy, EngineRecipe(slots=2))
+        self.engine: Any = LocalEngine(policy, LocalEngineRecipe(slots=2))
         self.sampling = sampling
         self.tokens_per_turn = tokens_per_turn
         readable = getattr(policy.model.config, "max_position_embeddings", None) or tokens_per_episode

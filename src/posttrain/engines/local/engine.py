@@ -22,7 +22,7 @@ from posttrain.episode import StopReason
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.policy import Policy
-from posttrain.recipe.rollout import EngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
 
 
@@ -68,7 +68,7 @@ class _Sequence:
 class LocalEngine:
     """An `Engine` over a `Policy` in this process."""
 
-    def __init__(self, policy: Policy, recipe: EngineRecipe) -> None:
+    def __init__(self, policy: Policy, recipe: LocalEngineRecipe) -> None:
         if policy.device.type == "cpu":
             keep_freed_memory()
         self.policy = policy
