@@ -165,7 +165,7 @@ def test_a_warm_up_that_never_ends_is_refused():
 
 PLACES = {
     "critic": "posttrain.training.critic:CriticLearner.update",
-    "judge": "posttrain.training.critic:CriticLearner.judge",
+    "values": "posttrain.training.critic:CriticLearner.estimate_values",
     "optimizer": "posttrain.training.optimizer:Optimizer.step",
     "tensors": "torch:save",
     "rollout": "posttrain.engines.local.engine:LocalEngine._step",
@@ -191,7 +191,7 @@ def uninterrupted(tiny_model, tmp_path_factory):
         ("critic", 4),
         *(
             pytest.param(*death, marks=pytest.mark.slow)
-            for death in (("judge", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90))
+            for death in (("values", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90))
         ),
     ],
 )
@@ -212,8 +212,8 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
         recipe = TypeAdapter(RlRecipe).validate_python(
             {"credit": {"type": "gae"}, "critic": {"path": str(reward_model)}, "model": {"path": str(tiny_model)}}
         )
-        critic = CriticLearner(recipe, recipe.credit, Policy(recipe.model), 1)
-        critic.learner.recipe = LearnerRecipe(tokens_per_batch=budget)
+        batches = LearnerRecipe(tokens_per_batch=budget)
+        critic = CriticLearner(recipe.critic, recipe.credit, Policy(recipe.model), batches, 1)
         draws, samples = np.random.default_rng(0), []
         for _ in range(5):
             one = sample(draws.integers(3, 250, 8), draws.integers(3, 250, draws.integers(2, 30)), "row")

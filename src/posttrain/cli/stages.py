@@ -1,4 +1,4 @@
-"""What the stages' verbs share: their options, words into files and overrides, resuming, and the plan."""
+"""The commands that run stages and pipelines, and the options that they share."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,22 +17,27 @@ WORDS_HELP = (
     "`--key=value`, with the key dotted as in `rollout.groups_per_step=4`. `posttrain recipe` lists the keys."
 )
 Words = Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run, and the memory and time it takes.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Show the resolved recipe, batch arithmetic, and estimates of memory and time; run nothing."
+    ),
+]
 On = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE",
-        help="With --dry-run: whose time is estimated, by name (such as h200) or a YAML file of its measured limits.",
+        help="With --dry-run: estimate the time on this device, a name such as h200 or a YAML file of measured limits.",
     ),
 ]
-Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of the same name first.")]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing run of the same name first.")]
 OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""Context settings of verbs that take `--key value` for every key of a recipe."""
+"""Context settings of commands that accept `--key value` for every recipe key."""
 
 
 def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
-    """Run one stage of the recipe in `words`, show its plan, or go on with the run `resume`."""
+    """Run one stage of the recipe in `words`, show its plan, or resume the run `resume`."""
     from posttrain.errors import InputError
     from posttrain.recipe.compose import load_recipe
 
