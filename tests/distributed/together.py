@@ -49,7 +49,7 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    from posttrain.engines.local.engine import decoder
+    from posttrain.engines.local import decoder
     from posttrain.rollout.driver import EpisodeSharding
     from posttrain.training import results as table
     from posttrain.training import rollouts
