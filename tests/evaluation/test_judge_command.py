@@ -207,7 +207,7 @@ def test_the_rubric_of_the_guide_is_one(tmp_path):
         (("name: politeness\n", ""), "name is missing"),
         (("name: politeness", "name: politeness\nmesures: x"), "line 3: there is no key mesures"),
         (("{prediction}", "{answer}"), "line 9: template: there is no field {answer}"),
-        (("{prediction}", "it"), "template: it has to show {prediction} once"),
+        (("{prediction}", "it"), "template must contain {prediction} exactly once"),
         (("type: points", "type: stars"), 'scale.type is "stars"; it must be points or claims'),
         (("points: 3", "points: 0"), "two anchors have the same points"),
         (("points: 3", "points: high"), 'line 7: points is "high"; it must be a whole number'),

@@ -1,4 +1,4 @@
-"""Plans: who runs where on described clusters, what waits, and the published placements on 8 GPUs."""
+"""Plans: placement on described clusters, idle time, and the published placements on 8 GPUs."""
 
 import io
 import re
@@ -19,10 +19,10 @@ from posttrain.recipe.compose import load_recipe
 RECIPES = Path(__file__).parents[2] / "recipes"
 H100 = DEVICES["h100"]
 PUBLISHED = {
-    "rlhf/ppo": ("rlhf/ppo_8gpu_published", "rl", "6 of 8 GPUs wait"),
+    "rlhf/ppo": ("rlhf/ppo_8gpu_published", "rl", "6 of 8 GPUs are idle"),
     "rlhf/drca": ("rlhf/drca_8gpu_published", "rl", "during: scoring"),
-    "rlhf/sft": ("rlhf/sft_8gpu_published", "sft", "8 of 8 GPUs wait during: optimizer"),
-    "rlhf/dpo": ("rlhf/dpo_8gpu_published", "dpo", "8 of 8 GPUs wait during: optimizer"),
+    "rlhf/sft": ("rlhf/sft_8gpu_published", "sft", "8 of 8 GPUs are idle during: optimizer"),
+    "rlhf/dpo": ("rlhf/dpo_8gpu_published", "dpo", "8 of 8 GPUs are idle during: optimizer"),
     "memory/gspo_published": ("memory/gspo_8gpu_published", "rl", "engine.enforce_eager=false"),
 }
 """Recipe -> its published placement, its stage, and what its plan has to point out."""
@@ -59,7 +59,7 @@ def test_published_placements_resolve_and_their_plans_say_what_waits(base):
     recipe = recipe_of(base, name, stage=stage)
     told = " ".join(shown(recipe, 400, (1500, 1500, 3500, 600) if "memory" in base else (208, 127, 227, 0)).split())
     assert said in told
-    assert "what answers it" in told
+    assert "suggestions" in told
     assert "x as fast" in told
 
 
@@ -95,10 +95,10 @@ def test_the_advice_is_a_recipe_that_is_as_fast_as_it_says():
 
 def test_gpus_that_nobody_uses_count_as_waiting_and_the_advice_is_to_use_them():
     told = " ".join(shown(recipe_of("memory/gspo"), 400).split())
-    assert "7 of 8 GPUs have nothing to do; raise hardware.processes = 1" in told
-    assert "88% of the GPUs' time in a step is waiting: 1 of 8 are at work" in told
-    assert "7 of 8 GPUs wait during: sampling" in told
-    advice = told.partition("what answers it ")[2]
+    assert "7 of 8 GPUs are unused; raise hardware.processes = 1" in told
+    assert "GPUs are idle for 88% of a step: 1 of 8 are busy" in told
+    assert "7 of 8 GPUs are idle during: sampling" in told
+    advice = told.partition("suggestions ")[2]
     assert advice.startswith("hardware.ray=auto hardware.processes=8 ")
     words = advice.partition(" a step")[0].split()
     place(recipe_of("memory/gspo", overrides=[word for word in words if "=" in word]), described(1, 8, H100))
@@ -109,7 +109,7 @@ def test_engines_that_sample_ahead_wait_only_for_what_takes_longer():
     overrides = ["rollout.async_rollouts=1", *(f"hardware.{key}" for key in keys)]
     told = " ".join(shown(recipe_of("memory/gspo", overrides=overrides), 400).split())
     assert "during:" not in told
-    assert re.search(r"4 of 8 GPUs \((learner|engine)\) wait \S+ s, \d+% of the step: \w+ takes longer", told)
+    assert re.search(r"4 of 8 GPUs \((learner|engine)\) are idle for \S+ s, \d+% of the step: \w+ takes longer", told)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -132,13 +132,13 @@ def test_two_cores_hold_a_whole_run():
 
 def test_gpus_that_are_not_there_are_an_error_that_names_keys():
     recipe = load_recipe([], ["hardware.ray=auto", "hardware.processes=9"], "rl")
-    with pytest.raises(InputError, match=r"take 9 GPUs and the cluster has 8; lower hardware\.processes"):
+    with pytest.raises(InputError, match=r"need 9 GPUs, but the cluster has 8; lower hardware\.processes"):
         place(recipe, described(1, 8, H100))
 
 
 def test_an_engine_of_several_gpus_stays_on_one_machine():
     keys = ["hardware.ray=auto", "hardware.processes=4", "hardware.engines.devices=4"]
-    with pytest.raises(InputError, match="those of one engine are on one machine"):
+    with pytest.raises(InputError, match="all devices of an engine must be on one node"):
         place(load_recipe([], keys, "rl"), [Node("a", 24, 2), Node("b", 24, 2)])
     workers, _ = place(load_recipe([], keys, "rl"), [Node("a", 24, 4), Node("b", 24, 4)])
     engine = next(worker for worker in workers if worker.role == "engine")

@@ -1,4 +1,4 @@
-"""The phases of a recipe's step, what waits in it, and what `--dry-run --on DEVICE` says."""
+"""The phases of a recipe's step, its idle time, and what `--dry-run --on DEVICE` says."""
 
 from dataclasses import fields
 from io import StringIO
@@ -117,7 +117,7 @@ def said(recipe, sizes, device):
 
 def test_dry_run_claims_no_time_without_limits():
     found = said(recipe_of(), SIZES, None)
-    assert "none is claimed without the limits of a device: --on takes a file of measured ones, or h200, h100" in found
+    assert "no estimate without a device: pass --on with one of h200, h100" in found
     assert "a step" not in found.split("\ntime\n")[1]
 
 
@@ -127,7 +127,7 @@ def test_dry_run_says_phases_and_their_sum():
         assert what in found
     step = total_seconds(step_phases(recipe_of("model.dtype=bfloat16"), SIZES, H200))
     assert f"{duration(step)}  an estimate for one h200, 50 of them {duration(50 * step)}" in found
-    assert "as long as they may be" in found
+    assert "rows and episodes have their maximum length" in found
     rows = said(recipe_of("data.train=r.jsonl", stage="dpo"), SIZES, H200)
     assert "an update" in rows
     assert "an evaluation" not in rows
@@ -135,13 +135,13 @@ def test_dry_run_says_phases_and_their_sum():
 
 def test_dry_run_names_a_device_that_is_too_small():
     assert "GiB  an estimate; a100 has 74.51 GiB" in said(recipe_of(), SIZES, DEVICES["a100"])
-    assert "has" not in said(recipe_of("model.dtype=bfloat16"), SIZES, H200).split("together")[1].split("\n")[0]
+    assert "has" not in said(recipe_of("model.dtype=bfloat16"), SIZES, H200).split("total")[1].split("\n")[0]
 
 
 def test_no_time_is_claimed_for_sizes_that_do_not_add_up():
     mixture = ModelSizes(30_500_000_000, 48, 2048, 6144, 32, 4, 128, 151_936)
     assert not plain(mixture)
-    assert "none is claimed: the model's sizes are not those of a plain decoder" in said(recipe_of(), mixture, H200)
+    assert "no estimate: the model is not a plain decoder" in said(recipe_of(), mixture, H200)
     assert plain(SIZES)
     untied = ModelSizes(32_762_000_000, 64, 5120, 25_600, 64, 8, 128, 151_936)
     assert plain(untied)
@@ -155,7 +155,7 @@ def test_the_command_line(monkeypatch, capsys):
     assert main([*words, "--on", "h200"]) == 2
     assert "only --dry-run does" in capsys.readouterr().err
     assert main([*words, "--dry-run", "--on", "h2000"]) == 2
-    assert "h2000 is no file, and no device known here; those are h200, h100, a100" in capsys.readouterr().err
+    assert "h2000 is neither a file nor a known device; known devices are h200, h100, a100" in capsys.readouterr().err
 
 
 def test_a_device_from_a_file(tmp_path):
@@ -173,16 +173,16 @@ def test_a_device_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[1, 2]", "holds no keys"),
-        ("bfloat16: 1\nfloat32: 1\n", "lacks reading"),
+        ("[1, 2]", "has no keys"),
+        ("bfloat16: 1\nfloat32: 1\n", "has no reading"),
         ("like: h200\nspeed: 3\n", "has an unknown key speed"),
-        ("like: abacus\n", "the devices known here are h200"),
-        ("like: h200\nreading: 0\n", "reading in .* is a number above 0, not 0"),
-        ("like: h200\nreading: fast\n", "is a number above 0, not 'fast'"),
-        ("like: h200\nreading: true\n", "is a number above 0, not True"),
-        ("like: h200\nreading: .nan\n", "is a number above 0, not nan"),
-        ("like: h200\noverlaps: 1\n", "is true or false, not 1"),
-        ("a: [", "is not YAML"),
+        ("like: abacus\n", "known devices are h200"),
+        ("like: h200\nreading: 0\n", "reading in .* must be a number above 0, not 0"),
+        ("like: h200\nreading: fast\n", "must be a number above 0, not 'fast'"),
+        ("like: h200\nreading: true\n", "must be a number above 0, not True"),
+        ("like: h200\nreading: .nan\n", "must be a number above 0, not nan"),
+        ("like: h200\noverlaps: 1\n", "must be true or false, not 1"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_a_file_that_is_no_device(tmp_path, text, expected):

@@ -34,11 +34,10 @@ def test_batches_in_words():
     )
     assert lines == [
         "6 groups x 4 episodes = 24 episodes per step",
-        "3 updates per step x 2 passes over its episodes = 6 optimizer steps per step, each on about 8 episodes",
-        "an optimizer step takes forward passes of at most 4096 tokens, at most 4 of them where every episode is 2048 "
-        "tokens long",
+        "3 updates per step x 2 epochs = 6 optimizer steps per step, each on about 8 episodes",
+        "forward passes of at most 4096 tokens; at most 4 per optimizer step, with episodes of 2048 tokens",
         "10 steps: 240 episodes and 60 optimizer steps",
-        "training on seeds 0..99999, 60 of them are used",
+        "training on seeds 0..99999, 60 of them used",
         "evaluation, greedy: 64 episodes on the held-out seeds 1000000..1000063, before, 2 times during and after training",
         "final table, greedy: 256 episodes on the held-out seeds 2000000..2000255, before and after training",
     ]
@@ -53,11 +52,11 @@ PTX = ["ptx.data.train=[a.jsonl,b.jsonl]", "ptx.rows_per_update=5", "ptx.data.ma
     [
         (
             "separate",
-            "the critic makes 20 optimizer steps on the same episodes, in forward and backward passes of its own",
+            "the critic makes 20 optimizer steps on the same episodes, in separate forward and backward passes",
         ),
         (
             "shared",
-            "the value head makes 20 optimizer steps in the forward and backward passes of the policy, whose trunk it reads",
+            "the value head makes 20 optimizer steps in the forward and backward passes of the policy",
         ),
     ],
 )
@@ -65,10 +64,10 @@ def test_a_critic_and_supervised_rows_in_words(backbone, says):
     plain = [*PPO, "learner.epochs_per_step=2", f"critic.backbone={backbone}"]
     assert says in batch_arithmetic(recipe_of(*plain))
     lines = batch_arithmetic(recipe_of(*plain, *PTX, "critic.updates_before_policy=3"))
-    assert f"{says}, the first 3 of them alone: the policy makes 17" in lines
+    assert f"{says}; the first 3 without the policy, which makes 17" in lines
     assert (
-        "each optimizer step of the policy also takes 5 rows from a.jsonl, b.jsonl, at most 3 forward passes more where "
-        "every row is 2000 tokens long"
+        "each optimizer step of the policy also uses 5 rows from a.jsonl, b.jsonl, at most 3 "
+        "additional forward passes with rows of 2000 tokens"
     ) in lines
     without = batch_arithmetic(recipe_of("credit.type=rloo", "steps=10", f"critic.backbone={backbone}"))
     assert not any("critic" in line or "head" in line or "rows" in line for line in without)
@@ -79,12 +78,15 @@ def test_a_critic_and_supervised_rows_in_words(backbone, says):
     [
         (
             "{type: prefix}",
-            "rewards of K units in an answer by prefix, a share of 0.8: 1 pass of the reward model more",
+            "prefix rewards for K units per answer, weight 0.8: 1 pass of the reward model more",
         ),
-        ("{type: trunc, probe: separate}", "advantages of K units in an answer by trunc, a share of 0.8: K texts"),
-        ("{type: loo, beta: 0.5}", "by loo, a share of 0.5: K + 1 texts"),
+        ("{type: trunc, probe: separate}", "trunc advantages for K units per answer, weight 0.8: K texts"),
+        ("{type: loo, beta: 0.5}", "loo advantages for K units per answer, weight 0.5: K + 1 texts"),
         ("{type: shapley, permutations: 4}", "at most 4 x (K - 1) + 1 texts"),
-        ("{type: unit_rewards}", "by unit_rewards, a share of 1: no text for the reward model more per episode"),
+        (
+            "{type: unit_rewards}",
+            "unit_rewards rewards for K units per answer, weight 1: no text for the reward model more per episode",
+        ),
     ],
 )
 def test_credit_of_units_in_words(credit, says):
@@ -98,14 +100,16 @@ def test_passes_hold_whole_episodes():
         lines = batch_arithmetic(
             recipe_of(*PPO, "rollout.tokens_per_episode=2000", f"learner.tokens_per_batch={budget}")
         )
-        assert any(f"at most {passes} of them where every episode is 2000 tokens" in line for line in lines), budget
+        assert any(f"at most {passes} per optimizer step, with episodes of 2000 tokens" in line for line in lines), (
+            budget
+        )
 
 
 def test_sft_counts_its_updates():
     lines = batch_arithmetic(
         recipe_of("environment.type=bandit", "experts.seeds.count=50", "rows_per_update=16", "epochs=3", stage="sft")
     )
-    assert lines[0] == "50 traces of the optimal player, 3 passes over them, 16 traces per update: 12 updates"
+    assert lines[0] == "50 traces of the optimal policy, 3 epochs, 16 traces per update: 12 updates"
 
 
 def test_memory_counts_what_is_kept():
@@ -215,7 +219,7 @@ def test_a_broken_model_directory_is_named(tmp_path):
     with pytest.raises(InputError, match=r"model.safetensors is not a whole safetensors file; fetch it again"):
         model_sizes(str(tmp_path))
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(InputError, match=r"x.gguf is not a whole GGUF model"):
+    with pytest.raises(InputError, match=r"x.gguf is not a complete GGUF model"):
         model_sizes(str(tmp_path / "x.gguf"))
 
 
@@ -233,7 +237,7 @@ def test_a_broken_model_directory_is_named(tmp_path):
         (
             "rl",
             ["loss.clip_high=0.3"],
-            "loss.clip_high has no effect: with one update per step the ratio is 1 and nothing is clipped",
+            "loss.clip_high has no effect: with one update per step the ratio is always 1",
         ),
         (
             "rl",
@@ -245,7 +249,7 @@ def test_a_broken_model_directory_is_named(tmp_path):
         (
             "sft",
             ["environment.type=bandit", "learner.epochs_per_step=2"],
-            "learner.epochs_per_step has no effect: the sft stage makes one update a step",
+            "learner.epochs_per_step has no effect: the sft stage makes one update per step",
         ),
         (
             "sft",
@@ -255,7 +259,7 @@ def test_a_broken_model_directory_is_named(tmp_path):
         (
             "evaluate",
             ["evaluation.seeds.start=5"],
-            "evaluation.seeds has no effect: the evaluate stage plays evaluation.final_seeds once",
+            "evaluation.seeds has no effect: the evaluate stage runs one evaluation, on evaluation.final_seeds",
         ),
         (
             "rl",
@@ -271,19 +275,19 @@ def test_a_broken_model_directory_is_named(tmp_path):
         (
             "rl",
             ["model.lora.dropout=0.1"],
-            "model.lora.dropout above 0 makes the engine and the learner different policies",
+            "model.lora.dropout above 0 makes the policies of engine and learner differ",
         ),
         (
             "rl",
             ["rollout.sampling.temperature=0"],
-            "rollout.sampling.temperature 0 makes the episodes of a group alike, so there is nothing to compare",
+            "rollout.sampling.temperature 0 makes all episodes of a group identical",
         ),
         ("rl", ["critic.clip=0.5"], "critic has no effect: credit.type rloo uses no values"),
         ("rl", ["critic.backbone=shared"], "critic has no effect: credit.type rloo uses no values"),
         (
             "rl",
             ["credit.type=gae", "critic.backbone=shared", "critic.clip=0.5"],
-            "critic.clip has no effect: with one update per step the values have not moved yet",
+            "critic.clip has no effect: with one update per step the values are unchanged",
         ),
         (
             "rl",

@@ -20,9 +20,9 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
             ["rollout.max_staleness=3", "learner.updates_per_step=2"],
             "every episode is 4 updates old .* would drop them all",
         ),
-        (["rollout.on_new_weights=continue", "hardware.ray=auto"], "engines of a Ray cluster take new weights between"),
-        (["rollout.replay=x", "engine.type=vllm"], "follows the forward passes of an engine in this process"),
-        (["reward.path=x", "hardware.processes=2"], "the first process samples and scores by itself"),
+        (["rollout.on_new_weights=continue", "hardware.ray=auto"], "load new weights only between"),
+        (["rollout.replay=x", "engine.type=vllm"], "needs an engine in this process"),
+        (["reward.path=x", "hardware.processes=2"], "only the first process samples and scores"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given, words):
@@ -68,11 +68,11 @@ def test_the_plan_says_how_far_ahead_and_what_that_takes():
     ]
     recipe = load_recipe([], given, "rl")
     assert updates_behind(recipe.rollout, recipe.learner) == 12
-    (line,) = [line for line in batch_arithmetic(recipe) if "ahead of it" in line]
+    (line,) = [line for line in batch_arithmetic(recipe) if "ahead of the learner" in line]
     assert "at most 2 steps ahead" in line
     assert "at most 12 optimizer steps old" in line
     plain = load_recipe([], given[1:], "rl")
-    assert not [line for line in batch_arithmetic(plain) if "ahead of it" in line]
+    assert not [line for line in batch_arithmetic(plain) if "ahead of the learner" in line]
     key = "weights of rollouts ahead"
     assert key not in memory_estimate(plain, TINY)
     assert memory_estimate(recipe, TINY)[key][0] == 4 * 4 * 1000

@@ -170,7 +170,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         ),
         (
             ["loss.aggregation=constant"],
-            "override loss.aggregation=constant: loss: `constant` goes with `aggregation: constant`, and with it alone",
+            "override loss.aggregation=constant: loss: set `constant` if and only if `aggregation: constant`",
         ),
         (
             ["rollout.episodes_per_group=1", "credit.type=grpo"],

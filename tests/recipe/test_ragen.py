@@ -62,10 +62,7 @@ def test_the_original_numbers():
 @pytest.mark.parametrize("name", ["sokoban_sft", "frozen_lake_sft"])
 def test_supervised_recipes_resolve(name, capsys):
     assert main(["sft", str(FOLDER / f"{name}.yaml"), "--dry-run"]) == 0
-    assert (
-        "2000 traces of the optimal player, 5 passes over them, 40 traces per update: 250 updates"
-        in capsys.readouterr().out
-    )
+    assert "2000 traces of the optimal policy, 5 epochs, 40 traces per update: 250 updates" in capsys.readouterr().out
 
 
 def test_every_command_in_the_document_resolves(capsys):

@@ -19,11 +19,11 @@ def test_the_engine_of_each_stage_may_be_vllm():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["engine.mode=in_process", "engine.servers=2"], "`servers` is about servers"),
-        (["engine.urls=[http://a:1]", "engine.servers=2"], "give one of the two"),
-        (["engine.urls=[a:1]"], "should begin with http"),
+        (["engine.mode=in_process", "engine.servers=2"], "`servers` has no effect with `mode: in_process`"),
+        (["engine.urls=[http://a:1]", "engine.servers=2"], "set only one of them"),
+        (["engine.urls=[a:1]"], "must begin with http"),
         (["engine.adapters=adapter_only"], "set `model.lora`"),
-        (["rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.9"], "those after the temperature alone"),
+        (["rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.9"], "needs them after temperature only"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given, words):

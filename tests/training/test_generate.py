@@ -204,8 +204,8 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
     ("words", "said"),
     [
         (["samplez=3"], "the nearest is samples"),
-        (["samples=2"], "greedy answers to one row are all alike"),
-        (["keep_columns=[prediction]"], "a prediction has already"),
+        (["samples=2"], "greedy answers to one row are identical"),
+        (["keep_columns=[prediction]"], "every prediction already has"),
         (["keep_columns=[nothing]"], "has no column `nothing`"),
         (["data.id=prompt"], "is also that of rows.jsonl row 1"),
         (["data.id=nothing"], "which is not an id"),

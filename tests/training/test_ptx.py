@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("key", [{"held_out": 2}, {"validation": "a.jsonl"}, {"streaming": True}])
 def test_rows_that_would_be_measured_are_refused(key, tmp_path):
-    with pytest.raises(ValidationError, match=rf"`data.{next(iter(key))}` has no place here"):
+    with pytest.raises(ValidationError, match=rf"`data.{next(iter(key))}` is not supported here"):
         RlRecipe(ptx={"data": {"train": "rows.jsonl"} | key})
 
 

@@ -152,7 +152,7 @@ def test_the_plan_shows_the_server_and_asks_nothing(capsys):
         ("evaluation.sampling.min_p=0.1", "engine.extra_body.min_p=0.1"),
         ("reward.path=somewhere", "remove `reward`"),
         ("engine.extra_body.seed=1", "remove it"),
-        ("engine.extra_body.stream=true", "no single text"),
+        ("engine.extra_body.stream=true", "must be a single text"),
         ("engine.slots=4", "engine.type local, not openai"),
         ("environment.opened_by=environment", "set environment.opened_by=policy"),
     ],

@@ -308,7 +308,7 @@ def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_
     [
         (
             {"path": "a"},
-            r"`critic.path` starts a critic of its own weights, such as a reward model's; .* `critic.backbone: separate`",
+            r"`critic.path` initializes a separate critic; .* `critic.backbone: separate`",
         ),
         ({"dtype": "bfloat16"}, r"`critic.dtype` has no effect with `critic.backbone: shared`.*`model.dtype`"),
         ({"lora": {"rank": 2}}, r"`critic.lora` has no effect with `critic.backbone: shared`"),

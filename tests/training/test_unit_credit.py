@@ -204,9 +204,9 @@ def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_mode
         ({"reward": None}, "set `reward.path`"),
         ({"loss": {"type": "gspo"}}, "the mean advantage of its stream"),
         ({"unit_credit": {"type": "loo", "statistics": "group"}, "rollout": {"episodes_per_group": 1}}, "to 2 or more"),
-        ({"reward": {"path": "rm", "tokens_per_batch": 64}}, "more than the reward model reads at a time"),
+        ({"reward": {"path": "rm", "tokens_per_batch": 64}}, "more than the reward model's limit"),
         ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
-        ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "names a fit of `normalizer`"),
+        ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "`fit` needs `normalizer`"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(changes, words, tiny_model, reward_model, tmp_path):

@@ -21,25 +21,25 @@ from posttrain.planning.work import Episodes, Tokens
 from posttrain.planning.workers import ENGINE, LEARNER, Node, PlacedRecipe, Worker, place
 from posttrain.recipe.stages import RlRecipe
 
-WORTH_TELLING = 1.05
-"""Times as fast as a change has to make a step."""
+MIN_SPEEDUP = 1.05
+"""Minimum speedup of a step for a change to be suggested."""
 KEPT_FREE = 0.1
-"""Share of a device's memory that is left for what is not counted: kernels' buffers, communication, fragmentation."""
+"""Fraction of device memory reserved for what is not counted: kernel buffers, communication, fragmentation."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that makes a step faster."""
+    """A recipe change that makes a step faster."""
 
     overrides: dict[str, Any]
     seconds: float
-    """Of a step with it."""
+    """Duration of a step with the change."""
     note: str = ""
-    """What it changes besides the time."""
+    """Effects of the change besides time."""
 
     @property
     def words(self) -> str:
-        """As the command line takes it."""
+        """The overrides as command-line arguments."""
         return " ".join(f"{key}={_word(value)}" for key, value in self.overrides.items())
 
 
@@ -48,33 +48,32 @@ def _word(value: Any) -> str:
 
 
 def step_seconds(recipe: PlacedRecipe, phases: Sequence[Phase]) -> float:
-    """Of a placed step."""
+    """Duration of a placed step."""
     return total_seconds(phases, placement_of(recipe, True))
 
 
 def idle_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int) -> list[str]:
-    """A sentence for each phase in which some of the GPUs wait, the longest wait first, with those who have GPUs that the
-    phase leaves alone."""
+    """One sentence per phase in which GPUs are idle, by descending idle time, with the roles of the idle GPUs."""
     step = sum(phase.seconds for phase in phases)
-    told = []
+    sentences = []
     for phase in phases:
         waiting = devices - phase.devices
         if waiting < 0.5 or phase.seconds < 0.01 * step:
             continue
         doer = DOERS.get(phase.what)
-        # Where nobody has devices of the phase's own, the learners do it.
+        # Without dedicated devices, the learners run the phase.
         busy = doer if doer in {w.role for w in workers} else LEARNER
         at_work = {(w.node, device) for w in workers if w.role == busy for device in w.devices}
         left = [w.role for w in workers if not at_work.issuperset((w.node, device) for device in w.devices)]
         names = ", ".join(dict.fromkeys(left))
         who = f" ({names})" if names and phase.devices else ""
-        sentence = f"{_count(waiting)} of {devices} GPUs wait{who} during: {phase.what}, {phase.seconds:.3g} s"
-        told.append((waiting * phase.seconds, f"{sentence}, {phase.seconds / step:.0%} of the step"))
-    return [sentence for _, sentence in sorted(told, reverse=True)]
+        sentence = f"{_count(waiting)} of {devices} GPUs are idle{who} during: {phase.what}, {phase.seconds:.3g} s"
+        sentences.append((waiting * phase.seconds, f"{sentence}, {phase.seconds / step:.0%} of the step"))
+    return [sentence for _, sentence in sorted(sentences, reverse=True)]
 
 
 def ahead_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int) -> list[str]:
-    """Of a step whose sampling runs beside everything else: the sentence that says which side waits for the other."""
+    """For a step with asynchronous rollouts: one sentence on which side, engines or learners, waits for the other."""
     sampled = sum(phase.seconds for phase in phases if phase.sampling)
     learned = sum(phase.seconds for phase in phases if not phase.sampling)
     waiting, slower = (LEARNER, "sampling") if learned < sampled else (ENGINE, "learning")
@@ -83,7 +82,7 @@ def ahead_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int
     if seconds < 0.01 * step:
         return []
     return [
-        f"{count} of {devices} GPUs ({waiting}) wait {seconds:.3g} s, {seconds / step:.0%} of the step: {slower} takes longer"
+        f"{count} of {devices} GPUs ({waiting}) are idle for {seconds:.3g} s, {seconds / step:.0%} of the step: {slower} takes longer"
     ]
 
 
@@ -99,18 +98,18 @@ def advised(
     episodes: Episodes | None = None,
     rows: Tokens | None = None,
 ) -> list[Advice]:
-    """Changes that make a step faster and fit into the memory, the fastest first."""
+    """Changes that make a step faster and fit into memory, fastest first."""
     now = step_seconds(recipe, placed_phases(recipe, sizes, device, True, episodes, rows))
-    found = []
+    faster = []
     for overrides, note in _candidates(recipe, sum(node.devices for node in nodes), sizes, device):
         changed = _changed(recipe, overrides)
         if changed is None or not _fits(changed, sizes, device, nodes):
             continue
         seconds = step_seconds(changed, placed_phases(changed, sizes, device, True, episodes, rows))
-        if now / seconds >= WORTH_TELLING:
-            found.append(Advice(overrides, seconds, note))
+        if now / seconds >= MIN_SPEEDUP:
+            faster.append(Advice(overrides, seconds, note))
     best: dict[str, Advice] = {}
-    for advice in sorted(found, key=lambda advice: advice.seconds):
+    for advice in sorted(faster, key=lambda advice: advice.seconds):
         best.setdefault(advice.note, advice)
     return list(best.values())
 
@@ -121,7 +120,7 @@ def _candidates(
     hardware = recipe.hardware
     offloaded = hardware.offload
     if offloaded:
-        yield {"hardware.offload": False}, "the optimizer's state is kept on the GPUs"
+        yield {"hardware.offload": False}, "optimizer state stays on the GPUs"
     if not isinstance(recipe, RlRecipe):
         if hardware.processes < devices:
             yield {"hardware.processes": devices}, ""
@@ -138,29 +137,32 @@ def _candidates(
     for size in (1, 2, 4, 8):
         if devices % size == 0:
             chosen = {"hardware.engines.count": devices // size, "hardware.engines.devices": size}
-            yield everything | chosen, "everything takes turns on all GPUs"
+            yield everything | chosen, "all roles share all GPUs"
     if hardware.engines.colocated and hardware.engines.devices > 1:
         engines = {"hardware.engines.count": hardware.processes, "hardware.engines.devices": 1}
-        yield engines, "engines of one GPU need not agree twice a layer"
+        yield engines, "engines on one GPU need no all-reduces"
     elif not hardware.engines.colocated:
-        yield {"rollout.async_rollouts": 1}, "engines sample while the learners learn, with weights one step old"
+        yield {"rollout.async_rollouts": 1}, "sampling overlaps with learning, with weights one step old"
     if unit_texts(recipe):
         other = {} if hasattr(recipe.unit_credit, "probe") else {"unit_credit.type": "prefix"}
-        yield other | {"unit_credit.probe": "one_pass"}, "the reward after each unit, read in one pass; another credit"
+        yield (
+            other | {"unit_credit.probe": "one_pass"},
+            "rewards after each unit in one forward pass; changes the credit",
+        )
     if recipe.learner.updates_per_step * recipe.learner.epochs_per_step > 1:
         yield (
             {"learner.updates_per_step": 1, "learner.epochs_per_step": 1},
-            "fewer updates: another run, and often a better one",
+            "fewer updates; changes the training result",
         )
     if getattr(recipe.engine, "enforce_eager", None):
-        yield {"engine.enforce_eager": False}, "a decoding step is one graph and not a start for each kernel"
+        yield {"engine.enforce_eager": False}, "decoding steps run as CUDA graphs"
     slots = getattr(recipe.engine, "slots", 0)
     if slots and "slots" in type(recipe.engine).model_fields:
-        yield {"engine.slots": 4 * slots}, "more answers at a time in each engine"
+        yield {"engine.slots": 4 * slots}, "more concurrent answers per engine"
 
 
 def _changed(recipe: PlacedRecipe, overrides: dict[str, Any]) -> PlacedRecipe | None:
-    """The recipe with other values at dotted keys; None where it is no recipe then."""
+    """The recipe with `overrides` applied to dotted keys. None if the result is invalid."""
     values = recipe.model_dump(mode="json")
     for key, value in overrides.items():
         *path, last = key.split(".")
@@ -196,27 +198,34 @@ def show_placement(
     episodes: Episodes | None = None,
     rows: Tokens | None = None,
 ) -> None:
-    """Print the plan. `device` None: no times; `sizes` None: no memory and no times. `InputError` where it does not fit."""
+    """Print the plan.
+
+    Without `device` there are no times; without `sizes` there is neither memory nor time. Raises `InputError` if the
+    workers do not fit on the nodes.
+    """
     workers, share = place(recipe, nodes)
     gpus = sum(node.devices for node in nodes)
     memory = memory_of(recipe, sizes, gpus > 0, device) if sizes is not None else {}
-    console.print("[bold]who runs where[/bold]")
+    console.print("[bold]placement[/bold]")
     console.print(_workers_table(workers, nodes, memory))
-    for line in [*_remarks(recipe, nodes, share, gpus), *_memory_remarks(recipe, sizes, memory, device, gpus)]:
+    for line in [
+        *_placement_warnings(recipe, nodes, share, gpus),
+        *_memory_warnings(recipe, sizes, memory, device, gpus),
+    ]:
         _say(console, line)
-    console.print("\n[bold]what waits[/bold]")
+    console.print("\n[bold]idle time[/bold]")
     if sizes is None or device is None or not plain(sizes):
         missing = "a device (--on)" if device is None else f"the sizes of {recipe.model.path} (--sizes)"
-        _say(console, f"no times without {missing}")
+        _say(console, f"no estimate without {missing}")
         return
     phases = placed_phases(recipe, sizes, device, gpus > 0, episodes, rows)
     total = gpus or 1
     console.print(_phases_table(recipe, phases, total, gpus > 0))
     if not gpus:
-        _say(console, "learners and engines share the same cores and take turns on them: none waits by the schedule")
+        _say(console, "learners and engines share the same cores and alternate, so there is no idle time")
         return
     idle = _idle(recipe, phases, gpus)
-    _say(console, f"{idle:.0%} of the GPUs' time in a step is waiting: {gpus * (1 - idle):.3g} of {gpus} are at work")
+    _say(console, f"GPUs are idle for {idle:.0%} of a step: {gpus * (1 - idle):.3g} of {gpus} are busy on average")
     ahead = placement_of(recipe, True).async_rollouts
     for line in (ahead_words if ahead else idle_words)(phases, workers, gpus):
         _say(console, line)
@@ -234,23 +243,25 @@ def _advise(
     rows: Tokens | None,
 ) -> None:
     now = step_seconds(recipe, phases)
-    console.print("\n[bold]what answers it[/bold]")
-    found = advised(recipe, sizes, device, nodes, episodes, rows)
-    for advice in found[:4]:
+    console.print("\n[bold]suggestions[/bold]")
+    suggestions = advised(recipe, sizes, device, nodes, episodes, rows)
+    for advice in suggestions[:4]:
         note = f": {advice.note}" if advice.note else ""
-        _say(console, f"{advice.words}  {duration(advice.seconds)} a step, {now / advice.seconds:.2g} x as fast{note}")
-    if not found:
-        _say(console, "nothing that was tried makes a step 5% faster")
+        _say(
+            console, f"{advice.words}  {duration(advice.seconds)} per step, {now / advice.seconds:.2g} x as fast{note}"
+        )
+    if not suggestions:
+        _say(console, "no tested change makes a step at least 5% faster")
 
 
 def _idle(recipe: PlacedRecipe, phases: Sequence[Phase], devices: int) -> float:
-    """Share of the time of the cluster's GPUs in a step in which they have nothing to do."""
+    """Fraction of GPU time in a step that is idle."""
     busy = sum(phase.seconds * phase.devices for phase in phases)
     return max(0.0, 1 - busy / (devices * step_seconds(recipe, phases)))
 
 
 def _workers_table(workers: Sequence[Worker], nodes: list[Node], memory: dict[str, tuple[int, int]]) -> Table:
-    table = Table("who", "where", "GPUs", "cores", "GiB learning", "GiB sampling", box=None, pad_edge=False)
+    table = Table("worker", "node", "GPUs", "cores", "GiB learning", "GiB sampling", box=None, pad_edge=False)
     for column in table.columns[3:]:
         column.justify = "right"
     for _, run in groupby(workers, key=lambda w: (w.role, w.node, len(w.devices), w.cpus)):
@@ -258,12 +269,12 @@ def _workers_table(workers: Sequence[Worker], nodes: list[Node], memory: dict[st
         first, last = alike[0], alike[-1]
         name = first.name if len(alike) == 1 else f"{first.role} {first.number} to {last.number}"
         held = memory.get(first.role)
-        told = ["", ""] if held is None else [f"{count / 2**30:.3g}" for count in held]
+        cells = ["", ""] if held is None else [f"{count / 2**30:.3g}" for count in held]
         if first.colocated and first.role == ENGINE and first.devices:
-            told = ["", "in the learners'"] if memory else told
+            cells = ["", "in the learners'"] if memory else cells
         devices = sorted({device for worker in alike for device in worker.devices})
         cores = f"{first.cpus:g}" if len(alike) == 1 else f"{len(alike)} x {first.cpus:g}"
-        table.add_row(name, nodes[first.node].name, _span(devices), cores, *told)
+        table.add_row(name, nodes[first.node].name, _span(devices), cores, *cells)
     return table
 
 
@@ -278,28 +289,26 @@ def _span(devices: Sequence[int]) -> str:
     return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans) or "–"
 
 
-def _remarks(recipe: PlacedRecipe, nodes: list[Node], share: float, gpus: int) -> list[str]:
+def _placement_warnings(recipe: PlacedRecipe, nodes: list[Node], share: float, gpus: int) -> list[str]:
     lines = []
     if share < 1:
         there = sum(node.cpus for node in nodes)
-        lines.append(f"the cluster has {there:g} cores, so everybody gets {share:.0%} of what hardware asks for")
+        lines.append(f"the cluster has {there:g} cores, so every worker gets {share:.0%} of the requested cores")
     if gpus:
         workers, _ = place(recipe, nodes)
         free = gpus - len({(w.node, device) for w in workers for device in w.devices})
         if free:
-            lines.append(
-                f"{free} of {gpus} GPUs have nothing to do; raise hardware.processes = {recipe.hardware.processes}"
-            )
+            lines.append(f"{free} of {gpus} GPUs are unused; raise hardware.processes = {recipe.hardware.processes}")
     if recipe.hardware.dedicated.critic or recipe.hardware.dedicated.reference:
         lines.append(
-            "hardware.dedicated is planned here and refused by a run: the learners' processes hold these models"
+            "hardware.dedicated is supported by this plan only; a run rejects it, because learner processes hold these models"
         )
     if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
-        lines.append("unit_credit asks the reward model itself, so a run keeps it in the learner's process")
+        lines.append("unit_credit calls the reward model directly, so a run keeps it in the learner process")
     return lines
 
 
-def _memory_remarks(
+def _memory_warnings(
     recipe: PlacedRecipe,
     sizes: ModelSizes | None,
     memory: dict[str, tuple[int, int]],
@@ -307,27 +316,25 @@ def _memory_remarks(
     gpus: int,
 ) -> list[str]:
     if sizes is None:
-        return [f"the files of {recipe.model.path} are not on this machine, so memory is unknown; see --sizes"]
+        return [f"the files of {recipe.model.path} are not on this machine, so memory is unknown; pass --sizes"]
     if device is None or device.memory is None or not gpus:
         return []
     limit = (1 - KEPT_FREE) * device.memory
     return [
-        f"{role}: {max(both) / 2**30:.3g} GiB do not fit, as {device.name} has {device.memory / 2**30:.3g} and a tenth of it is "
-        "kept free"
+        f"{role}: {max(both) / 2**30:.3g} GiB do not fit; {device.name} has {device.memory / 2**30:.3g} GiB, of which 10% is "
+        "reserved"
         for role, both in memory.items()
         if max(both) > limit
     ]
 
 
 def _phases_table(recipe: PlacedRecipe, phases: Sequence[Phase], total: int, gpus: bool) -> Table:
-    table = Table("phase", "time", "share", *(["GPUs at work"] if gpus else []), "counted as", box=None, pad_edge=False)
+    table = Table("phase", "time", "share", *(["busy GPUs"] if gpus else []), "counted as", box=None, pad_edge=False)
     step = step_seconds(recipe, phases)
     for phase in phases:
         busy = [f"{phase.devices:.3g} of {total}"] if gpus else []
         table.add_row(phase.what, duration(phase.seconds), f"{phase.seconds / step:.0%}", *busy, phase.how)
-    table.add_row(
-        "[bold]a step[/bold]", duration(step), "", *([""] if gpus else []), "an estimate; see docs/scaling.md"
-    )
+    table.add_row("[bold]step[/bold]", duration(step), "", *([""] if gpus else []), "an estimate; see docs/scaling.md")
     for column in table.columns[1:3]:
         column.justify = "right"
     return table

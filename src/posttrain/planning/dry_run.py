@@ -1,4 +1,4 @@
-"""`--dry-run`: the recipe with its defaults, how its batches work out, the memory and the time it takes. Runs nothing."""
+"""`--dry-run`: print the full recipe, batch arithmetic, and estimates of memory and time, without running anything."""
 
 import math
 
@@ -33,20 +33,20 @@ from posttrain.recipe.warnings import recipe_warnings
 
 
 def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
-    """Print the seconds of each phase of a step on one `device`, or why none are said."""
+    """Print the estimated time of each phase of a step on one `device`, or the reason why there is no estimate."""
     console.print("\n[bold]time[/bold]")
     if device is None:
         names = ", ".join(DEVICES)
-        said = f"none is claimed without the limits of a device: --on takes a file of measured ones, or {names}"
+        said = f"no estimate without a device: pass --on with one of {names}, or a file of measured limits"
     elif not plain(sizes):
-        said = "none is claimed: the model's sizes are not those of a plain decoder"
+        said = "no estimate: the model is not a plain decoder"
     elif not (phases := step_phases(recipe, sizes, device)):
-        said = "none is claimed before the rows are read"
+        said = "no estimate: the number of rows is unknown until they are read"
     else:
         console.print(_table(recipe, sizes, device, phases))
         said = (
-            "rows and episodes as long as they may be, which most are not: the speeds tell more. No environments, judges, "
-            "files or start-up. docs/scaling.md says how it is counted, and how far measurements were from it"
+            "Upper bounds: rows and episodes have their maximum length. Environments, judges, files and start-up are not "
+            "included. docs/scaling.md describes the model and compares it with measurements"
         )
     console.print(f"  {said}", markup=False, highlight=False, soft_wrap=True)
 
@@ -58,7 +58,7 @@ def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase
         table.add_row(f"  {phase.what}", duration(phase.seconds), phase.how + rate)
     step, said = total_seconds(phases), f"an estimate for one {device.name}"
     if isinstance(recipe, EvaluateRecipe | GenerateRecipe):
-        table.add_row("  [bold]together[/bold]", duration(step), said)
+        table.add_row("  [bold]total[/bold]", duration(step), said)
     else:
         unit = "a step" if isinstance(recipe, RlRecipe) else "an update"
         steps = f", {recipe.steps:,} of them {duration(recipe.steps * step)}" if recipe.steps else ""
@@ -70,7 +70,7 @@ def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase
 
 
 def duration(seconds: float) -> str:
-    """Three digits, in the unit that suits: 1.23 ms, 4.56 s, 7.89 min, 10.1 h."""
+    """Three significant digits with a suitable unit: 1.23 ms, 4.56 s, 7.89 min, 10.1 h."""
     for unit, size in (("ms", 1e-3), ("s", 1.0), ("min", 60.0)):
         if seconds < {"ms": 1.0, "s": 120.0, "min": 7200.0}[unit]:
             return f"{seconds / size:.3g} {unit}"
@@ -81,8 +81,12 @@ Learned = RlRecipe | SftRecipe | DpoRecipe | RewardRecipe
 
 
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
-    """Print the whole plan; `sizes` are those of the model, None where its files are not on this machine, and `device` is
-    the one whose times are estimated, None for no times."""
+    """Print the whole plan.
+
+    Args:
+        sizes: Sizes of the model. None if its files are not on this machine; memory and time are then unknown.
+        device: Device for the time estimate. None: no estimate.
+    """
     console.print(f"[bold]recipe[/bold] ({recipe.stage})")
     console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
     console.print("\n[bold]batches[/bold]")
@@ -92,7 +96,7 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
         console.print(f"  {_processes(recipe)}", markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]memory[/bold]")
     if recipe.remote is not None:
-        console.print("  none for a model: the server has it")
+        console.print("  none for the model: it runs on the server")
     elif sizes is None:
         unknown = f"  the files of {recipe.model.path} are not on this machine, so its sizes and memory are unknown"
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
@@ -104,14 +108,16 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
 
 
 def _processes(recipe: Learned) -> str:
-    """Who does what, where there are several processes."""
+    """How several processes divide the work."""
     count = recipe.hardware.processes
-    play = f", and {recipe.rollout.groups_per_step} groups" if isinstance(recipe, RlRecipe) else ""
-    return f"{count} processes divide the forward passes of each update among them{play}; each holds 1/{count} of the model's state"
+    play = f" and the {recipe.rollout.groups_per_step} groups" if isinstance(recipe, RlRecipe) else ""
+    return (
+        f"{count} processes divide the forward passes of each update{play}; each holds 1/{count} of the model's state"
+    )
 
 
 def batch_arithmetic(recipe: Recipe) -> list[str]:
-    """How the batches of the recipe work out, one line of words for each stretch of it."""
+    """Batch arithmetic of the recipe, one line per part."""
     if isinstance(recipe, RlRecipe):
         return [*_rl(recipe), *_evaluation(recipe, recipe.steps)]
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
@@ -120,7 +126,7 @@ def batch_arithmetic(recipe: Recipe) -> list[str]:
 
 
 def _generation(recipe: GenerateRecipe) -> list[str]:
-    """Which rows are answered, how, by whom and where to."""
+    """Rows, sampling, engine and output of the `generate` stage."""
     paths, limits = ", ".join(source.path for source in recipe.data.test), recipe.rollout
     rows = f"the first {recipe.data.max_rows:,} usable rows" if recipe.data.max_rows else "every usable row"
     heat = recipe.sampling.temperature
@@ -131,11 +137,11 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     ]
     if (engine := recipe.remote) is not None:
         lines.append(
-            f"{engine.model} at {engine.url} answers, {engine.max_concurrent} {_plural('request', engine.max_concurrent)} in flight"
+            f"{engine.model} at {engine.url}, {engine.max_concurrent} {_plural('request', engine.max_concurrent)} in flight"
         )
     else:
         assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe)
-        lines.append(f"{recipe.engine.slots} answers in flight, {recipe.window} computed together before the next ones")
+        lines.append(f"{recipe.engine.slots} answers in flight, {recipe.window} per window")
     return [*lines, f"predictions: {recipe.predictions}"]
 
 
@@ -147,21 +153,19 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
         count = recipe.experts.seeds.count
         updates = recipe.steps or recipe.epochs * math.ceil(count / each)
         lines = [
-            f"{count} traces of the {recipe.experts.expert} player, {recipe.epochs} "
-            f"{_plural('pass', recipe.epochs)} over them, {each} traces per update: {updates} updates",
+            f"{count} traces of the {recipe.experts.expert} policy, {recipe.epochs} "
+            f"{_plural('epoch', recipe.epochs)}, {each} traces per update: {updates} updates",
             f"traces on seeds {recipe.experts.seeds}",
         ]
     else:
         paths = ", ".join(source.path for source in recipe.data.train)
-        end = (
-            f"{recipe.steps} updates" if recipe.steps else f"{recipe.epochs} {_plural('pass', recipe.epochs)} over them"
-        )
+        end = f"{recipe.steps} updates" if recipe.steps else f"{recipe.epochs} {_plural('epoch', recipe.epochs)}"
         lines = [f"{what} from {paths}, {each} per update, {end}", f"rows of at most {recipe.data.max_tokens} tokens"]
         held = recipe.data.held_out
         for name in ("validation", "test"):
             paths = ", ".join(source.path for source in getattr(recipe.data, name))
             lines += [f"{name} on {paths}"] if paths else []
-        lines += [f"validation on {held} rows held out of them"] if held else []
+        lines += [f"validation on {held} rows held out from the training rows"] if held else []
         updates = recipe.steps or 0
     lines.append(f"forward passes of at most {learner.tokens_per_batch} tokens, without padding")
     if isinstance(recipe, SftRecipe) and recipe.environment is not None:
@@ -177,17 +181,17 @@ def _rl(recipe: RlRecipe) -> list[str]:
     passes = math.ceil(per_update / (learner.tokens_per_batch // rollout.tokens_per_episode))
     tasks = recipe.steps * groups
     used = (
-        f"{tasks:,} of them are used"
+        f"{tasks:,} of them used"
         if tasks <= recipe.seeds.count
-        else f"each about {tasks / recipe.seeds.count:.1f} times"
+        else f"each used about {tasks / recipe.seeds.count:.1f} times"
     )
     return [
         f"{groups} {_plural('group', groups)} x {size} {_plural('episode', size)} = {episodes} episodes per step",
         f"{learner.updates_per_step} {_plural('update', learner.updates_per_step)} per step x {learner.epochs_per_step} "
-        f"{_plural('pass', learner.epochs_per_step)} over its episodes = {updates} optimizer {_plural('step', updates)} per step, "
+        f"{_plural('epoch', learner.epochs_per_step)} = {updates} optimizer {_plural('step', updates)} per step, "
         f"each on about {per_update} episodes",
-        f"an optimizer step takes forward passes of at most {learner.tokens_per_batch} tokens, at most {passes} of them "
-        f"where every episode is {rollout.tokens_per_episode} tokens long",
+        f"forward passes of at most {learner.tokens_per_batch} tokens; at most {passes} per optimizer step, with "
+        f"episodes of {rollout.tokens_per_episode} tokens",
         f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
         *_ahead(recipe),
         *_beside(recipe, recipe.steps * updates),
@@ -197,19 +201,19 @@ def _rl(recipe: RlRecipe) -> list[str]:
 
 
 def _ahead(recipe: RlRecipe) -> list[str]:
-    """How far sampling may be ahead of learning, and what happens to episodes then."""
+    """Limits of asynchronous rollouts, and the rule for episodes in flight when new weights arrive."""
     rollout = recipe.rollout
     if not rollout.async_rollouts:
         return []
     behind = updates_behind(rollout, recipe.learner)
     rules = {
-        "finish": "go on with the old ones to their end",
-        "continue": "go on with the new ones from the next token on",
-        "restart": "begin again with the new ones",
+        "finish": "finish with the old weights",
+        "continue": "continue with the new weights from the next token",
+        "restart": "restart with the new weights",
     }
     lines = [
-        f"a step's episodes begin at most {rollout.async_rollouts} {_plural('step', rollout.async_rollouts)} ahead of it, with weights at most "
-        f"{behind} optimizer {_plural('step', behind)} old; when newer weights are there they {rules[rollout.on_new_weights]}"
+        f"episodes start at most {rollout.async_rollouts} {_plural('step', rollout.async_rollouts)} ahead of the learner, with weights at most "
+        f"{behind} optimizer {_plural('step', behind)} old; when new weights arrive, episodes in flight {rules[rollout.on_new_weights]}"
     ]
     if rollout.max_staleness is not None:
         most = rollout.max_staleness
@@ -218,7 +222,7 @@ def _ahead(recipe: RlRecipe) -> list[str]:
 
 
 def _units(credit: UnitCreditRecipe) -> str:
-    """What the credit of units asks of the reward model, with K units in an answer."""
+    """Cost of unit credit in reward-model inputs, with K units per answer."""
     if isinstance(credit, PrefixCredit | TruncationCredit):
         asked = "1 pass of the reward model" if credit.probe == "one_pass" else "K texts for the reward model"
     elif isinstance(credit, LeaveOneOutCredit):
@@ -230,19 +234,19 @@ def _units(credit: UnitCreditRecipe) -> str:
     else:
         asked = "1 pass of the reward model" if credit.type == "attention" else "no text for the reward model"
     what = "advantages" if isinstance(credit, HindsightCredit) else "rewards"
-    return f"{what} of K units in an answer by {credit.type}, a share of {credit.beta:g}: {asked} more per episode"
+    return f"{credit.type} {what} for K units per answer, weight {credit.beta:g}: {asked} more per episode"
 
 
 def _beside(recipe: RlRecipe, updates: int) -> list[str]:
-    """What else the optimizer steps of the run take."""
+    """Work of the optimizer steps besides the policy: critic and rows."""
     lines = []
     if recipe.has_critic:
         alone = recipe.critic.updates_before_policy
-        first = f", the first {alone} of them alone: the policy makes {updates - alone:,}" if alone else ""
+        first = f"; the first {alone} without the policy, which makes {updates - alone:,}" if alone else ""
         who, how = (
-            ("the critic", "on the same episodes, in forward and backward passes of its own")
+            ("the critic", "on the same episodes, in separate forward and backward passes")
             if recipe.critic.backbone == "separate"
-            else ("the value head", "in the forward and backward passes of the policy, whose trunk it reads")
+            else ("the value head", "in the forward and backward passes of the policy")
         )
         lines.append(f"{who} makes {updates:,} optimizer {_plural('step', updates)} {how}{first}")
     if recipe.ptx is not None:
@@ -250,8 +254,8 @@ def _beside(recipe: RlRecipe, updates: int) -> list[str]:
         rows, longest = recipe.ptx.rows_per_update, recipe.ptx.data.max_tokens
         more = math.ceil(rows / (recipe.learner.tokens_per_batch // longest))
         lines.append(
-            f"each optimizer step of the policy also takes {rows} {_plural('row', rows)} from {paths}, at most {more} "
-            f"forward {_plural('pass', more)} more where every row is {longest} tokens long"
+            f"each optimizer step of the policy also uses {rows} {_plural('row', rows)} from {paths}, at most {more} "
+            f"additional forward {_plural('pass', more)} with rows of {longest} tokens"
         )
     return lines
 
@@ -273,17 +277,17 @@ def _evaluation(recipe: RlRecipe | SftRecipe | EvaluateRecipe, steps: int) -> li
 
 
 def _remote(recipe: EvaluateRecipe) -> list[str]:
-    """Whom the evaluation asks, and how much at most, where a remote model answers."""
+    """Server and maximum number of requests and tokens of an evaluation with a remote model."""
     if (engine := recipe.remote) is None:
         return []
     evaluation, most = recipe.evaluation, recipe.rollout.tokens_per_turn
     episodes, turns = evaluation.final_seeds.count * evaluation.episodes_per_seed, recipe.environment.max_turns
-    # An update that is followed up has two conversations.
+    # A follow-up turns each update into two conversations.
     turns *= 2 if getattr(recipe.environment, "follow_up", False) else 1
     return [
-        f"{engine.model} at {engine.url} answers, {engine.max_concurrent} {_plural('episode', engine.max_concurrent)} in flight",
-        f"at most {episodes * turns:,} requests ({turns} {_plural('turn', turns)} an episode) of at most {most:,} tokens "
-        f"written: {episodes * turns * most:,} tokens",
+        f"{engine.model} at {engine.url}, {engine.max_concurrent} {_plural('episode', engine.max_concurrent)} in flight",
+        f"at most {episodes * turns:,} requests ({turns} {_plural('turn', turns)} per episode) of at most {most:,} sampled "
+        f"tokens: {episodes * turns * most:,} tokens",
     ]
 
 
@@ -296,7 +300,7 @@ def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> T
     together, said = sum(count for count, _ in rows.values()), "an estimate"
     if device is not None and device.memory is not None and together > device.memory:
         said += f"; {device.name} has {_bytes(int(device.memory))}"
-    each = "in each process" if apart else "together"
+    each = "per process" if apart else "total"
     table.add_row(f"  [bold]{each}[/bold]", _bytes(together), said)
     table.columns[1].justify = "right"
     return table

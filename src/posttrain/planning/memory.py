@@ -1,6 +1,6 @@
-"""What a run keeps in memory, from the sizes of its model and the keys of its recipe.
+"""Memory estimate of a run, from the model sizes and the recipe.
 
-Not covered: what torch and the operating system take besides (about 0.5 GiB), and fragmentation.
+Not covered: the overhead of torch and the operating system (about 0.5 GiB), and fragmentation.
 """
 
 from posttrain.planning.model_sizes import ModelSizes
@@ -15,10 +15,10 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 
 
 def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
-    """What -> (bytes on a device of the learner, how it is counted). Activations are a rough figure, the others are sums
-    of tensor sizes. With engines apart their memory is that of `engine_memory` and not in here.
+    """Item -> (bytes on one learner device, how they are counted).
 
-    `dtype: auto` is counted as float32, the larger of the two it may become.
+    Activations are a rough estimate. The other items are sums of tensor sizes. Separate engines are not included; see
+    `engine_memory`. `dtype: auto` counts as float32, the larger of its two possible values.
     """
     width = weight_width(recipe.model)
     rows = {"weights": (width * sizes.parameters, f"{sizes.parameters:,} parameters of {width} bytes")}
@@ -33,7 +33,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
 
 
 def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
-    """What -> (bytes on a device of an engine, how it is counted): weights of its own, if any, and its cache when full."""
+    """Item -> (bytes on one engine device, how they are counted): the engine's own weights, if any, and a full KV cache."""
     if isinstance(recipe, DpoRecipe | RewardRecipe):
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
@@ -60,8 +60,10 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
 
 
 def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tuple[int, int]:
-    """(bytes while the learner learns, bytes while engines sample) on one device. A colocated engine sleeps while the
-    learner learns, without weights and cache; activations are gone while it samples."""
+    """Bytes on one learner device as (while learning, while sampling).
+
+    A colocated engine releases its weights and cache while the learner runs. Activations are freed before sampling.
+    """
     engine = engine_memory(recipe, sizes, placement)
     rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
     passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered for a moment"))
@@ -70,12 +72,12 @@ def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tupl
 
 
 def weight_width(model: ModelRecipe) -> int:
-    """Bytes of a weight in use."""
+    """Bytes per weight."""
     return 2 if model.dtype == "bfloat16" else 4
 
 
 def cache_bytes(sizes: ModelSizes, width: int, tensor: int = 1) -> int:
-    """Bytes of keys and values of one token on one of `tensor` devices, at `width` bytes a number; a head is never cut."""
+    """Bytes of KV cache per token on one of `tensor` devices, at `width` bytes per number. Heads are not split."""
     heads = -(-sizes.key_value_heads // tensor)
     return 2 * sizes.layers * heads * sizes.head_size * width
 
@@ -90,14 +92,14 @@ _DIVIDED = (
     "critic",
     "language model for entropies",
 )
-"""Rows that sharding divides; activations and logits are those of a device's own tokens."""
+"""Items that sharding divides. Activations and logits depend on the tokens of each device."""
 _OFFLOADED = ("float32 masters and their gradients", "AdamW state")
 
 
 def _divided(
     rows: dict[str, tuple[int, str]], sizes: ModelSizes, placement: Placement, width: int
 ) -> dict[str, tuple[int, str]]:
-    """The rows as one of the learner's devices holds them."""
+    """The items on one learner device, after sharding and offloading."""
     if placement.offloaded:
         rows = {what: row for what, row in rows.items() if what not in _OFFLOADED}
     if placement.shard == 1:
@@ -109,7 +111,7 @@ def _divided(
     }
     layer = sizes.shared_layer + sizes.experts * sizes.expert // placement.expert_parallel
     gathered = width * (3 * layer + 2 * sizes.head)
-    how = "two layers whole while one computes, gradients of one, the output projection with its gradients"
+    how = "two unsharded layers, gradients of one, the output projection with its gradients"
     return {**shared, "gathered for a moment": (gathered, how)}
 
 
@@ -123,27 +125,30 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     needed = isinstance(recipe, DpoRecipe) and recipe.keeps_reference
     if needed or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
         if recipe.model.lora is None:
-            rows["reference model"] = (width * sizes.parameters, "a second copy of the model as it starts")
+            rows["reference model"] = (width * sizes.parameters, "a copy of the initial model")
         else:
-            rows["reference model"] = (0, "the policy with its adapters off")
+            rows["reference model"] = (0, "the policy with adapters disabled")
     if (
         isinstance(recipe, RewardRecipe)
         and recipe.units is not None
         and isinstance(recipe.units.segmenter, EntropyUnits)
     ):
-        rows["language model for entropies"] = (width * sizes.parameters, "the model at model.path, which cuts units")
+        rows["language model for entropies"] = (
+            width * sizes.parameters,
+            "the model at model.path, used to segment answers",
+        )
     if isinstance(recipe, RlRecipe) and recipe.reward is not None:
         size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
-        rows["reward model"] = (size, "if it is as large as the policy")
+        rows["reward model"] = (size, "assuming the size of the policy")
     if isinstance(recipe, RlRecipe) and recipe.has_critic:
         rows["critic"] = _critic(recipe, sizes)
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
     if isinstance(recipe, RlRecipe) and recipe.has_critic and recipe.critic.backbone == "separate":
-        # Those of policy and critic do not exist at the same time.
+        # Activations of policy and critic do not exist at the same time.
         width = max(width, _critic_width(recipe))
     if recipe.model.gradient_checkpointing:
         per_token = width * (sizes.layers * sizes.hidden + layer_activations(sizes))
-        how = "one layer whole, of the others their inputs"
+        how = "all of one layer, inputs of the others"
     else:
         per_token, how = width * sizes.layers * layer_activations(sizes), "every layer"
     rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
@@ -157,30 +162,33 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
 
 
 def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:
-    """What the first process keeps for the thread that samples: trained weights of other steps, those that are sampled
-    with and those that wait until they are, and the cache of an engine of its own."""
+    """Memory of asynchronous rollouts in the first process: copies of the trained weights (in use and pending), and the KV
+    cache of the separate engine."""
     rollout = recipe.rollout
     copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" or rollout.replay is not None else 0)
     trained = trained_parameters(recipe.model, sizes)
-    how = f"{copies} copies of the trained weights: those in use, and those that wait for it"
+    how = f"{copies} copies of the trained weights: in use and pending"
     count = copies * width * trained
     if placement.shard > 1 and recipe.model.lora is not None:
-        count, how = count + width * sizes.parameters, f"{how}; the frozen ones whole"
+        count, how = count + width * sizes.parameters, f"{how}; frozen weights unsharded"
     rows = {"weights of rollouts ahead": (count, how)}
     if isinstance(recipe.engine, LocalEngineRecipe) and placement.colocated and not placement.engines:
         cache = engine_memory(recipe, sizes, placement)["key/value cache, at most"][0]
-        rows["key/value cache of rollouts ahead, at most"] = (cache, "as that of evaluation, beside it")
+        rows["key/value cache of rollouts ahead, at most"] = (
+            cache,
+            "as large as the evaluation cache, in addition to it",
+        )
     return rows
 
 
 def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
-    """Bytes without activations, and how they are counted."""
+    """Bytes of the critic without activations, and how they are counted."""
     if recipe.critic.backbone == "shared":
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
     own = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
     count = own * sizes.parameters + (own + 8 + (8 if own == 2 else 0)) * trained
-    return count, "weights, gradients and AdamW state, if it is as large as the policy"
+    return count, "weights, gradients and AdamW state, assuming the size of the policy"
 
 
 def _critic_width(recipe: RlRecipe) -> int:
@@ -188,7 +196,7 @@ def _critic_width(recipe: RlRecipe) -> int:
 
 
 def trained_parameters(model: ModelRecipe, sizes: ModelSizes) -> int:
-    """Parameters that an update changes: all, or those of the adapters."""
+    """Number of trainable parameters: all, or those of the adapters."""
     if model.lora is None:
         return sizes.parameters
     wanted = model.lora.targets
@@ -201,8 +209,10 @@ def trained_parameters(model: ModelRecipe, sizes: ModelSizes) -> int:
 
 
 def layer_activations(sizes: ModelSizes) -> int:
-    """Numbers kept per token for the backward pass of one layer: inputs of norms, matrices, attention and gate; where
-    there are experts, of those that a token passes, with a copy of the token for each."""
+    """Numbers saved per token for the backward pass of one layer: inputs of norms, matrices, attention and gate.
+
+    With experts, only the active experts of a token count, plus one copy of the token for each.
+    """
     queries, keys = sizes.heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
     networks, copies = (sizes.experts_per_token, 2 * sizes.experts_per_token) if sizes.experts else (1, 0)
     return (6 + copies) * sizes.hidden + 3 * queries + 4 * keys + 4 * networks * sizes.intermediate
@@ -211,7 +221,7 @@ def layer_activations(sizes: ModelSizes) -> int:
 def process_memory(
     recipe: RlRecipe | SftRecipe | DpoRecipe | RewardRecipe, sizes: ModelSizes
 ) -> dict[str, tuple[int, str]]:
-    """What -> (bytes in one of `hardware.processes` processes, on its device, how it is counted)."""
+    """Item -> (bytes on the device of one of `hardware.processes` processes, how they are counted)."""
     hardware, width = recipe.hardware, weight_width(recipe.model)
     count, trained = hardware.processes, trained_parameters(recipe.model, sizes)
     rows = memory_estimate(recipe, sizes, Placement(devices=count, shard=count))
@@ -219,9 +229,12 @@ def process_memory(
     for what in ("gradients", "float32 masters and their gradients"):
         rows.pop(what, None)
     frozen = sizes.parameters - trained if recipe.model.lora is None else sizes.parameters
-    shares = (width * frozen + 4 * trained, f"float32 shares of what is trained, {width} bytes of what is not{over}")
+    shares = (
+        width * frozen + 4 * trained,
+        f"float32 shards of trained parameters, {width} bytes per frozen parameter{over}",
+    )
     rows["weights"] = (-(-shares[0] // count), shares[1])
-    rows["gradients"] = (-(-4 * trained // count), f"float32 shares of {trained:,} trained parameters{over}")
+    rows["gradients"] = (-(-4 * trained // count), f"float32 shards of {trained:,} trained parameters{over}")
     if hardware.offload:
         for what in ("weights", "gradients", "AdamW state"):
             _, how = rows[what]
@@ -229,19 +242,19 @@ def process_memory(
     if hardware.gradient_sync == "per_update" and count > 1:
         rows["whole gradients"] = (
             4 * trained,
-            "float32, of an update of several forward passes until its last; `hardware.gradient_sync: per_forward` needs none",
+            "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",
         )
     if not hardware.reshard_after_forward:
         whole = width * sizes.parameters
-        rows["gathered for a moment"] = (whole, "all weights whole from the forward to the backward pass")
+        rows["gathered for a moment"] = (whole, "all weights, from the forward to the backward pass")
     elif "gathered for a moment" not in rows:
         layer = width * (3 * sizes.layer + 2 * sizes.head)
         rows["gathered for a moment"] = (
             layer,
-            "two layers whole, gradients of one, the output projection with its own",
+            "two unsharded layers, gradients of one, the output projection with its gradients",
         )
     plays = not isinstance(recipe, DpoRecipe | RewardRecipe) and recipe.environment is not None
     if plays and isinstance(recipe.engine, LocalEngineRecipe):  # type: ignore[union-attr]
         whole = width * sizes.parameters
-        rows["weights whole while sampling"] = (whole, "the engine in the process; none of the activations then")
+        rows["weights whole while sampling"] = (whole, "for the engine in this process; activations are freed")
     return rows

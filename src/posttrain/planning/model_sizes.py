@@ -1,6 +1,6 @@
-"""The sizes of a model from its files, without loading weights and without a network.
+"""Sizes of a model, read from its files without loading weights or using the network.
 
-Not covered: models whose sizes are not those of a plain decoder or of one with experts in every layer.
+Not covered: architectures other than plain decoders and decoders with experts in every layer.
 """
 
 import json
@@ -16,7 +16,7 @@ from posttrain.plugins import require_module
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder. `parameters` counts tied weights once, and all experts."""
+    """Sizes of a decoder. `parameters` includes all experts and counts tied weights once."""
 
     parameters: int
     layers: int
@@ -27,16 +27,16 @@ class ModelSizes:
     head_size: int
     vocabulary: int
     experts: int = 0
-    """Networks of a layer, each with `intermediate` inner units; 0 is one network that all tokens pass."""
+    """Experts per layer, each with `intermediate` hidden units. 0: a dense model."""
     experts_per_token: int = 0
-    """How many of them a token passes."""
+    """Active experts per token."""
     tied: bool = True
-    """Whether the output projection is the embedding."""
+    """Whether the output projection shares its weights with the embedding."""
 
     @property
     def linear_sizes(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the matrices of one layer that `all-linear` adapters sit on: seven, or, where there are
-        experts, the four of attention."""
+        """(inputs, outputs) of the matrices of one layer that `all-linear` adapts: seven, or the four of attention if the
+        layer has experts."""
         queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         if self.experts:
@@ -50,7 +50,7 @@ class ModelSizes:
 
     @property
     def shared_layer(self) -> int:
-        """Parameters of a layer's matrices that every token passes: all but the experts, their router included."""
+        """Matrix parameters of a layer used by every token: all except the experts, including the router."""
         return sum(inputs * outputs for inputs, outputs in self.linear_sizes) + self.hidden * self.experts
 
     @property
@@ -60,7 +60,7 @@ class ModelSizes:
 
     @property
     def active_layer(self) -> int:
-        """Parameters of a layer's matrices that one token passes."""
+        """Matrix parameters of a layer used by one token."""
         return self.shared_layer + self.experts_per_token * self.expert
 
     @property
@@ -70,15 +70,15 @@ class ModelSizes:
 
     @property
     def computed_parameters(self) -> int:
-        """Parameters by formula, for files that do not say: matrices, two norms a layer, embedding and last norm."""
+        """Parameters by formula: matrices, two norms per layer, embedding and final norm. For files without a count."""
         ends = self.head * (1 if self.tied else 2)
         return ends + self.layers * (self.layer + 2 * self.hidden) + self.hidden
 
 
 def model_sizes(path: str) -> ModelSizes | None:
-    """Sizes of the model that `model.path` names; None where nothing of it is on this machine.
+    """Sizes of the model at `model.path`. None if its files are not on this machine.
 
-    `InputError` for a file or directory that is there and is no model.
+    Raises `InputError` for a file or directory that is not a model.
     """
     if path.startswith("packaged:"):
         name = path.removeprefix("packaged:")
@@ -88,7 +88,7 @@ def model_sizes(path: str) -> ModelSizes | None:
     local = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not local.is_file():
-            raise InputError(f"model.path: there is no file {path}")
+            raise InputError(f"model.path: file {path} does not exist")
         return _of_gguf(local)
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -132,7 +132,7 @@ def _of_directory(directory: Path) -> ModelSizes:
     except (OSError, ValueError, AttributeError, KeyError) as error:
         line = (str(error).splitlines() or [""])[0]
         raise InputError(
-            f"model.path: {directory}/config.json does not describe a model transformers knows ({line})"
+            f"model.path: {directory}/config.json does not describe a model that transformers supports ({line})"
         ) from error
     return _counted(sizes)
 
@@ -159,7 +159,7 @@ def _of_gguf(file: Path) -> ModelSizes:
         )
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"model.path: {file} is not a whole GGUF model ({said}); fetch it again") from error
+        raise InputError(f"model.path: {file} is not a complete GGUF model ({said}); download it again") from error
     return _counted(sizes)
 
 

@@ -1,6 +1,6 @@
-"""What a step of a recipe takes: seconds of each phase, by whom, and what waits meanwhile.
+"""Estimated time of a step, per phase, with the devices that are busy in each.
 
-Everything that a recipe leaves open is taken at its limit: episodes and rows as long as they may be.
+Unknown lengths are taken at their limits: episodes and rows have their maximum length.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, R
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a step."""
+    """One phase of a step."""
 
     what: str
     seconds: float
     devices: float
-    """That are at work, on average."""
+    """Mean number of busy devices."""
     how: str = ""
-    """What was counted."""
+    """How the time was counted."""
     sampling: bool = False
-    """Whether engines do it, and may do it ahead."""
+    """Whether the phase runs on engines and can run ahead of learning."""
     tokens: float = 0.0
-    """That it goes through; 0 where it is no work on tokens."""
+    """Tokens processed. 0 if the phase does not process tokens."""
 
 
 def step_phases(
@@ -49,11 +49,15 @@ def step_phases(
     rows: Tokens | None = None,
     reward: ModelSizes | None = None,
 ) -> list[Phase]:
-    """The phases of one step (of an optimizer step, for stages that learn from rows) in their order.
+    """The phases of one step, in order. For stages that train on rows, a step is one optimizer step.
 
-    `episodes`: what an RL step samples, and `rows`: what an optimizer step on rows goes through; as long as the recipe
-    lets them be, if not given. `reward`: sizes of the reward model, those of the policy if not given. A stage that only
-    samples has its whole work in one step; rows of `generate` have no number before they are read, and no phases.
+    Args:
+        episodes: Episodes of an RL step. Default: episodes of maximum length.
+        rows: Tokens of an optimizer step on rows. Default: rows of maximum length.
+        reward: Sizes of the reward model. Default: those of the policy.
+
+    The `evaluate` stage counts as one step. The `generate` stage has no phases, because the number of rows is unknown until
+    they are read.
     """
     if isinstance(recipe, RlRecipe):
         return _rl(recipe, sizes, device, placement, episodes or episodes_at_most(recipe), reward or sizes)
@@ -67,38 +71,38 @@ def step_phases(
 def evaluation_phases(
     recipe: RlRecipe | SftRecipe | EvaluateRecipe, sizes: ModelSizes, device: Device, placement: Placement = ALONE
 ) -> list[Phase]:
-    """Of one evaluation on held-out seeds, episodes as long as they may be; none where nothing is played."""
+    """Phases of one evaluation on held-out seeds, with episodes of maximum length. Empty without an environment."""
     if recipe.environment is None or recipe.remote is not None:
         return []
     return _sampling(recipe.engine, recipe.model, sizes, device, placement, evaluated_at_most(recipe))
 
 
 def plain(sizes: ModelSizes) -> bool:
-    """Whether the sizes add up to the parameters, within a tenth: a decoder of another kind cannot be timed by them."""
+    """Whether the parameter count follows from the sizes, within 10%. Other architectures cannot be estimated."""
     found = [replace(sizes, tied=tied).computed_parameters for tied in (True, False)]
     return any(abs(count / sizes.parameters - 1) < 0.1 for count in found)
 
 
 def total_seconds(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
-    """Of a step whose phases follow each other; ahead, sampling and everything else run side by side."""
+    """Seconds of a step. Phases are sequential; with `async_rollouts`, sampling overlaps with the other phases."""
     sampled = sum(phase.seconds for phase in phases if phase.sampling)
     rest = sum(phase.seconds for phase in phases if not phase.sampling)
     return max(sampled, rest) if placement.async_rollouts else sampled + rest
 
 
 def idle_share(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
-    """Share of the devices' time in a step in which they wait for others."""
+    """Fraction of device time in a step that is idle."""
     busy = sum(phase.seconds * phase.devices for phase in phases)
     return max(0.0, 1 - busy / (placement.all_devices * total_seconds(phases, placement)))
 
 
 def episodes_at_most(recipe: RlRecipe) -> Episodes:
-    """Of an RL step: episodes of `rollout.tokens_per_episode` tokens, sampled as far as the turns may be."""
+    """Episodes of an RL step at their maximum length, `rollout.tokens_per_episode`."""
     return _episodes(recipe, recipe.rollout.groups_per_step, recipe.rollout.episodes_per_group)
 
 
 def evaluated_at_most(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> Episodes:
-    """Of one evaluation; for the stage `evaluate`, of its table."""
+    """Episodes of one evaluation at their maximum length. The `evaluate` stage uses `final_seeds`."""
     evaluation = recipe.evaluation
     seeds = evaluation.final_seeds if isinstance(recipe, EvaluateRecipe) else evaluation.seeds
     return _episodes(recipe, seeds.count, evaluation.episodes_per_seed)
@@ -109,14 +113,16 @@ def _episodes(recipe: RlRecipe | SftRecipe | EvaluateRecipe, groups: int, size: 
     turns, whole = recipe.environment.max_turns, recipe.rollout.tokens_per_episode
     answer = min(turns * recipe.rollout.tokens_per_turn, whole - 1)
     rest = whole - answer
-    # Where an episode has turns, how much of the rest is the prompt that a group shares is not known: none of it.
+    # With several turns, the length of the shared prompt is unknown and counts as 0.
     prompt, observed = (rest, 0) if turns == 1 else (0, rest)
     return Episodes(groups, size, prompt, answer, answer, observed)
 
 
 def rows_at_most(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> Tokens:
-    """Of an optimizer step: rows, or both sides of pairs, of `data.max_tokens` tokens (traces: of
-    `rollout.tokens_per_episode`), all of them trained."""
+    """Tokens of an optimizer step on rows (or both sides of pairs) of maximum length, all of them trained.
+
+    The maximum is `data.max_tokens`, or `rollout.tokens_per_episode` for expert traces.
+    """
     if recipe.data is None:
         assert isinstance(recipe, SftRecipe)
         length = recipe.rollout.tokens_per_episode
@@ -127,14 +133,14 @@ def rows_at_most(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> Tokens:
 
 
 def _width(dtype: str, device: Device) -> int:
-    """Bytes of the numbers that are multiplied; `auto` takes the faster ones."""
+    """Bytes per number in matrix products. `auto` selects the faster dtype."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.bfloat16 > device.float32) else 4
 
 
 def _sampling(
     engine: object, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, episodes: Episodes
 ) -> list[Phase]:
-    assert isinstance(engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model takes no time here"
+    assert isinstance(engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model has no local phases"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)
@@ -183,7 +189,7 @@ def _rl(
 
 
 def _critic(recipe: RlRecipe, sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens) -> list[Phase]:
-    """Values before the updates, and the updates, of a critic as large as the policy; its head is one number a token."""
+    """Value estimation and updates of a critic with the size of the policy and a scalar head."""
     learner = recipe.learner
     model, bare = recipe.critic.model(recipe.model), Tokens(tokens.count, tokens.pairs)
     width, updates = _width(model.dtype, device), learner.updates_per_step * learner.epochs_per_step
@@ -227,7 +233,7 @@ def _learning(
     updates: int,
     passes: int,
 ) -> list[Phase]:
-    """`updates` optimizer steps that go through `tokens` `passes` times."""
+    """`updates` optimizer steps over `passes` passes through `tokens`."""
     width, whole = _width(model.dtype, device), model.lora is None
     each = tokens * (passes / updates)
     learned = updates * training_seconds(

@@ -1,6 +1,6 @@
-"""What a step takes when it is placed: the phases of the cost model, each on the devices that do it.
+"""Estimated time of a step on a cluster: the phases of the cost model, each on its devices.
 
-Models that have devices of their own work beside each other while they score; everything else takes turns.
+Scoring models with dedicated devices run concurrently. All other phases are sequential.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ from posttrain.recipe.units import (
 )
 
 UNITS = 10
-"""Units taken for an answer whose segmenter has no limit."""
+"""Units assumed per answer if the segmenter has no limit."""
 
 DOERS = {
     "reading prompts": ENGINE,
@@ -44,11 +44,11 @@ DOERS = {
     "forward and backward passes": LEARNER,
     "optimizer": LEARNER,
 }
-"""Phase -> who does it, where that has devices of its own; else the learners do."""
+"""Phase -> role that runs it if that role has dedicated devices. Otherwise the learners run it."""
 
 
 def placement_of(recipe: PlacedRecipe, devices: bool) -> Placement:
-    """The placement of the cost model that the recipe's hardware is; `devices`: whether the cluster has GPUs."""
+    """The recipe's hardware section as a `Placement`. `devices`: whether the cluster has GPUs."""
     hardware = recipe.hardware
     count = engine_count(recipe, devices)
     if not devices:
@@ -74,7 +74,7 @@ def placed_phases(
     episodes: Episodes | None = None,
     rows: Tokens | None = None,
 ) -> list[Phase]:
-    """The phases of one step; those that run beside each other are one, as long as the longest."""
+    """The phases of one step. Concurrent phases are merged into one with the duration of the longest."""
     placement = placement_of(recipe, devices)
     if devices and getattr(getattr(recipe, "engine", None), "enforce_eager", None):
         device = replace(device, launch=GPU_LAUNCH_EAGER)
@@ -97,7 +97,7 @@ def _moved(
     played: Episodes,
     phases: list[Phase],
 ) -> list[Phase]:
-    """The phases with those of models on devices of their own computed anew for these."""
+    """The phases, recomputed for models with dedicated devices."""
     apart, copies, found = recipe.hardware.dedicated, reward_count(recipe), []
     critic = Placement(apart.critic, apart.critic, offloaded=placement.offloaded) if apart.critic else None
     alone = {phase.what: phase for phase in step_phases(recipe, sizes, device, critic, played)} if critic else {}
@@ -121,7 +121,7 @@ def _moved(
 
 
 def _beside(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
-    """The scoring phases of models apart as one, in which they work beside each other."""
+    """Merge the scoring phases of models on dedicated devices, which run concurrently."""
     scoring = ("reward model", "reference log-probabilities", "values")
     together = [phase for phase in phases if phase.what in scoring]
     apart = recipe.hardware.dedicated
@@ -131,7 +131,7 @@ def _beside(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
     longest = max(together, key=lambda phase: phase.seconds).what
     busy = sum(phase.seconds * phase.devices for phase in together) / seconds
     names = ", ".join(phase.what for phase in together)
-    one = Phase("scoring", seconds, busy, f"{names} beside each other; {longest} is the longest")
+    one = Phase("scoring", seconds, busy, f"{names}, concurrently; {longest} takes longest")
     first = phases.index(together[0])
     return [phase for phase in phases[:first] if phase not in together] + [
         one,
@@ -140,7 +140,7 @@ def _beside(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
 
 
 def _with_units(phase: Phase, recipe: RlRecipe) -> Phase:
-    """The reward model's phase with the texts that credit of units asks for besides."""
+    """The reward-model phase, including the additional texts of unit credit."""
     texts = 1 + unit_texts(recipe)
     return replace(
         phase, seconds=texts * phase.seconds, tokens=texts * phase.tokens, how=f"{texts:g} texts an answer; {phase.how}"
@@ -148,7 +148,7 @@ def _with_units(phase: Phase, recipe: RlRecipe) -> Phase:
 
 
 def unit_texts(recipe: RlRecipe) -> float:
-    """Texts that the reward model reads for the units of an answer, besides the whole."""
+    """Additional texts per answer that the reward model scores for unit credit."""
     credit = recipe.unit_credit
     units = float(getattr(getattr(credit, "segmenter", None), "max_units", None) or UNITS)
     if isinstance(credit, PrefixCredit | TruncationCredit):
@@ -163,10 +163,10 @@ def unit_texts(recipe: RlRecipe) -> float:
 def memory_of(
     recipe: PlacedRecipe, sizes: ModelSizes, devices: bool, device: Device | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Role -> bytes on one device of it (while learners learn, while engines sample).
+    """Role -> bytes on one of its devices as (while learning, while sampling).
 
-    A colocated engine is in the numbers of the learner, whose device it shares; one in a process of its own on processors
-    has weights and cache of its own. vLLM takes its share of `device` and no more: answers without room wait.
+    A colocated engine on GPUs counts toward the learner. On CPUs, an engine process has its own weights and cache. vLLM uses
+    at most `gpu_memory_utilization` of `device`; answers that do not fit are queued.
     """
     placement = placement_of(recipe, devices)
     apart, copies = recipe.hardware.dedicated, reward_count(recipe)

@@ -1,7 +1,7 @@
-"""Seconds of each kind of work, from what it computes, reads and sends and from what devices can do at most.
+"""Estimated seconds per kind of work, from FLOPs, bytes read, bytes sent, and device limits (a roofline model).
 
-Not covered: environments and judges, uneven lengths between devices, start-up, checkpoints, and the metrics and files of
-a step, which on a processor are most of the time of a very small model.
+Not covered: environments, judges, load imbalance between devices, start-up, checkpoints, metrics and file output. On a
+CPU, metrics and file output dominate the step time of a very small model.
 """
 
 import math
@@ -32,12 +32,14 @@ def training_seconds(
     whole: bool = True,
     checkpointing: bool = False,
 ) -> float:
-    """Forward and backward passes over `tokens`, evenly over the learner's devices, in passes of `tokens_per_batch` each.
+    """Seconds of the forward and backward passes over `tokens`.
 
-    Products at their share of the peak, and each number kept for the backward pass moved `Device.moved` times; a forward
-    pass more with `checkpointing`. Sharded weights are gathered forward and backward, and gradients divided, in every
-    pass (Rajbhandari et al. 2019, arXiv 1910.02054, section 7.2.2), while the device computes: the longer of both counts.
-    Copies of a shard sum their gradients once. Tokens on their way to experts are waited for.
+    `tokens` are divided evenly among the learner's devices and processed `tokens_per_batch` at a time. The compute time is
+    that of matrix products at `Device.products` of the peak, plus `Device.moved` memory transfers of each saved
+    activation. `checkpointing` adds one forward pass. Every pass gathers sharded weights twice and reduce-scatters
+    gradients (Rajbhandari et al. 2019, arXiv 1910.02054, section 7.2.2). This communication overlaps with computation, so
+    the longer of the two counts. Replicas of a shard all-reduce their gradients once. Expert-parallel communication does
+    not overlap.
     """
     each = tokens * (1 / placement.devices)
     times = (4 / 3 if whole else 3 / 2) if checkpointing else 1.0
@@ -60,11 +62,11 @@ def training_seconds(
 def forward_seconds(
     sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens, width: int, tokens_per_batch: int
 ) -> float:
-    """Forward passes without gradients over the learner's devices: log-probabilities, values or rewards."""
+    """Seconds of forward passes without gradients on the learner's devices: log-probabilities, values or rewards."""
     each = tokens * (1 / placement.devices)
     passes = math.ceil(each.count / tokens_per_batch)
     computing = forward_flops(sizes, each) / (device.peak(width) * device.products)
-    # Of what a backward pass would need, a third of the movements is in the forward pass.
+    # The forward pass makes a third of the activation transfers counted in `Device.moved`.
     kept = each.count * width * sizes.layers * layer_activations(sizes)
     computing += kept * device.moved / 3 / device.reading
     reading = passes * read_weights(sizes, width, tokens_per_batch) / device.reading
@@ -77,7 +79,7 @@ def forward_seconds(
 
 
 def gathering_seconds(sizes: ModelSizes, device: Device, placement: Placement, width: int) -> float:
-    """Putting the divided weights together once, layer after layer."""
+    """Seconds of one all-gather of the sharded weights, layer by layer."""
     if placement.shard == 1:
         return 0.0
     sent = gathered_bytes(sizes, width, placement.shard, placement.expert_parallel)
@@ -87,7 +89,7 @@ def gathering_seconds(sizes: ModelSizes, device: Device, placement: Placement, w
 def prefill_seconds(
     sizes: ModelSizes, device: Device, tokens: Tokens, width: int, tensor: int = 1, tokens_per_forward: int = 2048
 ) -> float:
-    """Reading prompts on one engine of `tensor` devices."""
+    """Seconds of prefill on one engine of `tensor` devices."""
     computing = forward_flops(sizes, tokens) / tensor / (device.peak(width) * device.products)
     kept = tokens.count * width * sizes.layers * layer_activations(sizes) / tensor
     computing += kept * device.moved / 3 / device.reading
@@ -97,10 +99,10 @@ def prefill_seconds(
 
 
 def step_seconds(sizes: ModelSizes, device: Device, rows: float, context: float, width: int, tensor: int = 1) -> float:
-    """One decoding step of an engine: a token for each of `rows` sequences that see `context` tokens on average.
+    """Seconds of one decoding step: one token for each of `rows` sequences with a mean context of `context` tokens.
 
-    Weights and caches are read once, and every row passes every product; the longer counts, or their sum where the device
-    does not read while it computes. The cache of a head is never divided.
+    The step reads weights and KV cache once and computes every product for every row. The result is the longer of the
+    two times, or their sum if `Device.overlaps` is False. KV heads are not split.
     """
     cached = rows * context * cache_bytes(sizes, width, tensor)
     reading = (read_weights(sizes, width, rows) / tensor + cached) / (device.reading * device.decoding_reads)
@@ -111,7 +113,7 @@ def step_seconds(sizes: ModelSizes, device: Device, rows: float, context: float,
 
 
 def _reducing(sizes: ModelSizes, device: Device, width: int, tokens: float, tensor: int, passes: int) -> float:
-    """Sums over the devices of an engine, two a layer: what is sent, and a hop each."""
+    """Seconds of the two all-reduces per layer of a tensor-parallel engine: transfer time plus one hop each."""
     if tensor == 1:
         return 0.0
     sent = reduced_bytes(sizes, width, tokens, tensor) / device.bandwidth(tensor)
@@ -121,7 +123,7 @@ def _reducing(sizes: ModelSizes, device: Device, width: int, tokens: float, tens
 def decoding_seconds(
     sizes: ModelSizes, device: Device, episodes: Episodes, width: int, slots: int, tensor: int = 1
 ) -> float:
-    """Sampling all answers on one engine of `tensor` devices that holds `slots` sequences."""
+    """Seconds to sample all answers on one engine of `tensor` devices with `slots` concurrent sequences."""
     full, tail, rows = decoding_steps(episodes.count, slots, episodes.answer, episodes.longest)
     context = episodes.prompt + (episodes.observed + episodes.answer) / 2
     busy = full * step_seconds(sizes, device, min(episodes.count, slots), context, width, tensor)
@@ -131,10 +133,11 @@ def decoding_seconds(
 def steady_seconds(
     sizes: ModelSizes, device: Device, episodes: Episodes, width: int, slots: int, tensor: int, async_rollouts: int
 ) -> float:
-    """Sampling the answers of a step on one engine that never drains, for it may begin those of `async_rollouts` further steps.
+    """Seconds per step to sample its answers on one engine that never drains.
 
-    With N answers in flight, a decoding step of t seconds and n answers a step, that is n x mean x t / N (Little's law), and
-    no less than longest x t / (async_rollouts + 1), for the longest answer may span so many steps and no more.
+    The engine may start answers of `async_rollouts` further steps. With N answers in flight, t seconds per decoding step
+    and n answers per step, the time is n x mean x t / N (Little's law). It is at least longest x t / (async_rollouts + 1),
+    because the longest answer may span at most async_rollouts + 1 steps.
     """
     rows = min(slots, episodes.count * (async_rollouts + 1))
     context = episodes.prompt + (episodes.observed + episodes.answer) / 2
@@ -143,11 +146,11 @@ def steady_seconds(
 
 
 def optimizer_seconds(trained: int, device: Device, placement: Placement, width: int) -> float:
-    """AdamW over `trained` parameters: bytes moved. Gradient, master and two moments are read (16), gradients once more for
-    their norm (4), master and moments written (12), and the bfloat16 weight beside a master (2).
+    """Seconds of one AdamW step over `trained` parameters, from the bytes moved per parameter.
 
-    Offloaded: gradients in float32 go to the processors and weights come back, and the state is moved there, at the speed
-    of `Device.host`, which is generous.
+    AdamW reads gradient, master weight and two moments (16), reads the gradient again for its norm (4), writes master
+    weight and moments (12), and writes the bfloat16 weight if there is one (2). With offloading, float32 gradients move to
+    the host and weights move back. All traffic then counts at `Device.host`, which is an optimistic estimate.
     """
     moved = (34 if width == 2 else 32) * trained / placement.shard
     if not placement.offloaded:
@@ -158,7 +161,7 @@ def optimizer_seconds(trained: int, device: Device, placement: Placement, width:
 
 
 def sync_seconds(sizes: ModelSizes, device: Device, placement: Placement, width: int) -> float:
-    """New weights for the engines; nothing where the engine uses the learner's."""
+    """Seconds to send new weights to the engines. 0 if the engine uses the learner's weights."""
     if not placement.engines or device.network is None:
         return 0.0
     return width * sizes.parameters / (device.network * SYNC)

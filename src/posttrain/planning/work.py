@@ -1,7 +1,7 @@
-"""What a phase has to compute: tokens, floating-point operations, and bytes that are read or sent. Closed forms.
+"""Closed-form counts of the work in a phase: tokens, floating-point operations, bytes read and bytes sent.
 
-An operation is a multiplication or an addition. Embedding, norms, softmax and whatever is computed a second time (such as
-by gradient checkpointing) are no operations here.
+A multiplication and an addition each count as one operation. Embedding, norms, softmax and recomputation (gradient
+checkpointing) are not counted.
 """
 
 import math
@@ -12,12 +12,12 @@ from posttrain.planning.memory import ModelSizes
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens that a model goes through."""
+    """Tokens processed by a model."""
 
     count: float
-    """Tokens."""
+    """Number of tokens."""
     pairs: float
-    """Pairs of a token and one that it sees, itself included."""
+    """Number of (query, key) pairs in causal attention, including each token with itself."""
     scored: float = 0.0
     """Tokens whose logits are computed."""
 
@@ -27,17 +27,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Episodes:
-    """What a step samples: `groups` of `size` episodes, which share the first `prompt` tokens. Lengths are means in tokens."""
+    """Episodes of a step: `groups` groups of `size` episodes that share a prompt. Lengths are mean tokens per episode."""
 
     groups: int
     size: int
     prompt: float
     answer: float
-    """Sampled in one episode, all turns together."""
+    """Sampled tokens of an episode, over all turns."""
     longest: float
-    """Sampled in the longest episode."""
+    """Sampled tokens of the longest episode."""
     observed: float = 0.0
-    """What the environment says in an episode after the prompt."""
+    """Tokens of later observations."""
 
     @property
     def count(self) -> int:
@@ -49,13 +49,13 @@ class Episodes:
         return self.prompt + self.observed + self.answer
 
     def share(self, engines: int) -> "Episodes":
-        """What the busiest of `engines` engines samples: whole groups where there are enough, else parts of a group."""
+        """The share of the busiest of `engines` engines: whole groups if there are enough, otherwise parts of a group."""
         groups = math.ceil(self.groups / engines)
         return replace(self, groups=groups, size=math.ceil(self.count / engines / groups))
 
     @property
     def learned(self) -> Tokens:
-        """What the learner goes through: prompts once for each group, logits of what was sampled."""
+        """Tokens processed by the learner: prompts once per group, logits of sampled tokens only."""
         own = self.observed + self.answer
         return Tokens(
             self.groups * self.prompt + self.count * own,
@@ -65,9 +65,9 @@ class Episodes:
 
     @property
     def prefilled(self) -> Tokens:
-        """What the engine reads: prompts once for each group, observations, and one row of logits an episode.
+        """Tokens of prefill: prompts once per group, observations, and one row of logits per episode.
 
-        What an observation sees besides prompt and observations is, on average, half of what the episode samples.
+        On average, an observation attends to half of the sampled tokens of its episode.
         """
         seen = self.observed * (self.prompt + self.answer / 2) + _triangle(self.observed)
         return Tokens(
@@ -78,7 +78,7 @@ class Episodes:
 
     @property
     def whole(self) -> Tokens:
-        """Every episode by itself, without logits, as a reward model reads it."""
+        """Tokens processed by a reward model: every episode separately, without logits."""
         return Tokens(self.count * self.length, self.count * _triangle(self.length))
 
 
@@ -92,11 +92,11 @@ def rows_of(rows: float, length: float, scored: float) -> Tokens:
 
 
 def forward_flops(sizes: ModelSizes, tokens: Tokens) -> float:
-    """Operations of a forward pass: 2 for each parameter that a token passes, and 4 x layers x heads x head size for each
-    pair (two products of queries with keys and of probabilities with values).
+    """Operations of a forward pass: 2 per active parameter and token, and 4 x layers x heads x head size per attention pair
+    (products of queries with keys and of probabilities with values).
 
-    Narayanan et al. 2021, arXiv 2104.04473, formula 3, with attention counted over what is seen and the experts over
-    those that a token passes.
+    Narayanan et al. 2021, arXiv 2104.04473, formula 3, with causal attention and
+    only the active experts.
     """
     body = 2 * sizes.layers * sizes.active_layer * tokens.count
     attention = 4 * sizes.layers * sizes.heads * sizes.head_size * tokens.pairs
@@ -104,37 +104,39 @@ def forward_flops(sizes: ModelSizes, tokens: Tokens) -> float:
 
 
 def training_flops(sizes: ModelSizes, tokens: Tokens, whole: bool = True) -> float:
-    """Operations of a forward and backward pass: three times those of a forward pass, or, unless the `whole` model is
-    trained (adapters alone), twice, for the gradients of frozen weights are not computed."""
+    """Operations of a forward and backward pass: three times those of a forward pass, or twice if only adapters are trained
+    (`whole=False`), because gradients of frozen weights are not computed."""
     return (3 if whole else 2) * forward_flops(sizes, tokens)
 
 
 def touched_experts(sizes: ModelSizes, tokens: float) -> float:
-    """Experts of a layer that at least one of `tokens` tokens passes, if each chooses evenly: E (1 - (1 - k/E)^tokens)."""
+    """Expected number of experts of a layer used by at least one of `tokens` tokens: E (1 - (1 - k/E)^tokens).
+
+    Assumes uniform routing.
+    """
     if not sizes.experts:
         return 0.0
     return sizes.experts * (1 - (1 - sizes.experts_per_token / sizes.experts) ** tokens)
 
 
 def read_weights(sizes: ModelSizes, width: int, tokens: float) -> float:
-    """Bytes of weights that one pass over `tokens` tokens reads at least: those of the layers, of experts the ones that are
-    touched, and of the output projection."""
+    """Minimum bytes of weights read by one pass over `tokens` tokens: layers, used experts, and output projection."""
     layer = sizes.shared_layer + touched_experts(sizes, tokens) * sizes.expert
     return width * (sizes.layers * layer + sizes.head)
 
 
 def reduced_bytes(sizes: ModelSizes, width: int, tokens: float, devices: int) -> float:
-    """Bytes that each of `devices` devices sends when tokens pass layers whose matrices are divided among them.
+    """Bytes that each of `devices` tensor-parallel devices sends.
 
-    Two sums a layer, each a ring: 2 (t - 1) / t x tokens x hidden numbers (Shoeybi et al. 2019, arXiv 1909.08053).
+    Two ring all-reduces per layer: 2 (t - 1) / t x tokens x hidden numbers (Shoeybi et al. 2019, arXiv 1909.08053).
     """
     return 4 * (devices - 1) / devices * sizes.layers * tokens * sizes.hidden * width
 
 
 def gathered_bytes(sizes: ModelSizes, width: int, devices: int, expert_parallel: int = 1) -> float:
-    """Bytes that a device receives when weights divided over `devices` are put together once: (n - 1) / n of them.
+    """Bytes that a device receives in one all-gather of weights sharded over n = `devices` devices: (n - 1) / n of them.
 
-    With experts divided over `expert_parallel` devices each gathers its own experts, over n / expert_parallel devices.
+    With expert parallelism, a device gathers only its own experts, over n / expert_parallel devices.
     """
     shared = (devices - 1) / devices * (sizes.layers * sizes.shared_layer + 2 * sizes.head)
     copies = devices // expert_parallel
@@ -143,15 +145,15 @@ def gathered_bytes(sizes: ModelSizes, width: int, devices: int, expert_parallel:
 
 
 def moved_tokens_bytes(sizes: ModelSizes, width: int, tokens: float, devices: int) -> float:
-    """Bytes that a device sends when its `tokens` go to their experts on `devices` devices and come back, all layers."""
+    """Bytes that a device sends in all layers to dispatch its `tokens` to experts on `devices` devices and combine them."""
     return 2 * (devices - 1) / devices * sizes.layers * tokens * sizes.experts_per_token * sizes.hidden * width
 
 
 def decoding_steps(answers: float, slots: int, mean: float, longest: float) -> tuple[float, float, float]:
-    """(steps with all rows busy, steps of the tail, mean rows busy in the tail) for `answers` answers in `slots` slots.
+    """(full steps, tail steps, mean active rows in the tail) to decode `answers` answers in `slots` slots.
 
-    Slots are refilled until no answer waits; then those in flight, of `mean` tokens on average, end one after another
-    while the longest goes on. The first token of an answer comes with its prompt and counts like the others.
+    Slots are refilled until the queue is empty. In the tail, the answers in flight, of `mean` tokens on average, finish
+    one by one until the longest ends. The first token of an answer counts like the others.
     """
     rows = min(answers, slots)
     full = max(0.0, answers / rows - 1) * mean

@@ -1,4 +1,4 @@
-"""Who runs where: the worker processes that a recipe asks for, each on a node and on its devices."""
+"""Placement of a recipe's worker processes on the nodes and devices of a cluster."""
 
 import math
 import re
@@ -11,9 +11,9 @@ from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DpoRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 
 CORES_PER_DEVICE = 12
-"""Assumed of a described node: servers with eight GPUs have 96 cores or more."""
+"""Assumed cores per GPU of a described node. Servers with eight GPUs usually have 96 cores or more."""
 _SEEN = {"H200": "h200", "H100": "h100", "A100": "a100"}
-"""What Ray calls a GPU -> the device of the cost model."""
+"""GPU name in Ray -> device of the cost model."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Node:
     cpus: float
     """Processor cores."""
     devices: int
-    """GPUs; 0 computes on the processors."""
+    """Number of GPUs. 0: the node computes on its CPU cores."""
 
 
 def described(nodes: int, devices: int, device: Device | None) -> list[Node]:
-    """`nodes` machines with `devices` GPUs each; of a processor, or with no GPUs, machines that compute on their cores."""
+    """`nodes` nodes with `devices` GPUs each. If `device` is a CPU, the nodes have no GPUs."""
     if nodes < 1 or devices < 0:
-        raise InputError("--nodes is at least 1 and --devices at least 0")
+        raise InputError("--nodes must be at least 1 and --devices at least 0")
     if device is not None and device.link is None and device.per_node == 1:
         devices = 0
     cores = float(CORES_PER_DEVICE * devices) if devices else _cores_of(device)
@@ -38,14 +38,16 @@ def described(nodes: int, devices: int, device: Device | None) -> list[Node]:
 
 
 def _cores_of(device: Device | None) -> float:
-    """The number that a processor's name ends with, for those known here; 2 without one."""
-    found = re.search(r"-(\d+)$", device.name) if device is not None else None
-    return float(found[1]) if found else 2.0
+    """Number of cores of a CPU device, from the end of its name. Default: 2."""
+    match = re.search(r"-(\d+)$", device.name) if device is not None else None
+    return float(match[1]) if match else 2.0
 
 
 def living(states: list[dict[str, Any]]) -> tuple[list[Node], Device | None]:
-    """The nodes of a Ray cluster that are alive, from `ray.nodes()`, the head first; and the device of the cost model that
-    all of their GPUs are, None where they are not known or differ."""
+    """Live nodes of a Ray cluster from `ray.nodes()`, head first, and the device type of their GPUs.
+
+    The device is None if the GPUs are unknown or differ.
+    """
     nodes, kinds = [], set()
     for state in sorted(states, key=lambda s: "node:__internal_head__" not in s["Resources"]):
         if not state["Alive"]:
@@ -62,7 +64,7 @@ PlacedRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
 LEARNER, ENGINE, REWARD, ENVIRONMENTS = "learner", "engine", "reward model", "environments"
 CRITIC, REFERENCE = "critic", "reference model"
 MOST_ENVIRONMENTS = 16
-"""Processes for environments that are started unasked."""
+"""Maximum number of environment processes if the recipe gives no count."""
 
 
 @dataclass(frozen=True)
@@ -71,33 +73,33 @@ class Worker:
 
     role: str
     number: int
-    """From 0, among those of the role."""
+    """Index within the role, from 0."""
     cpus: float
     gpus: int
-    """GPUs that it needs; those of a colocated engine are the learners'."""
+    """Number of GPUs it needs. 0 for a colocated engine, which uses the learners' GPUs."""
     colocated: bool = False
     node: int = -1
-    """Index of its machine, once placed."""
+    """Index of its node. -1 before placement."""
     devices: tuple[int, ...] = ()
-    """Of that machine, once placed."""
+    """Device indices on that node. Empty before placement."""
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name for messages."""
         return f"{self.role} {self.number}"
 
 
 def placed_recipe(recipe: Recipe) -> PlacedRecipe:
-    """The recipe, if its stage can be placed on a cluster; else `InputError`."""
+    """The recipe, typed as placeable. Raises `InputError` if its stage cannot run on a cluster."""
     if not isinstance(recipe, PlacedRecipe):
         raise InputError(
-            f"stage {recipe.stage} runs in one process; a cluster is for the stages rl, sft, reward and dpo"
+            f"stage {recipe.stage} runs in one process; only the stages rl, sft, reward and dpo run on a cluster"
         )
     return recipe
 
 
 def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
-    """Engines of the recipe in processes of their own; `devices`: whether the cluster has GPUs."""
+    """Number of engine processes. `devices`: whether the cluster has GPUs."""
     if isinstance(recipe, DpoRecipe | RewardRecipe) or recipe.environment is None:
         return 0
     wanted = recipe.hardware.engines
@@ -107,27 +109,27 @@ def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
 
 
 def reward_count(recipe: PlacedRecipe) -> int:
-    """Copies of the reward model in processes of their own. Credit of units asks the learner's own."""
+    """Number of reward-model processes. Unit credit uses the learner's reward model instead."""
     if not isinstance(recipe, RlRecipe) or recipe.reward is None:
         return 0
     return recipe.hardware.rewards.count
 
 
 def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
-    """The processes that the recipe asks for on these machines, not yet placed."""
+    """The worker processes of the recipe on these nodes, before placement."""
     hardware: HardwareRecipe = recipe.hardware
     gpus = any(node.devices for node in nodes)
-    own = 1 if gpus else 0
-    workers = [Worker(LEARNER, i, hardware.cpus, own) for i in range(hardware.processes)]
+    per_worker = 1 if gpus else 0
+    workers = [Worker(LEARNER, i, hardware.cpus, per_worker) for i in range(hardware.processes)]
     for role, count in ((CRITIC, hardware.dedicated.critic), (REFERENCE, hardware.dedicated.reference)):
-        workers += [Worker(role, i, hardware.cpus, own) for i in range(count)]
+        workers += [Worker(role, i, hardware.cpus, per_worker) for i in range(count)]
     engines = hardware.engines
     together = gpus and engines.colocated
-    needed = 0 if together else engines.devices * own
+    needed = 0 if together else engines.devices * per_worker
     count = engine_count(recipe, gpus)
     workers += [Worker(ENGINE, i, engines.cpus, needed, together) for i in range(count)]
     rewards = hardware.rewards
-    workers += [Worker(REWARD, i, rewards.cpus, rewards.devices * own) for i in range(reward_count(recipe))]
+    workers += [Worker(REWARD, i, rewards.cpus, rewards.devices * per_worker) for i in range(reward_count(recipe))]
     if isinstance(recipe, DpoRecipe | RewardRecipe) or recipe.environment is None:
         return workers
     wanted = hardware.environments.count
@@ -138,33 +140,34 @@ def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
 
 
 def place(recipe: PlacedRecipe, nodes: list[Node]) -> tuple[list[Worker], float]:
-    """The processes, each on the first machine with room for it, and the share of the cores asked for that all get.
+    """Place each worker on the first node with room.
 
-    `InputError` where the GPUs are not enough.
+    Returns the placed workers and the fraction of the requested cores that every worker gets. Raises `InputError` if there
+    are too few GPUs.
     """
     workers = workers_of(recipe, nodes)
     _enough_devices(recipe, workers, nodes)
     asked, there = sum(worker.cpus for worker in workers), sum(node.cpus for node in nodes)
     share = min(1.0, there / asked)
     while True:
-        found = _packed(recipe, [replace(w, cpus=_floor(w.cpus * share)) for w in workers], nodes)
-        if found is not None:
-            return found, share
+        placed = _packed(recipe, [replace(w, cpus=_floor(w.cpus * share)) for w in workers], nodes)
+        if placed is not None:
+            return placed, share
         share *= 0.9
         if share < 0.01:
             raise InputError(
-                f"the devices of the cluster lie so that {counted(workers)} cannot be placed: those of one engine are on one "
-                "machine; change hardware.engines.devices or hardware.processes"
+                f"cannot place {counted(workers)} on the devices of the cluster: all devices of an engine must be on one "
+                "node; change hardware.engines.devices or hardware.processes"
             )
 
 
 def _floor(cpus: float) -> float:
-    """Ray counts cores in ten-thousandths; two digits are enough."""
+    """Round down to two decimals. Ray resolves cores to 1e-4."""
     return max(0.01, math.floor(cpus * 100) / 100)
 
 
 def counted(workers: list[Worker]) -> str:
-    """Such as `2 x learner, 1 x engine`."""
+    """Workers per role, for example `2 x learner, 1 x engine`."""
     counts = {role: sum(worker.role == role for worker in workers) for role in dict.fromkeys(w.role for w in workers)}
     return ", ".join(f"{count} x {role}" for role, count in counts.items())
 
@@ -173,20 +176,20 @@ def _enough_devices(recipe: PlacedRecipe, workers: list[Worker], nodes: list[Nod
     needed, there = sum(worker.gpus for worker in workers), sum(node.devices for node in nodes)
     if needed > there:
         raise InputError(
-            f"hardware: {counted(workers)} take {needed} GPUs and the cluster has {there}; lower hardware.processes or "
+            f"hardware: {counted(workers)} need {needed} GPUs, but the cluster has {there}; lower hardware.processes or "
             "hardware.engines.count, or set hardware.engines.colocated: true"
         )
     engines = recipe.hardware.engines
     together = sum(worker.colocated for worker in workers) * engines.devices
     if together > recipe.hardware.processes:
         raise InputError(
-            f"hardware.engines: colocated engines take {together} GPUs, more than those of hardware.processes = "
+            f"hardware.engines: colocated engines need {together} GPUs, more than the GPUs of hardware.processes = "
             f"{recipe.hardware.processes} learners; lower the count, or set hardware.engines.colocated: false"
         )
 
 
 def _packed(recipe: PlacedRecipe, workers: list[Worker], nodes: list[Node]) -> list[Worker] | None:
-    """The workers on machines; None where one finds no room."""
+    """Place the workers on nodes. None if one does not fit."""
     cores, devices = [node.cpus for node in nodes], [list(range(node.devices)) for node in nodes]
     learners: list[Worker] = []
     placed = []
@@ -196,15 +199,15 @@ def _packed(recipe: PlacedRecipe, workers: list[Worker], nodes: list[Node]) -> l
             hosts = learners[worker.number * size : (worker.number + 1) * size]
             if len({host.node for host in hosts}) != 1 or cores[hosts[0].node] < worker.cpus - 1e-9:
                 return None
-            node, own = hosts[0].node, tuple(device for host in hosts for device in host.devices)
+            node, assigned = hosts[0].node, tuple(device for host in hosts for device in host.devices)
         else:
             fits = [i for i in range(len(nodes)) if len(devices[i]) >= worker.gpus and cores[i] >= worker.cpus - 1e-9]
             if not fits:
                 return None
-            node, own = fits[0], tuple(devices[fits[0]][: worker.gpus])
+            node, assigned = fits[0], tuple(devices[fits[0]][: worker.gpus])
             devices[node] = devices[node][worker.gpus :]
         cores[node] -= worker.cpus
-        placed.append(replace(worker, node=node, devices=own))
+        placed.append(replace(worker, node=node, devices=assigned))
         if worker.role == LEARNER:
             learners.append(placed[-1])
     return placed

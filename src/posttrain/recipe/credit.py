@@ -185,26 +185,26 @@ class CriticRecipe(BaseConfig):
         if self.backbone == "separate":
             if self.coefficient != 0.1:
                 raise ValueError(
-                    "`critic.coefficient` weighs the value loss against the policy's, which only `critic.backbone: shared` "
-                    "joins; remove it"
+                    "`critic.coefficient` weighs the value loss against the policy loss, which needs `critic.backbone: shared`; "
+                    "remove it"
                 )
             return self
         if self.path is not None:
             raise ValueError(
-                "`critic.path` starts a critic of its own weights, such as a reward model's; with `critic.backbone: shared` "
-                "the weights are the policy's and the head starts at 0. Set `critic.backbone: separate`, or remove `critic.path`"
+                "`critic.path` initializes a separate critic; with `critic.backbone: shared` "
+                "the critic uses the policy's weights and its head starts at 0. Set `critic.backbone: separate`, or remove `critic.path`"
             )
         for key, default in (("dtype", "float32"), ("lora", None)):
             if getattr(self, key) != default:
                 raise ValueError(
-                    f"`critic.{key}` has no effect with `critic.backbone: shared`, whose trunk is the policy's: see `model.{key}`"
+                    f"`critic.{key}` has no effect with `critic.backbone: shared`, which uses the policy's weights; see `model.{key}`"
                 )
         skipped = "max_skipped_updates"
         default = OptimizerRecipe.model_fields[skipped].default
         if not self.updates_before_policy and getattr(self.optimizer, skipped) != default:
             raise ValueError(
                 f"`critic.optimizer.{skipped}` has no effect with `critic.backbone: shared` and no `updates_before_policy`: "
-                f"the head's updates are the policy's, see `optimizer.{skipped}`"
+                f"the head is updated with the policy; see `optimizer.{skipped}`"
             )
         return self
 

@@ -85,7 +85,7 @@ class DataRecipe(BaseConfig):
     @model_validator(mode="after")
     def _held_out_or_given(self):
         if self.held_out and self.validation:
-            raise ValueError("`held_out` takes validation rows from `train`, and `validation` names others; keep one")
+            raise ValueError("`held_out` and `validation` both define validation rows; remove one")
         return self
 
 
@@ -106,8 +106,8 @@ class PtxRecipe(BaseConfig):
     def _there_are_rows(cls, values: Any) -> Any:
         if isinstance(values, dict) and values and not values.get("data"):
             raise ValueError(
-                f"`{next(iter(values))}` would have no effect: there are no rows to train on beside the episodes; name "
-                "some in `data.train`, or remove ptx"
+                f"`{next(iter(values))}` would have no effect: there are no rows to train on; set "
+                "`data.train`, or remove ptx"
             )
         return values
 
@@ -116,6 +116,6 @@ class PtxRecipe(BaseConfig):
         for key in ("validation", "test", "held_out", "streaming"):
             if getattr(self.data, key):
                 raise ValueError(
-                    f"`data.{key}` has no place here: the rows are read at the start and trained on; remove it"
+                    f"`data.{key}` is not supported here: all rows are loaded at the start and used for training; remove it"
                 )
         return self

@@ -68,7 +68,7 @@ class OpenAIEngineRecipe(BaseConfig):
             if name in _ELSEWHERE:
                 raise ValueError(f"`{name}` is set by {_ELSEWHERE[name]}; remove it")
             if name in _OTHER_SHAPE:
-                raise ValueError(f"with `{name}` an answer would be no single text; remove it")
+                raise ValueError(f"`{name}` is not supported: a response must be a single text; remove it")
         return value
 
 
@@ -78,7 +78,7 @@ def refuse_unknown_sampling(sampling: SamplingRecipe, key: str) -> None:
         value = getattr(sampling, name)
         if value != SamplingRecipe.model_fields[name].default:
             raise ValueError(
-                f"`{key}.{name}` is no field of the OpenAI protocol; where the server knows it, give "
+                f"`{key}.{name}` is not a field of the OpenAI protocol; if the server supports it, set "
                 f"`engine.extra_body.{name}={value:g}` instead"
             )
 
@@ -173,14 +173,14 @@ class VllmEngineRecipe(BaseConfig):
         if self.mode == "in_process":
             for key in ("servers", "urls", "python", "token_variable"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"`{key}` is about servers, and `mode` is in_process; set `mode: servers`")
+                    raise ValueError(f"`{key}` has no effect with `mode: in_process`; set `mode: servers`")
         if self.urls and self.servers != 1:
-            raise ValueError("`urls` names servers that run already and `servers` starts some; give one of the two")
+            raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
         if self.token_variable is not None and not self.urls:
-            raise ValueError("`token_variable` is for servers at `urls`; servers that are started here need none")
+            raise ValueError("`token_variable` applies only to servers at `urls`; remove it, or set `urls`")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"`urls` holds {url}, which should begin with http:// or https://")
+                raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")
         return self
 
 
@@ -193,8 +193,8 @@ def refuse_unknown_logprobs(engine: LocalEngineRecipe | VllmEngineRecipe, sampli
     cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     if isinstance(engine, VllmEngineRecipe) and cut and sampling.temperature not in (0, 1):
         raise ValueError(
-            "`engine.type: vllm` tells log-probabilities before temperature and truncation or after both, and training needs "
-            "those after the temperature alone; set `rollout.sampling.temperature: 1`, or remove top_p, top_k and min_p"
+            "`engine.type: vllm` returns log-probabilities either before temperature and truncation or after both, but training "
+            "needs them after temperature only; set `rollout.sampling.temperature: 1`, or remove top_p, top_k and min_p"
         )
 
 

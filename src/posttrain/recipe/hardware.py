@@ -81,7 +81,5 @@ class HardwareRecipe(BaseConfig):
         keys = ("cpus", "engines", "rewards", "environments", "dedicated", "max_restarts", "hang_timeout", "on_hang")
         given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
         if self.ray is None and given:
-            raise ValueError(
-                f"`hardware.{given[0]}` places work on a Ray cluster and has no effect without one; add `hardware.ray: auto`"
-            )
+            raise ValueError(f"`hardware.{given[0]}` has no effect without a Ray cluster; add `hardware.ray: auto`")
         return self

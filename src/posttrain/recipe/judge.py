@@ -91,7 +91,7 @@ class Rubric(BaseConfig):
             if name not in FIELDS:
                 raise ValueError(f"there is no field {{{name}}}; use {', '.join(f'{{{field}}}' for field in FIELDS)}")
         if named.count("prediction") != 1:
-            raise ValueError("it has to show {prediction} once")
+            raise ValueError("the template must contain {prediction} exactly once")
         return value
 
     @property

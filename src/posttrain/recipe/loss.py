@@ -35,7 +35,7 @@ class PolicyLoss(Section):
     @model_validator(mode="after")
     def _constant_is_given(self):
         if (self.aggregation == "constant") != (self.constant is not None):
-            raise ValueError("`constant` goes with `aggregation: constant`, and with it alone")
+            raise ValueError("set `constant` if and only if `aggregation: constant`")
         return self
 
 

@@ -85,7 +85,7 @@ class RlRecipe(PlayedRecipe):
         if self.unit_credit is None:
             return self
         if self.reward is None:
-            raise ValueError("`unit_credit` asks a reward model what units are worth; set `reward.path`, or remove it")
+            raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
         if isinstance(self.unit_credit, CausalCredit) and not isinstance(self.credit, CriticCredit | TokenCredit):
             what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
             raise ValueError(
@@ -107,8 +107,8 @@ class RlRecipe(PlayedRecipe):
         longest = self.rollout.tokens_per_episode
         if self.reward.tokens_per_batch < longest:
             raise ValueError(
-                f"one episode may have `rollout.tokens_per_episode` = {longest} tokens, more than the reward model reads "
-                f"at a time, `reward.tokens_per_batch` = {self.reward.tokens_per_batch}; raise the latter or lower the former"
+                f"one episode may have `rollout.tokens_per_episode` = {longest} tokens, more than the reward model's "
+                f"limit `reward.tokens_per_batch` = {self.reward.tokens_per_batch}; raise the latter or lower the former"
             )
         return self
 
@@ -135,7 +135,7 @@ class RlRecipe(PlayedRecipe):
             )
         if self.rollout.filter.type != "none" and self.rollout.episodes_per_group < 2:
             raise ValueError(
-                "`rollout.filter` looks at the spread inside a group; set `rollout.episodes_per_group` to 2 or more"
+                "`rollout.filter` uses the variance within a group; set `rollout.episodes_per_group` to 2 or more"
             )
         if self.learner.tokens_per_batch < self.rollout.tokens_per_episode:
             raise ValueError(
@@ -144,7 +144,7 @@ class RlRecipe(PlayedRecipe):
             )
         if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.epochs_per_step > 1):
             raise ValueError(
-                "`loss.type: reinforce` has no importance weights, so it takes one update per step; use ppo for more"
+                "`loss.type: reinforce` has no importance weights, so it supports one update per step only; use ppo for more"
             )
         updates = self.steps * self.learner.updates_per_step * self.learner.epochs_per_step
         if self.has_critic and self.critic.updates_before_policy >= updates:

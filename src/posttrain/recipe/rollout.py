@@ -146,7 +146,7 @@ class EvaluationRecipe(BaseConfig):
     @model_validator(mode="after")
     def _greedy_once(self):
         if self.sampling.temperature == 0 and self.episodes_per_seed > 1:
-            raise ValueError("greedy episodes of one seed are all alike; set `episodes_per_seed: 1` or a temperature")
+            raise ValueError("greedy episodes of one seed are identical; set `episodes_per_seed: 1` or a temperature")
         return self
 
 
@@ -161,23 +161,23 @@ def refuse_ahead(
     """Raise ValueError for settings of asynchronous rollouts that no episode could satisfy or that `engine` does not support."""
     if rollout.replay is not None and (ray or engine != "local"):
         raise ValueError(
-            "`rollout.replay` follows the forward passes of an engine in this process, and those of engines outside are not "
-            "counted; replay with `engine.type: local` and without `hardware.ray`"
+            "`rollout.replay` needs an engine in this process, because forward passes of external engines are not "
+            "counted; set `engine.type: local` and remove `hardware.ray`"
         )
     if rollout.async_rollouts and processes > 1 and scored:
         raise ValueError(
-            "with `rollout.async_rollouts` above 0 the first process samples and scores by itself, and with `hardware.processes` above "
-            "1 the reward model of `reward.path` is divided among all; set one of the three otherwise"
+            "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with `hardware.processes` above "
+            "1 the reward model of `reward.path` is sharded over all processes; change one of the three"
         )
     if rollout.async_rollouts and rollout.on_new_weights == "continue" and ray:
         raise ValueError(
-            "engines of a Ray cluster take new weights between rollouts alone, so `rollout.on_new_weights: continue` cannot be "
-            "kept; use finish or restart"
+            "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: continue` is not "
+            "supported; use finish or restart"
         )
     behind = updates_behind(rollout, learner)
     if rollout.max_staleness is not None and rollout.on_new_weights == "finish" and rollout.max_staleness < behind:
         raise ValueError(
-            f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is learned from "
+            f"with `rollout.on_new_weights: finish` every episode is {behind} updates old when it is used for training "
             f"(`rollout.async_rollouts` {rollout.async_rollouts} x updates per step), so `rollout.max_staleness` = {rollout.max_staleness} would "
             "drop them all; raise it, or use continue or restart"
         )

@@ -61,8 +61,8 @@ class EvaluateRecipe(PlayedRecipe):
             refuse_unknown_sampling(self.evaluation.sampling, "evaluation.sampling")
             if self.reward is not None:
                 raise ValueError(
-                    "`reward.path` reads the tokens of an answer, which a server does not tell; remove `reward`, or name a "
-                    "judge in environment.judge"
+                    "`reward.path` needs token ids, which a server does not return; remove `reward`, or set "
+                    "environment.judge"
                 )
         return self
 
@@ -84,7 +84,7 @@ class PromptsRecipe(BaseConfig):
     @model_validator(mode="after")
     def _each_once(self):
         if any(source.weight != 1 for source in self.test):
-            raise ValueError("`test.weight` means nothing here, for every row is answered; remove it")
+            raise ValueError("`test.weight` has no effect, because every row is answered; remove it")
         return self
 
 
@@ -149,7 +149,7 @@ class GenerateRecipe(StageRecipe):
     @model_validator(mode="after")
     def _samples_differ(self):
         if self.sampling.temperature == 0 and self.samples > 1:
-            raise ValueError("greedy answers to one row are all alike; set `samples: 1` or a `sampling.temperature`")
+            raise ValueError("greedy answers to one row are identical; set `samples: 1` or a `sampling.temperature`")
         return self
 
     @model_validator(mode="after")
@@ -157,9 +157,9 @@ class GenerateRecipe(StageRecipe):
         for name in self.keep_columns:
             if name in OWN_COLUMNS:
                 hint = "; give it as `data.id`" if name == "id" else ""
-                raise ValueError(f"`keep_columns` names {name}, which a prediction has already{hint}")
+                raise ValueError(f"`keep_columns` names {name}, which every prediction already has{hint}")
         if self.out is not None and Path(self.out).suffix != ".jsonl":
-            raise ValueError(f"`out` is {self.out}; predictions are JSON lines, so let its name end in `.jsonl`")
+            raise ValueError(f"`out` is {self.out}; predictions are JSON lines, so the name must end in `.jsonl`")
         if self.out is not None and any(_same(self.out, source.path) for source in self.data.test):
             raise ValueError(f"`out` is {self.out}, which `data.test` reads; choose another file")
         return self

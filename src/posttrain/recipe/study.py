@@ -33,10 +33,10 @@ class Range(BaseConfig):
         if self.log and self.low <= 0:
             raise ValueError(f"`low` is {self.low:g}; with `log` it must be above 0")
         if self.log and self.step is not None:
-            raise ValueError("`log` and `step` exclude each other; keep one of them")
+            raise ValueError("`log` and `step` are mutually exclusive; remove one")
         if self.step is not None and abs((steps := (self.high - self.low) / self.step) - round(steps)) > 1e-6:
             raise ValueError(
-                f"`high` ({self.high:g}) is no whole number of `step`s ({self.step:g}) above `low` ({self.low:g})"
+                f"`high` ({self.high:g}) must be a whole number of `step`s ({self.step:g}) above `low` ({self.low:g})"
             )
         whole = [value for value in (self.low, self.high, self.step) if value is not None]
         if self.int and any(value != round(value) for value in whole):
@@ -75,7 +75,7 @@ class Limit(BaseConfig):
     @model_validator(mode="after")
     def _one_of_them(self):
         if (self.max is None) == (self.min is None):
-            raise ValueError("a limit is either `max` or `min`; give one of them")
+            raise ValueError("a limit needs exactly one of `max` and `min`")
         return self
 
 
@@ -142,7 +142,7 @@ class Retest(BaseConfig):
     @model_validator(mode="after")
     def _different_seeds(self):
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("`seeds` holds a seed twice, which would count one run as two")
+            raise ValueError("`seeds` contains a seed twice; remove one")
         return self
 
 
@@ -198,17 +198,17 @@ class StudyRecipe(BaseConfig):
     @model_validator(mode="after")
     def _parts_fit(self):
         if bool(self.search) == bool(self.groups):
-            raise ValueError("a study has either `search` or `groups`; give one of them")
+            raise ValueError("a study needs exactly one of `search` and `groups`")
         if self.groups:
             for key in ("trials", "start"):
                 if getattr(self, key):
                     raise ValueError(f"`{key}` has no effect with `groups`, which run their grids; remove it")
             if self.pruner.type != "none":
-                raise ValueError("`pruner` has no place with `groups`, whose table shows every value; remove it")
+                raise ValueError("`pruner` is not supported with `groups`, which report every value; remove it")
         for group in self.groups:
             for key, values in group.grid.items():
                 if isinstance(values, Range):
-                    raise ValueError(f"`{key}` of group {group.name} is a range, which has no grid; list its values")
+                    raise ValueError(f"`{key}` of group {group.name} is a range; a grid needs a list of values")
         names = [group.name for group in self.groups]
         keys = [key for group in self.groups for key in group.grid]
         for what, found in (("groups", names), ("keys", keys)):
@@ -220,7 +220,7 @@ class StudyRecipe(BaseConfig):
             if not isinstance(values, Range) and len(choices) < (2 if self.search else 1):
                 raise ValueError(f"`{key}` has too few values to search; put a single one under `keys`")
             if any(choice in choices[:at] for at, choice in enumerate(choices)):
-                raise ValueError(f"`{key}` holds a value twice; keep one of them")
+                raise ValueError(f"`{key}` contains a value twice; remove one")
         for point in self.start:
             for key in point:
                 if key not in self.search:

@@ -81,19 +81,19 @@ class SftRecipe(_Rows):
     def _parts_fit(self):
         refuse_lone_adapters(self.engine, self.model)
         if self.data is None and self.environment is None:
-            raise ValueError(
-                "there is nothing to train on; name rows in `data.train`, or in `environment.type` a task whose expert to copy"
-            )
+            raise ValueError("no training data; set `data.train`, or set `environment.type` to train on expert traces")
         if self.data is None:
             refuse_overlap("experts.seeds", self.experts.seeds, self.evaluation)
         else:
             _check_rows(self, self.data, 1)
         if self.evaluation.metric == "loss" and not _measured(self.data):
             raise ValueError(
-                "`evaluation.metric: loss` needs validation rows; name `data.validation` or `data.held_out`"
+                "`evaluation.metric: loss` needs validation rows; set `data.validation` or `data.held_out`"
             )
         if self.evaluation.metric in ("success", "return") and self.environment is None:
-            raise ValueError(f"`evaluation.metric: {self.evaluation.metric}` needs an environment to play in")
+            raise ValueError(
+                f"`evaluation.metric: {self.evaluation.metric}` needs an environment; set `environment.type`"
+            )
         return self
 
     @property
@@ -126,7 +126,7 @@ class DpoRecipe(_Rows):
     def _parts_fit(self):
         _check_rows(self, self.data, 1 if self.loss.type == "kto" else 2)
         if self.nll_coefficient and self.loss.type in ("kto", "orpo"):
-            raise ValueError(f"`nll_coefficient` has no place in `loss.type: {self.loss.type}`; set it to 0")
+            raise ValueError(f"`nll_coefficient` is not supported by `loss.type: {self.loss.type}`; set it to 0")
         if self.loss.type == "kto" and self.rows_per_update < 2:
             raise ValueError("`loss.type: kto` compares the rows of an update; set `rows_per_update` to 2 or more")
         return self
@@ -163,6 +163,6 @@ def _check_rows(recipe: _Rows, data: DataRecipe, answers: int) -> None:
             f"`learner.tokens_per_batch` = {recipe.learner.tokens_per_batch}; raise the latter or lower the former"
         )
     if data.streaming and recipe.steps is None:
-        raise ValueError("`data.streaming` does not know how many rows there are; set `steps`")
+        raise ValueError("with `data.streaming` the number of rows is unknown; set `steps`")
     if data.streaming and data.held_out:
-        raise ValueError("`data.held_out` cannot be taken from rows that are streamed; name `data.validation`")
+        raise ValueError("`data.held_out` cannot be taken from streamed rows; set `data.validation`")

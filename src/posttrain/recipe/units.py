@@ -133,7 +133,7 @@ class LearnedCredit(_Placed, _Mixed):
     @model_validator(mode="after")
     def _fit_of_a_file(self) -> "LearnedCredit":
         if self.fit is not None and self.normalizer is None:
-            raise ValueError("`fit` names a fit of `normalizer`, which is not given; set it, or remove `fit`")
+            raise ValueError("`fit` needs `normalizer`; set it, or remove `fit`")
         return self
 
 

@@ -1,4 +1,4 @@
-"""Keys that a user gave and that change nothing, and values that seldom mean what they say."""
+"""Warnings about recipe keys without effect and about unusual values."""
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
@@ -19,18 +19,18 @@ from posttrain.recipe.stages import (
 from posttrain.recipe.units import CausalCredit
 
 _UPDATES = 32
-"""Most optimizer steps on the same episodes that published runs of many steps have borne."""
+"""Maximum number of optimizer steps on the same episodes in published long runs."""
 _STEEP = 0.95
 _STARTED_WITH = (
     *("python", "tensor_parallel", "first_device", "threads", "gpu_memory_utilization", "cache_gigabytes"),
     *("max_model_len", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
 )
-"""Keys of a vLLM engine that are settled when it is started."""
+"""Keys of a vLLM engine that are fixed at its start."""
 _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
-    """One sentence for each key without effect and each value to look at twice."""
+    """One sentence for each key without effect and each unusual value."""
     found: list[str] = []
     if isinstance(recipe, GenerateRecipe):
         return _generation(recipe)
@@ -43,7 +43,7 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
         return found
     if recipe.environment is None:
         parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
-        return [*found, *(_without_effect(key, "there is no environment to play in") for key in parts)]
+        return [*found, *(_without_effect(key, "the recipe has no environment") for key in parts)]
     found += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
     if recipe.remote is None:
         found += _limits(recipe)
@@ -53,7 +53,7 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
         found += _rollout_unused(recipe.rollout, recipe.stage)
     if isinstance(recipe, EvaluateRecipe):
         found += [
-            _without_effect(f"evaluation.{key}", "the evaluate stage plays evaluation.final_seeds once")
+            _without_effect(f"evaluation.{key}", "the evaluate stage runs one evaluation, on evaluation.final_seeds")
             for key in ("every", "seeds", "metric")
             if _given(recipe.evaluation, key)
         ]
@@ -62,27 +62,25 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
 
 
 def _generation(recipe: GenerateRecipe) -> list[str]:
-    """What has no effect where rows are answered."""
+    """Warnings for the `generate` stage."""
     found = _sampling("sampling", recipe.sampling)
     if recipe.remote is None:
         return found
     if _given(recipe, "window"):
-        found.append(_without_effect("window", "engine.type is openai, and no answer depends on the others"))
+        found.append(_without_effect("window", "engine.type is openai, so answers are independent"))
     return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
 
 
 def _vllm(engine: BaseConfig) -> list[str]:
-    """What has no effect on servers that run already: they were started with keys of their own."""
+    """Keys without effect on external servers, which were started with their own settings."""
     if not isinstance(engine, VllmEngineRecipe) or not engine.urls:
         return []
     given = [key for key in _STARTED_WITH if _given(engine, key)]
-    return [
-        _without_effect(f"engine.{key}", "the servers at engine.urls were started by someone else") for key in given
-    ]
+    return [_without_effect(f"engine.{key}", "the servers at engine.urls are already running") for key in given]
 
 
 def _remote(recipe: EvaluateRecipe) -> list[str]:
-    """What has no effect, and what will be refused, where a remote model plays."""
+    """Keys without effect, and settings that a remote model rejects."""
     if recipe.remote is None:
         return []
     found = _server(recipe, recipe.remote, recipe.evaluation.sampling)
@@ -91,7 +89,7 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
 
 
 def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe, sampling: SamplingRecipe) -> list[str]:
-    """What has no effect where a remote model answers."""
+    """Keys without effect with a remote model."""
     server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
     found = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
     if _given(rollout, "tokens_per_episode"):
@@ -104,27 +102,27 @@ def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe,
 
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
-    """What has no effect where an update is made on rows."""
+    """Keys without effect in stages that train on rows."""
     unused = [key for key in ("updates_per_step", "epochs_per_step") if _given(recipe.learner, key)]
-    found = [_without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update a step") for key in unused]
+    found = [_without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update per step") for key in unused]
     data = recipe.data
     if recipe.steps is not None and recipe.epochs != 1:
-        found.append(_without_effect("epochs", "steps says when the run ends"))
+        found.append(_without_effect("epochs", "steps determines the length of the run"))
     if data is None:
         return found
     if not data.streaming and _given(data, "shuffle_buffer"):
         found.append(_without_effect("data.shuffle_buffer", "data.streaming is false"))
     if data.streaming and any(source.weight != 1 for source in data.train):
-        found.append(_without_effect("data.train weight", "streamed rows are read once, in their order"))
+        found.append(_without_effect("data.train weight", "streamed rows are read once, in order"))
     if not (data.validation or data.held_out) and not (isinstance(recipe, SftRecipe) and recipe.environment):
         found.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
     if isinstance(recipe, SftRecipe) and recipe.experts != type(recipe.experts)():
-        found.append(_without_effect("experts", "the rows of data are what is trained on"))
+        found.append(_without_effect("experts", "the run trains on the rows in data"))
     return found
 
 
 def _given(part: BaseConfig, key: str) -> bool:
-    """Whether the key differs from its default: a dumped recipe gives every key, and that is no mistake."""
+    """Whether the key was given and differs from its default. A dumped recipe gives every key, which is valid."""
     return key in part.model_fields_set and getattr(part, key) != type(part).model_fields[key].default
 
 
@@ -195,12 +193,12 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     if recipe.has_critic:
         found += _critic_without_effect(recipe.critic, once)
     elif recipe.critic != type(recipe.critic)():
-        # No error, so that one key changes gae for another credit and back.
+        # Not an error, so that users can switch between gae and other credit with one key.
         found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
     once = once and recipe.loss.correction is None
     if once and isinstance(recipe.loss, PpoLoss | GspoLoss):
         clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(recipe.loss, key)]
-        reason = "with one update per step the ratio is 1 and nothing is clipped"
+        reason = "with one update per step the ratio is always 1"
         found += [_without_effect(f"loss.{key}", reason) for key in clips]
     if recipe.evaluation.every > recipe.steps:
         found.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
@@ -208,14 +206,14 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
 
 
 def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
-    """`once`: whether a step makes one update."""
+    """Keys without effect in `critic`. `once`: whether a step makes one update."""
     found: list[str] = []
     if critic.optimizer.schedule == "constant" and _given(critic.optimizer, "final_fraction"):
         found.append(_without_effect("critic.optimizer.final_fraction", "critic.optimizer.schedule is constant"))
     if critic.lora is not None and _given(critic.lora, "export"):
         found.append(_without_effect("critic.lora.export", "the critic is not exported"))
     if once and _given(critic, "clip"):
-        found.append(_without_effect("critic.clip", "with one update per step the values have not moved yet"))
+        found.append(_without_effect("critic.clip", "with one update per step the values are unchanged"))
     return found
 
 
@@ -225,9 +223,9 @@ def _many_updates(recipe: RlRecipe) -> list[str]:
     if count <= _UPDATES:
         return []
     return [
-        f"{count} updates are made on the same episodes (learner.updates_per_step {learner.updates_per_step} x "
-        f"learner.epochs_per_step {learner.epochs_per_step}); the last ones train a policy that did not play them, which has made runs "
-        f"collapse; {_UPDATES} or fewer are usual"
+        f"a step makes {count} updates on the same episodes (learner.updates_per_step {learner.updates_per_step} x "
+        f"learner.epochs_per_step {learner.epochs_per_step}). Late updates are far off-policy, which can make a run "
+        f"collapse; use {_UPDATES} or fewer"
     ]
 
 
@@ -239,7 +237,7 @@ def _steep_kl(recipe: RlRecipe) -> list[str]:
         return []
     return [
         f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, the "
-        f"coefficient is multiplied by {factor:.2g} each step and soon practically 0; raise kl.horizon"
+        f"coefficient is multiplied by {factor:.2g} each step and quickly approaches 0; raise kl.horizon"
     ]
 
 
@@ -247,8 +245,8 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
     loss, lora, optimizer, found = recipe.loss, recipe.model.lora, recipe.optimizer, []
     if isinstance(recipe.unit_credit, CausalCredit) and getattr(recipe.credit, "discount", 1.0) < 1:
         found.append(
-            f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes what is learned, for "
-            "rewards that arrive earlier count more"
+            f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes the objective, because "
+            "earlier rewards count more"
         )
     if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
         found.append(
@@ -258,29 +256,29 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
     found += _many_updates(recipe) + _steep_kl(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.type == "reinforce" and loss.correction is None:
         found.append(
-            "loss.type reinforce has no importance weights, and with rollout.async_rollouts above 0 it takes episodes of older "
-            "weights for those of the newest; use ppo, or set loss.correction"
+            "loss.type reinforce has no importance weights, and with rollout.async_rollouts above 0 it treats episodes of older "
+            "weights as on-policy; use ppo, or set loss.correction"
         )
     if isinstance(recipe.engine, VllmEngineRecipe) and loss.correction is None:
         found.append(
-            "engine.type vllm computes log-probabilities otherwise than the learner does (policy/mismatch says how far apart "
-            "they are), and nothing corrects for that; set loss.correction.type to tis or mis"
+            "engine.type vllm computes log-probabilities differently from the learner (policy/mismatch measures the difference), "
+            "without a correction; set loss.correction.type to tis or mis"
         )
     if lora is not None and lora.dropout > 0:
-        found.append("model.lora.dropout above 0 makes the engine and the learner different policies")
+        found.append("model.lora.dropout above 0 makes the policies of engine and learner differ")
     if lora is None and optimizer.learning_rate > 1e-4:
-        found.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for training all weights by rl")
+        found.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for full-parameter rl")
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
-    own = updates - (recipe.critic.updates_before_policy if recipe.has_critic else 0)
-    if optimizer.warmup_updates >= own:
-        found.append(f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {own} updates of the run")
+    policy_updates = updates - (recipe.critic.updates_before_policy if recipe.has_critic else 0)
+    if optimizer.warmup_updates >= policy_updates:
+        found.append(
+            f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {policy_updates} updates of the run"
+        )
     if recipe.has_critic and recipe.critic.optimizer.warmup_updates >= updates:
         found.append(
             f"critic.optimizer.warmup_updates {recipe.critic.optimizer.warmup_updates} is not below the {updates} "
             "updates of the run"
         )
     if recipe.rollout.sampling.temperature == 0 and recipe.rollout.episodes_per_group > 1:
-        found.append(
-            "rollout.sampling.temperature 0 makes the episodes of a group alike, so there is nothing to compare"
-        )
+        found.append("rollout.sampling.temperature 0 makes all episodes of a group identical")
     return found
