@@ -1,8 +1,9 @@
-"""The house: arrows point one way, files stay short, and importing the package is light."""
+"""The layout of the package: dependencies point one way, files stay short, and importing is light."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,79 +11,170 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "posttrain"
 FILES = sorted(SOURCE.rglob("*.py"))
-ALLOWED = {
-    "recipe": set(),
-    "distribution": {"recipe"},
-    "runs": {"recipe", "distribution"},
-    "environments": {"recipe", "data.examples", "data.problems", "data.rows"},
-    "credit": {"recipe", "rollout.streams"},
-    "losses": {"recipe", "credit.types"},
-    "data": {"recipe"},
-    "models": {"recipe", "distribution"},
-    "engines": {"recipe", "models", "distribution", "rollout.streams", "runs.notices"},
-    "rollout": {
-        "recipe",
-        "runs",
-        "environments",
-        "engines",
-        "data",
-        "credit.types",
-        "credit.units",
-        "models",
-        "distribution",
-    },
-    "evaluation": {"recipe", "runs", "environments", "data", "models", "rollout"},
-    "training": {
-        "recipe",
-        "distribution",
-        "runs",
-        "environments",
-        "engines",
-        "data",
-        "models",
-        "credit",
-        "losses",
-        "rollout",
-        "evaluation",
-        "cluster.launch",
-    },
-    "cluster": {"recipe", "runs", "distribution", "environments", "data", "models", "engines", "rollout", "training"},
-    "tune": {"recipe", "runs", "training", "evaluation"},
-    "reports": {"recipe", "runs", "rollout", "credit.units", "models.load", "training.table"},
+MODULES = {".".join(file.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__") for file in FILES}
+LAYERS = [
+    {"episode", "errors", "seeds", "plugins", "factory"},
+    {"recipe", "runs"},
+    {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning"},
+    {"rollout"},
+    {"training", "evaluation", "distributed.ray", "view"},
+    {"stages", "pipelines", "tune"},
+    {"verbs", "result"},
+    {"cli", "posttrain"},
+]
+"""Packages and top-level modules, the lowest layer first. A package may import its own layer and those below.
+`posttrain` is the public interface, `posttrain/__init__.py`."""
+PURE = {
+    "credit": {"posttrain.recipe.credit", "posttrain.recipe.units"},
+    "losses": {"posttrain.recipe.loss"},
 }
-"""Folder -> what it may import of the package besides itself and `errors` and `seeds`."""
+"""Package -> the settings it may import besides itself, `episode`, `errors` and `seeds`."""
+TYPICAL_LINES, MOST_LINES = 200, 600
 
 
-def imports(file: Path) -> set[str]:
-    """Modules of the package that `file` imports anywhere, without the leading `posttrain.`."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names = [node.module]
-        found |= {name.removeprefix("posttrain.") for name in names if name.startswith("posttrain.")}
-    return found
+def package_of(module: str) -> str:
+    """The package of a module: `posttrain.distributed.ray.watch` -> `distributed.ray`."""
+    names = module.split(".")[1:]
+    if names[:2] == ["distributed", "ray"]:
+        return "distributed.ray"
+    return names[0] if names else "posttrain"
 
 
-@pytest.mark.parametrize("folder", ALLOWED)
-def test_arrows_point_one_way(folder):
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(file: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import in `file`, those inside functions included."""
+    modules = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}:{node.lineno}: relative import"
+            assert node.module
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules += [(node.lineno, name if name in MODULES else node.module) for name in full]
+    return modules
+
+
+def dependencies() -> dict[tuple[str, str], list[str]]:
+    """(importing package, imported package) -> where, for imports between two packages of posttrain."""
+    places = defaultdict(list)
+    for file in FILES:
+        package = package_of(module_of(file))
+        for line, name in imported(file):
+            # `from posttrain import __version__` depends on nothing: the public interface is loaded lazily.
+            if name.startswith("posttrain.") and package_of(name) != package:
+                places[package, package_of(name)].append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    return places
+
+
+def circles(edges: set[tuple[str, str]]) -> list[set[str]]:
+    """The strongly connected components of more than one package."""
+    after = defaultdict(set)
+    for source, target in edges:
+        after[source].add(target)
+
+    def reachable(start: str) -> set[str]:
+        seen, remaining = set(), [start]
+        while remaining:
+            fresh = after[remaining.pop()] - seen
+            seen |= fresh
+            remaining += fresh
+        return seen
+
+    reach = {package: reachable(package) for package in list(after)}
+    components = {
+        frozenset(other for other in reach if other in reach[package] and package in reach[other]) for package in reach
+    }
+    return [set(component) for component in components if len(component) > 1]
+
+
+def test_circles_are_found():
+    assert circles({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")}) == [{"a", "b", "c"}]
+    assert circles({("a", "b"), ("b", "c"), ("a", "c")}) == []
+
+
+def test_every_package_has_a_layer():
+    packages = {package_of(module_of(file)) for file in FILES}
+    assert packages - set().union(*LAYERS) == set(), "add the package to LAYERS"
+
+
+def test_arrows_point_one_way():
+    level = {package: number for number, layer in enumerate(LAYERS) for package in layer}
     wrong = [
-        f"{file.relative_to(SOURCE)} imports {name}"
+        place
+        for (package, other), places in dependencies().items()
+        if level[other] > level[package]
+        for place in places
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_between_packages():
+    places = dependencies()
+    wrong = [
+        f"{package} -> {other}: {place}"
+        for circle in circles(set(places))
+        for package, other in sorted(places)
+        if {package, other} <= circle
+        for place in places[package, other]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PURE)
+def test_credit_and_losses_import_only_episodes_and_their_settings(package):
+    allowed = PURE[package] | {"posttrain.episode", "posttrain.errors", "posttrain.seeds"}
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
         for file in FILES
-        if file.relative_to(SOURCE).parts[0] == folder
-        for name in imports(file)
-        if name.split(".")[0] not in (folder, "errors", "placing", "plugins", "seeds")
-        and not any(name == allowed or name.startswith(f"{allowed}.") for allowed in ALLOWED[folder])
+        if package_of(module_of(file)) == package
+        for line, name in imported(file)
+        if name.split(".")[0] == "posttrain" and package_of(name) != package and name not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_environments_need_no_model_library():
+    environments = [file for file in FILES if package_of(module_of(file)) == "environments"]
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in environments
+        for line, name in imported(file)
+        if name.split(".")[0] in ("torch", "transformers")
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert heavy_modules("; ".join(f"import {module_of(file)}" for file in environments)) == []
+
+
+def test_the_core_names_no_plugin():
+    plugins = [folder.name for folder in (ROOT / "src").iterdir() if (folder / "__init__.py").exists()]
+    plugins.remove("posttrain")
+    assert "posttrain_memory" in plugins
+    wrong = [
+        f"{file.relative_to(ROOT)} names {name}"
+        for file in SOURCE.rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+        for name in plugins
+        if name in file.read_text(encoding="utf-8")
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_files_are_short():
-    lengths = {file: len(file.read_text().splitlines()) for file in [*FILES, *(ROOT / "tests").rglob("*.py")]}
-    assert max(lengths.values()) <= 600, max(lengths, key=lambda file: lengths[file])
-    of_source = sorted(lengths[file] for file in FILES)
-    assert of_source[len(of_source) // 2] <= 150
-    assert of_source[int(len(of_source) * 0.9)] <= 350
+    lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    of_tests = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in (ROOT / "tests").rglob("*.py")}
+    assert [f"{file}: {lines}" for file, lines in (lengths | of_tests).items() if lines > MOST_LINES] == []
+    assert sorted(lengths.values())[len(lengths) // 2] <= TYPICAL_LINES
+
+
+def heavy_modules(code: str) -> list[str]:
+    """Which of the large libraries are loaded after `code` ran in a fresh interpreter."""
+    heavy = ("torch", "transformers", "wandb", "ray", "vllm")
+    program = f"import sys\n{code}\nprint(*[name for name in {heavy} if name in sys.modules])"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -96,6 +188,4 @@ def test_files_are_short():
     ],
 )
 def test_importing_is_light(module):
-    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'wandb', 'ray', 'vllm') if m in sys.modules])"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "[]"
+    assert heavy_modules(f"import {module}") == []

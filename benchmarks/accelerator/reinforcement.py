@@ -66,7 +66,7 @@ def learning(
         behaviour = np.concatenate([sample.stream.rollout_logprobs[sample.stream.sampled] for sample in samples])
         apart = float(np.abs(np.concatenate(scores) - behaviour).mean())
         if totals["optimizer/skipped"][0]:
-            raise RuntimeError("; ".join(training.learner.take_messages()))
+            raise RuntimeError("; ".join(training.learner.take_warnings()))
         if time.monotonic() > until:
             break
     total, count = sum(took.values()), groups * members

@@ -90,7 +90,7 @@ class Training:
     def update(self) -> None:
         totals = self.learner.update(self.samples, TokenLoss())
         if totals["optimizer/skipped"][0]:
-            raise RuntimeError("; ".join(self.learner.take_messages()))
+            raise RuntimeError("; ".join(self.learner.take_warnings()))
 
 
 def supervised(

@@ -1,6 +1,103 @@
 """posttrain: post-training of language models and language-model agents.
 
-Importing the package is light: torch, transformers and every optional sink load only where they are used.
+    import posttrain
+
+    result = posttrain.rl("recipe.yaml", steps=20)       # a whole stage; `sft`, `dpo`, `reward`, ... are alike
+    policy = posttrain.Policy("packaged:smollm2-135m")   # or the parts of a loop of your own
+
+Importing the package is light: torch, transformers and optional packages are imported when a name that needs them is used.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.credit.assign import advantages as advantages
+    from posttrain.data.examples import load_dataset as load_dataset
+    from posttrain.engines.local.engine import LocalEngine as LocalEngine
+    from posttrain.engines.vllm.engine import VllmEngine as VllmEngine
+    from posttrain.environments.make import make_env as make_env
+    from posttrain.environments.protocol import Environment as Environment
+    from posttrain.environments.protocol import Observation as Observation
+    from posttrain.environments.protocol import Step as Step
+    from posttrain.episode import Advantages as Advantages
+    from posttrain.episode import Episode as Episode
+    from posttrain.evaluation.summary import summarize as summarize
+    from posttrain.losses.batch import TokenBatch as TokenBatch
+    from posttrain.models.policy import Policy as Policy
+    from posttrain.models.reward import RewardModel as RewardModel
+    from posttrain.recipe.components import EnvironmentRecipe as EnvironmentRecipe
+    from posttrain.recipe.components import register_environment as register_environment
+    from posttrain.recipe.credit import register_credit as register_credit
+    from posttrain.recipe.loss import CispoLoss as CispoLoss
+    from posttrain.recipe.loss import GspoLoss as GspoLoss
+    from posttrain.recipe.loss import KlRecipe as KlRecipe
+    from posttrain.recipe.loss import PpoLoss as PpoLoss
+    from posttrain.recipe.loss import ReinforceLoss as ReinforceLoss
+    from posttrain.recipe.loss import register_loss as register_loss
+    from posttrain.result import Result as Result
+    from posttrain.rollout.driver import rollout as rollout
+    from posttrain.training.learner import Learner as Learner
+    from posttrain.training.trainer import Callback as Callback
+    from posttrain.verbs import dpo as dpo
+    from posttrain.verbs import evaluate as evaluate
+    from posttrain.verbs import generate as generate
+    from posttrain.verbs import pipeline as pipeline
+    from posttrain.verbs import reward as reward
+    from posttrain.verbs import rl as rl
+    from posttrain.verbs import sft as sft
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "Advantages": "posttrain.episode",
+    "CispoLoss": "posttrain.recipe.loss",
+    "Callback": "posttrain.training.trainer",
+    "Environment": "posttrain.environments.protocol",
+    "EnvironmentRecipe": "posttrain.recipe.components",
+    "Episode": "posttrain.episode",
+    "GspoLoss": "posttrain.recipe.loss",
+    "KlRecipe": "posttrain.recipe.loss",
+    "Learner": "posttrain.training.learner",
+    "LocalEngine": "posttrain.engines.local.engine",
+    "Observation": "posttrain.environments.protocol",
+    "Policy": "posttrain.models.policy",
+    "PpoLoss": "posttrain.recipe.loss",
+    "ReinforceLoss": "posttrain.recipe.loss",
+    "Result": "posttrain.result",
+    "RewardModel": "posttrain.models.reward",
+    "Step": "posttrain.environments.protocol",
+    "TokenBatch": "posttrain.losses.batch",
+    "VllmEngine": "posttrain.engines.vllm.engine",
+    "advantages": "posttrain.credit.assign",
+    "dpo": "posttrain.verbs",
+    "evaluate": "posttrain.verbs",
+    "generate": "posttrain.verbs",
+    "load_dataset": "posttrain.data.examples",
+    "make_env": "posttrain.environments.make",
+    "pipeline": "posttrain.verbs",
+    "register_credit": "posttrain.recipe.credit",
+    "register_environment": "posttrain.recipe.components",
+    "register_loss": "posttrain.recipe.loss",
+    "reward": "posttrain.verbs",
+    "rl": "posttrain.verbs",
+    "sft": "posttrain.verbs",
+    "summarize": "posttrain.evaluation.summary",
+}
+"""Public name -> module that defines it. `posttrain.rollout` is a package that can be called."""
+
+__all__ = ["__version__", "rollout", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "rollout":
+        return importlib.import_module("posttrain.rollout")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What a rollout produces: streams of tokens, turns, episodes."""
+"""The data that rollouts produce: streams of tokens, turns, episodes, and credit per token."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,50 +8,50 @@ import numpy as np
 
 
 class StopReason(StrEnum):
-    """Why the policy's answer of a turn ended."""
+    """Why an answer ended."""
 
     END_TOKEN = "end_token"
     """The policy sampled one of the model's end tokens."""
     STOP_STRING = "stop_string"
-    """The answer came to hold one of the stop strings."""
+    """The answer contains a stop string."""
     TURN_BUDGET = "turn_budget"
-    """The answer reached the most tokens of a turn."""
+    """The answer reached `rollout.tokens_per_turn`."""
     EPISODE_BUDGET = "episode_budget"
-    """The episode reached the most tokens of its context."""
+    """The episode reached `rollout.tokens_per_episode`."""
 
 
 CUT_OFF = (StopReason.TURN_BUDGET, StopReason.EPISODE_BUDGET)
-"""The policy was not done: its answer has no end."""
+"""Stop reasons of answers that a token budget truncated."""
 
 
 class Outcome(StrEnum):
     """How an episode ended."""
 
     TERMINATED = "terminated"
-    """By the task's own rules."""
+    """It reached an end of the task."""
     TRUNCATED = "truncated"
-    """By a limit on turns or tokens."""
+    """A limit on turns or tokens ended it."""
     FAILED = "failed"
-    """The environment or a reward failed; `Episode.failure` says how."""
+    """The environment or a reward failed; see `Episode.failure`."""
 
 
 @dataclass
 class Stream:
-    """An append-only token sequence and what is known of each of its T tokens."""
+    """An append-only sequence of T tokens with per-token data."""
 
     ids: np.ndarray
     """[T] int64: token ids."""
     sampled: np.ndarray
-    """[T] bool: the policy sampled this token; only such tokens carry loss."""
+    """[T] bool: whether the policy sampled this token. Only sampled tokens carry loss."""
     rollout_logprobs: np.ndarray
-    """[T] float32: behaviour log-probability in nats where sampled, 0 elsewhere."""
+    """[T] float32: log-probability in nats under the policy that sampled the token; 0 if not sampled."""
     rewards: np.ndarray
-    """[T] float32: reward that arrived at this token; turn rewards sit on the last sampled token of their turn."""
+    """[T] float32: reward received at this token. Turn rewards sit on the last sampled token of their turn."""
     turn: np.ndarray
-    """[T] int32: index of the turn that sampled the token; -1 for tokens that nobody sampled."""
+    """[T] int32: index of the turn that sampled the token; -1 if not sampled."""
     versions: np.ndarray
-    """[T] int32: version of the policy's weights that sampled the token, which is the number of optimizer updates they had
-    seen; -1 for tokens that no policy of the run sampled."""
+    """[T] int32: version (number of optimizer updates) of the weights that sampled the token; -1 for tokens that no policy
+    of the run sampled."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,10 +70,10 @@ class Turn:
     reward: float
     stop_reason: StopReason
     answer: str
-    """The answer as text, for people; training uses the ids."""
+    """The answer as text, for display. Training uses the ids."""
     info: dict[str, Any] = field(default_factory=dict)
     state: str | None = None
-    """The environment's name for the state in which the answer was given; None where it names none."""
+    """The environment's name of the state in which the answer was given; None if it does not name states."""
 
 
 @dataclass
@@ -85,25 +85,25 @@ class Episode:
     group: int
     """Explicit id of the group, unique within a step."""
     index: int
-    """Place within the group."""
+    """Position within the group."""
     version: int
-    """Version of the policy's weights at its beginning: the number of optimizer updates so far. Newer weights may have
-    sampled its later tokens, see `Stream.versions`."""
+    """Version (number of optimizer updates) of the weights at its start. Newer weights may have sampled later tokens, see
+    `Stream.versions`."""
     streams: list[Stream]
     turns: list[Turn]
     outcome: Outcome
     failure: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
-    """The conversation as text, for people."""
+    """The conversation as text, for display."""
 
     @property
     def total_reward(self) -> float:
-        """The undiscounted return as the environment paid it."""
+        """The undiscounted return: the sum of the turns' rewards."""
         return float(sum(turn.reward for turn in self.turns))
 
     @property
     def success(self) -> bool:
-        """Whether the last turn reported success; a failed episode never does."""
+        """Whether the last turn reported success. Always false for a failed episode."""
         return (
             bool(self.turns) and self.outcome is not Outcome.FAILED and bool(self.turns[-1].info.get("success", False))
         )
@@ -114,24 +114,24 @@ class Episode:
 
     @property
     def versions(self) -> np.ndarray:
-        """[n] int32: the version that sampled each of its sampled tokens, in their order."""
-        own = [stream.versions[stream.sampled] for stream in self.streams]
-        return np.concatenate(own) if own else np.empty(0, dtype=np.int32)
+        """[n] int32: the version that sampled each sampled token, in order, across streams."""
+        parts = [stream.versions[stream.sampled] for stream in self.streams]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
 PerToken = list[list[np.ndarray]]
-"""`[episode][stream]` -> [T] float32, aligned with `Stream.ids`; zero where nothing was sampled."""
+"""`[episode][stream]` -> [T] float32, aligned with `Stream.ids`; zero for tokens that were not sampled."""
 
 
 @dataclass(frozen=True)
 class RewardStreams:
-    """Causal credit: rewards per token, which go through the return before they reach the loss."""
+    """Causal credit: rewards per token. They become advantages through the return."""
 
     values: PerToken
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Hindsight credit: used by the loss as it is."""
+    """Hindsight credit: one advantage per token, used by the loss as is."""
 
     values: PerToken

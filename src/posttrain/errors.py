@@ -1,4 +1,4 @@
-"""The errors a user is meant to read: one sentence that names the thing and the remedy."""
+"""Errors with a message for the user: one sentence that names the cause and the remedy."""
 
 
 class PosttrainError(Exception):
@@ -14,10 +14,10 @@ class InputError(PosttrainError):
 
 
 class RunError(PosttrainError):
-    """A run that started and could not go on; what it had saved is still there."""
+    """A run started and could not continue. Its checkpoints are kept."""
 
     exit_code = 1
 
 
 class WorkersLost(RunError):
-    """Workers of a cluster died too often, or do not come back: nothing else that the run asks for would fare better."""
+    """Workers of a cluster died too often or did not restart, so every further request would fail as well."""

@@ -1,17 +1,16 @@
-"""Makers of things that can also be made elsewhere: a run on a cluster puts its own makers in their place."""
+"""Functions that make something in this process, or in another place: a cluster run replaces them with its own."""
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, ParamSpec, TypeVar
 
-_state = {"learner": False}
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Factory(Generic[P, T]):
-    """A function that makes something in this process, or, inside `placed_by`, lets another one make it."""
+    """A function that makes something in this process. Inside `placed_by`, another function makes it."""
 
     def __init__(self, here: Callable[P, T]) -> None:
         self.here = here
@@ -29,13 +28,3 @@ class Factory(Generic[P, T]):
             yield
         finally:
             self._elsewhere = before
-
-
-def in_learner() -> bool:
-    """Whether this process is a learner of a cluster, which runs its stage itself."""
-    return _state["learner"]
-
-
-def become_learner() -> None:
-    """From now on this process is one."""
-    _state["learner"] = True

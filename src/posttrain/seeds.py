@@ -1,4 +1,4 @@
-"""Every random number comes from a named counter, so the order in which things finish changes nothing.
+"""Seeds from named counters, so random numbers do not depend on the order of completion.
 
 A name is a path such as `(run_seed, "sampling", step, group, episode, turn)`. Names are hashed with BLAKE2b, which
 is stable across processes, platforms and `PYTHONHASHSEED`.

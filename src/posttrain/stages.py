@@ -1,15 +1,20 @@
-"""Running one stage of any kind, fresh or resumed."""
+"""Running one stage of any kind: in this process, in several processes of this machine, or on a Ray cluster."""
 
-from contextlib import ExitStack
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from posttrain.distributed.launch import launch
-from posttrain.distributed.world import is_launched, join_world
-from posttrain.factory import in_learner
+from posttrain.distributed.world import is_launched
+from posttrain.errors import InputError
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.stages import DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import Recipe
 from posttrain.runs.directory import RunDirectory
+from posttrain.training.stage import run_in_process
+
+if TYPE_CHECKING:
+    from posttrain.training.trainer import Callback
 
 
 def run_stage(
@@ -18,53 +23,31 @@ def run_stage(
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
+    callbacks: Sequence["Callback"] = (),
 ) -> RunDirectory:
-    """Run the recipe in `<recipe.runs>/<recipe.name>` and return that run.
+    """Run the recipe in `<recipe.runs>/<recipe.name>` and return that run. The exported model is in `<run>/model`.
 
-    With `resume` the run exists and goes on from its newest checkpoint. The exported model is in `<run>/model`.
-    Where the recipe asks for several processes, they are started here, unless this is one of them already.
-    Raises InputError for wrong input, RunError for a run that could not go on, KeyboardInterrupt when stopped.
+    Args:
+        resume: continue an existing run from its newest checkpoint.
+        overwrite: replace an existing run.
+        callbacks: called by the training stages after each step, evaluation and rollout; in this process only.
+
+    Raises:
+        InputError: wrong input, or `callbacks` with a recipe that starts other processes.
+        RunError: the run could not continue.
+        KeyboardInterrupt: the run was stopped.
     """
     console = console or Console()
     hardware = getattr(recipe, "hardware", HardwareRecipe())
-    if hardware.ray is not None and not in_learner():
+    elsewhere = hardware.ray is not None or (hardware.processes > 1 and not is_launched())
+    if elsewhere and callbacks:
+        raise InputError("callbacks run in this process; set hardware.processes to 1 and leave hardware.ray out")
+    if hardware.ray is not None:
         from posttrain.distributed.ray.launch import launch as launch_on_cluster
 
         launch_on_cluster(recipe, resume, overwrite, console)
-        return RunDirectory.open(f"{recipe.runs}/{recipe.name}")
-    if hardware.processes > 1 and not is_launched():
+    elif elsewhere:
         launch(recipe, resume, overwrite)
-        return RunDirectory.open(f"{recipe.runs}/{recipe.name}")
-
-    def opened() -> RunDirectory:
-        run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
-        held.enter_context(run.lock())
-        return run
-
-    with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
-        run = world.on_rank0(opened)
-        if isinstance(recipe, RlRecipe):
-            from posttrain.training import rl
-
-            rl.train(recipe, run, resume, console)
-        elif isinstance(recipe, SftRecipe):
-            from posttrain.training import sft
-
-            sft.train(recipe, run, resume, console)
-        elif isinstance(recipe, DpoRecipe):
-            from posttrain.training import dpo
-
-            dpo.train(recipe, run, resume, console)
-        elif isinstance(recipe, RewardRecipe):
-            from posttrain.training import reward
-
-            reward.train(recipe, run, resume, console)
-        elif isinstance(recipe, GenerateRecipe):
-            from posttrain.training import generate
-
-            generate.run(recipe, run, resume, overwrite, console)
-        else:
-            from posttrain.training import evaluate
-
-            evaluate.run(recipe, run, console)
-    return run
+    else:
+        return run_in_process(recipe, resume, overwrite, console, callbacks)
+    return RunDirectory.open(f"{recipe.runs}/{recipe.name}")

@@ -49,12 +49,12 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    from posttrain.engines.local.engine import decoder
+    from posttrain.engines.local import decoder
     from posttrain.rollout.driver import EpisodeSharding
     from posttrain.training import results as table
-    from posttrain.training import rollout_manager as playing
+    from posttrain.training import rollouts
 
-    of_engine, streamlined = playing.sharding_of, decoder.STREAMLINED
+    of_engine, streamlined = rollouts.sharding_of, decoder.STREAMLINED
 
     # Most of the time of runs this small.
     table.draw_plots = lambda run: None  # type: ignore[assignment]
@@ -63,7 +63,7 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         code = 0
-        playing.sharding_of = (lambda _: EpisodeSharding.RANK0) if job.get("apart") and size > 1 else of_engine
+        rollouts.sharding_of = (lambda _: EpisodeSharding.RANK0) if job.get("apart") and size > 1 else of_engine
         decoder.STREAMLINED = () if job.get("apart") else streamlined  # type: ignore[assignment]
         try:
             if job.get("die") and job["die"][0] == rank:

@@ -15,7 +15,7 @@ from posttrain.engines.protocol import Completion
 from posttrain.environments import text_task
 from posttrain.environments.game import play
 from posttrain.environments.judge import JudgeFailure
-from posttrain.environments.text_task import RuleFailure, TextTask, TextTaskRecipe, prompt_table
+from posttrain.environments.text_task import RewardFailure, TextTask, TextTaskRecipe, prompt_table
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -23,8 +23,8 @@ from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_epis
 
 from ..conftest import make_tokenizer
 
-EXACT = "posttrain.environments.rules:exact"
-NUMBER = "posttrain.environments.rules:final_number"
+EXACT = "posttrain.environments.rewards:exact"
+NUMBER = "posttrain.environments.rewards:final_number"
 ROWS = [{"prompt": "2 + 2?", "label": "4"}, {"prompt": "3 + 3?", "label": "6"}, {"prompt": "Who?"}]
 
 
@@ -37,9 +37,9 @@ def _recipe(path, rows=ROWS, **keys):
     return TextTaskRecipe.model_validate({"prompts": _write(path / "rows.jsonl", rows), **keys})
 
 
-def _rule(path, body):
-    (path / "rule.py").write_text(f"def score(answer, row):\n    {body}\n")
-    return f"{path / 'rule.py'}:score"
+def _reward(path, body):
+    (path / "reward.py").write_text(f"def score(answer, **row):\n    {body}\n")
+    return f"{path / 'reward.py'}:score"
 
 
 def test_a_seed_is_a_row_counted_over_all_sources(tmp_path):
@@ -89,8 +89,8 @@ def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
     assert TextTask(recipe.model_copy(update={"system": None})).reset(0).messages == talk
 
 
-def test_a_rule_pays_and_success_is_the_wanted_reward(tmp_path):
-    task = TextTask(_recipe(tmp_path, rule=EXACT))
+def test_a_reward_function_pays_and_success_is_the_wanted_reward(tmp_path):
+    task = TextTask(_recipe(tmp_path, reward=EXACT))
     (right,), (wrong,) = play(task, 0, [" 4\n"]), play(task, 0, ["5"])
     assert (right.reward, right.terminated, right.truncated, right.info) == (1.0, True, False, {"success": True})
     assert (wrong.reward, wrong.terminated, wrong.info) == (0.0, True, {"success": False})
@@ -102,20 +102,20 @@ def test_a_rule_pays_and_success_is_the_wanted_reward(tmp_path):
 
 @pytest.mark.parametrize(("wanted", "info"), [(0.5, {"success": True}), (0.6, {"success": False}), (None, {})])
 def test_the_reward_that_counts_as_success_is_a_key(tmp_path, wanted, info):
-    recipe = _recipe(tmp_path, rule=_rule(tmp_path, "return 0.5"), success_reward=wanted)
+    recipe = _recipe(tmp_path, reward=_reward(tmp_path, "return 0.5"), success_reward=wanted)
     (step,) = play(TextTask(recipe), 0, ["?"])
     assert (step.reward, step.info) == (0.5, info)
 
 
-def test_a_rule_may_report_more_numbers_and_the_score_may_pay_nothing(tmp_path):
-    rule = _rule(tmp_path, "return {'score': 0.5, 'length': len(answer)}")
+def test_a_reward_function_may_report_more_numbers_and_the_score_may_pay_nothing(tmp_path):
+    reward = _reward(tmp_path, "return {'score': 0.5, 'length': len(answer)}")
     for weight, paid in ((1.0, 0.5), (0.2, 0.1), (0.0, 0.0)):
-        recipe = _recipe(tmp_path, rule=rule, success_reward=0.5, score_weight=weight)
+        recipe = _recipe(tmp_path, reward=reward, success_reward=0.5, score_weight=weight)
         (step,) = play(TextTask(recipe), 0, ["abc"])
         assert step.reward == pytest.approx(paid)
         assert step.info == {"success": True, "scores": {"score": 0.5, "length": 3.0}}
         assert TextTask.has_reward(recipe) == (weight > 0)
-    alone = _recipe(tmp_path, rule=EXACT, score_weight=0.0)
+    alone = _recipe(tmp_path, reward=EXACT, score_weight=0.0)
     (step,) = play(TextTask(alone), 0, ["4"])
     assert (step.reward, step.info) == (0.0, {"success": True, "scores": {"score": 1.0}})
     TextTask.validate(alone, range(2))
@@ -141,39 +141,39 @@ def test_without_a_scorer_nothing_is_paid_and_no_success_is_reported(tmp_path):
         ("return {'score': 1.0, 'length': 'long'}", "names to finite numbers"),
     ],
 )
-def test_a_rule_without_a_score_fails_the_episode(tmp_path, body, complaint):
-    recipe = _recipe(tmp_path, rule=_rule(tmp_path, body))
+def test_a_reward_function_without_a_score_fails_the_episode(tmp_path, body, complaint):
+    recipe = _recipe(tmp_path, reward=_reward(tmp_path, body))
     task = TextTask(recipe)
     task.reset(1)
-    with pytest.raises(RuleFailure, match=r"rule\.py:score") as caught:
+    with pytest.raises(RewardFailure, match=r"reward\.py:score") as caught:
         task.step("4")
     assert complaint in str(caught.value)
     assert "rows.jsonl row 2" in str(caught.value)
-    with pytest.raises(AssertionError, match="seed 0: rule"):
+    with pytest.raises(AssertionError, match=r"seed 0: .*reward"):
         TextTask.validate(recipe, range(2))
 
 
-def test_a_rule_sees_the_whole_row_and_cannot_change_it(tmp_path):
+def test_a_reward_function_sees_the_whole_row_and_cannot_change_it(tmp_path):
     rows = [{"question": "2 + 2?", "gold": "4", "deep": {"points": 0.25}}]
     columns = {"prompt": "question", "label": "gold"}
     recipe = _recipe(
         tmp_path,
         rows,
         columns=columns,
-        rule=_rule(tmp_path, "return row['deep'].pop('points') + (row['label'] == row['gold'] == answer)"),
+        reward=_reward(tmp_path, "return row['deep'].pop('points') + (row['label'] == row['gold'] == answer)"),
     )
     for _ in range(2):
         assert play(TextTask(recipe), 0, ["4"])[0].reward == 1.25
     assert play(TextTask(recipe), 0)[0].reward == 1.25
 
 
-def test_rows_with_completions_and_a_rule_on_them(tmp_path):
+def test_rows_with_completions_and_a_reward_function_on_them(tmp_path):
     rows = [
         {"question": "48 + 24?", "answer": "48 + 24 = 72\n#### 72"},
         {"question": "1,000 + 1?", "answer": "A: 1001"},
     ]
     columns = {"prompt": "question", "completion": "answer"}
-    recipe = _recipe(tmp_path, rows, columns=columns, rule=NUMBER)
+    recipe = _recipe(tmp_path, rows, columns=columns, reward=NUMBER)
     TextTask.validate(recipe, range(2))
     task = TextTask(recipe)
     task.reset(1)
@@ -192,10 +192,11 @@ def test_a_row_without_a_reference_has_no_expert(tmp_path):
 def test_validate_names_the_seed_of_an_unsound_row(tmp_path):
     with pytest.raises(AssertionError, match=r"seed 1: the reference answer 'six' earned 0"):
         TextTask.validate(
-            _recipe(tmp_path, [ROWS[0], {"prompt": "3 + 3?", "completion": "six", "label": "6"}], rule=EXACT), range(9)
+            _recipe(tmp_path, [ROWS[0], {"prompt": "3 + 3?", "completion": "six", "label": "6"}], reward=EXACT),
+            range(9),
         )
     with pytest.raises(AssertionError, match=r"seed 0: the wrong answer .* earned 1"):
-        TextTask.validate(_recipe(tmp_path, rule=_rule(tmp_path, "return 1")), range(3))
+        TextTask.validate(_recipe(tmp_path, reward=_reward(tmp_path, "return 1")), range(3))
 
 
 def test_the_judge_gets_what_was_shown_and_its_failure_is_one(tmp_path, monkeypatch):
@@ -215,9 +216,9 @@ def test_the_judge_gets_what_was_shown_and_its_failure_is_one(tmp_path, monkeypa
     assert answer == "four"
 
 
-def test_missing_rules_and_keys_are_noticed_before_the_first_episode(tmp_path):
+def test_missing_rewards_and_keys_are_noticed_before_the_first_episode(tmp_path):
     with pytest.raises(InputError, match="no function"):
-        TextTask(_recipe(tmp_path, rule="posttrain.environments.rules:nothing"))
+        TextTask(_recipe(tmp_path, reward="posttrain.environments.rewards:nothing"))
     judge = {"url": "http://h/v1", "model": "m", "rubric": "right", "api_key_variable": "NO_SUCH_KEY"}
     with pytest.raises(InputError, match="NO_SUCH_KEY"):
         TextTask(_recipe(tmp_path, judge=judge))
@@ -238,7 +239,7 @@ JUDGE = {"url": "http://h/v1", "model": "m", "rubric": "right"}
     [
         {},
         {"prompts": "a.jsonl", "reasoning_gym": {"dataset": "chain_sum"}},
-        {"prompts": "a.jsonl", "rule": EXACT, "judge": JUDGE},
+        {"prompts": "a.jsonl", "reward": EXACT, "judge": JUDGE},
         {"prompts": "a.jsonl", "rule": "exact"},
         {"prompts": "a.jsonl", "max_turns": 2},
         {"prompts": {"path": "a.jsonl", "weight": 2}},
@@ -286,18 +287,18 @@ def test_a_seed_is_one_task_and_global_random_numbers_stay_as_they_were(name):
     assert (random.random(), np.random.random()) == expected
 
 
-def test_a_rule_may_score_what_reasoning_gym_asks():
-    recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "chain_sum"}, "rule": NUMBER})
+def test_a_reward_function_may_score_what_reasoning_gym_asks():
+    recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "chain_sum"}, "reward": NUMBER})
     task = TextTask(recipe)
     task.reset(7)
     answer = task.expert()
     assert play(task, 7, [f"I think it is\nA: {answer}.0"])[0].info == {"success": True}
-    TextTask.validate(recipe.model_copy(update={"rule": EXACT}), range(5))
+    TextTask.validate(recipe.model_copy(update={"reward": EXACT}), range(5))
 
 
 def test_a_verifier_that_breaks_on_an_answer_fails_the_episode():
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "prime_factorization"}})
-    with pytest.raises(RuleFailure, match="prime_factorization seed 3"):
+    with pytest.raises(RewardFailure, match="prime_factorization seed 3"):
         play(TextTask(recipe), 3, ["no idea"])
 
 
@@ -341,14 +342,14 @@ class _SaysFour:
         return nullcontext()
 
 
-def test_a_failing_rule_fails_its_episode_and_no_other(tmp_path):
+def test_a_failing_reward_fails_its_episode_and_no_other(tmp_path):
     tokenizer = make_tokenizer()
     renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
-    rule = _rule(tmp_path, "return float(answer == row['label'])")
+    reward = _reward(tmp_path, "return float(answer == row['label'])")
     player = RolloutWorker(
         engine=_SaysFour(renderer),
         renderer=renderer,
-        environment=_recipe(tmp_path, rule=rule),
+        environment=_recipe(tmp_path, reward=reward),
         rollout=RolloutRecipe(),
         sampling=SamplingRecipe(),
         version=0,

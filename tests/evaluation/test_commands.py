@@ -61,7 +61,7 @@ def test_text_prints_and_keeps_what_it_measures(tmp_path, capsys):
     file = predictions(tmp_path / "p.jsonl", 0.3, samples=2)
     file.write_text(file.read_text() + '{"id": 40, "predic')
     out = tmp_path / "deep" / "results.json"
-    rule = "posttrain.environments.rules:exact"
+    rule = "posttrain.environments.rewards:exact"
     assert main(["evaluate", "text", str(file), "--verifier", rule, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in ("bleu", "chrf", "exact", "verifier", "tok:13a|smooth:exp"))

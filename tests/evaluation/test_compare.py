@@ -265,7 +265,7 @@ def test_what_is_refused(files, tmp_path, words, told):
 
 def test_values_measured_otherwise_are_not_compared(files, tmp_path):
     for name, verifier in (("good", "final_number"), ("fair", "contains")):
-        options = TextOptions(("verifier",), verifier=f"posttrain.environments.rules:{verifier}")
+        options = TextOptions(("verifier",), verifier=f"posttrain.environments.rewards:{verifier}")
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text().replace('"reference": "', '"reference": "7 '))
         evaluate_text(read_predictions(str(path)), options).write(tmp_path / f"{name}.json")

@@ -113,7 +113,7 @@ def test_verifiers_of_reasoning_gym_and_rules(tmp_path):
             tmp_path / "p.jsonl", [ROW, {**ROW, "id": 1, "prediction": "It is 4"}, {**ROW, "id": 2, "prediction": "5"}]
         )
     ).rows
-    rule = verified(rows, "posttrain.environments.rules:final_number")
+    rule = verified(rows, "posttrain.environments.rewards:final_number")
     assert rule.scores.values().tolist() == [1.0, 1.0, 0.0]
     assert rule.scores.kind == "rate"
     gym = verified(rows, "chain_sum").scores
@@ -121,18 +121,18 @@ def test_verifiers_of_reasoning_gym_and_rules(tmp_path):
     assert gym.values()[2] < 1.0
     own = tmp_path / "own.py"
     own.write_text(
-        "def half(answer, row):\n    return 0.5 if row['label'] == '4' and answer != '5' else float('nan')\n"
+        "def half(answer, **row):\n    return 0.5 if row['label'] == '4' and answer != '5' else float('nan')\n"
     )
     found = verified(rows, f"{own}:half")
-    assert (found.texts, found.left_out, found.scores.kind) == (2, {"the verifier raised ValueError": 1}, "mean")
+    assert (found.texts, found.left_out, found.scores.kind) == (2, {"the verifier gave no finite number": 1}, "mean")
 
 
 @pytest.mark.parametrize(
     ("verifier", "told"),
     [
         ("no_such_set", "no data set 'no_such_set'"),
-        ("posttrain.environments.rules:nothing", "--verifier: .*no function"),
-        ("posttrain.environments.rules:load_rule", "no prediction could be scored"),
+        ("posttrain.environments.rewards:nothing", "--verifier: .*no function"),
+        ("posttrain.environments.rewards:load_reward", "no parameter `answer`"),
     ],
 )
 def test_verifiers_that_cannot_be_had(tmp_path, verifier, told):

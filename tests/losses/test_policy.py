@@ -104,7 +104,7 @@ def test_corrections_per_sequence():
 
 
 def test_a_correction_needs_the_learners_own_logprobs():
-    with pytest.raises(ValueError, match="`old`"):
+    with pytest.raises(ValueError, match="old_logprobs"):
         evaluate({"type": "ppo", "correction": {"type": "tis"}}, [1.0], batch([1.0]))
 
 

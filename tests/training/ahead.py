@@ -1,6 +1,7 @@
 """Small runs whose sampling is ahead of their learning, and the same in one thread to compare with."""
 
 import io
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.recipe.stages import Recipe
 from posttrain.rollout.driver import RolloutWorker
 from posttrain.rollout.weight_sync import WeightSnapshot
+from posttrain.runs.directory import RunDirectory
 from posttrain.stages import run_stage
+from posttrain.training import rl
 from posttrain.training.rollouts import collect
 
 from . import small
@@ -32,44 +35,50 @@ def train(recipe: dict[str, Any], resume: bool = False):
     return run_stage(TypeAdapter(Recipe).validate_python(recipe), resume=resume, console=console)
 
 
+def train_with(rollouts, recipe: dict[str, Any]):
+    """Train with the rollouts that `rollouts` makes; returns the run."""
+    validated = TypeAdapter(Recipe).validate_python(recipe)
+    run = RunDirectory.create(validated)
+    rl.train(validated, run, False, Console(file=io.StringIO(), width=200), make_rollouts=rollouts)
+    return run
+
+
 class OneThread:
-    """What `rollout.async_rollouts: n` with `finish` says, plainly: the episodes of step s are sampled, when they are needed, with
-    the weights as they were after step s - 1 - n."""
+    """`rollout.async_rollouts: n` with `finish` in one thread: the episodes of step s are sampled in step s, with the weights
+    as they were after step s - 1 - n."""
 
     phase = "rollout"
 
-    def __init__(self, recipe, playing, tasks, trainer):
-        self.recipe, self.playing, self.tasks = recipe, playing, tasks
-        self.replica = playing.policy.replica()
+    def __init__(self, recipe, manager, tasks, run):
+        self.recipe, self.manager, self.tasks = recipe, manager, tasks
+        self.replica = manager.policy.replica()
         self.engine = LocalEngine(self.replica, recipe.engine)
-        self.weights = {0: WeightSnapshot.capture(playing.policy, 0)}
+        self.weights = {0: WeightSnapshot.capture(manager.policy, 0)}
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
+    @contextmanager
+    def running(self, step):
+        yield
 
     def take(self, step):
         weights = self.weights[max(0, step - 1 - self.recipe.rollout.async_rollouts)]
         weights.load_into(self.replica)
         self.engine.load_weights(weights.version)
-        player = RolloutWorker(
+        worker = RolloutWorker(
             self.engine,
             Renderer(self.replica.tokenizer, self.replica.end_tokens),
             self.recipe.environment,
             self.recipe.rollout,
             self.recipe.rollout.sampling,
             weights.version,
-            self.playing.scorer,
+            self.manager.scorer,
         )
         before = replace(self.engine.counters)
-        collected = collect(player, self.recipe, self.tasks, step)
-        collected.counters = self.engine.counters.since(before)
-        return collected
+        batch = collect(worker, self.tasks, step)
+        batch.counters = self.engine.counters.since(before)
+        return batch
 
     def learned(self, step):
-        self.weights[step] = WeightSnapshot.capture(self.playing.policy, step)
+        self.weights[step] = WeightSnapshot.capture(self.manager.policy, step)
 
 
 def results(run):

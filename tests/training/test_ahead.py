@@ -11,7 +11,7 @@ from posttrain.rollout.journal import EventLog
 from posttrain.rollout.store import read_episodes
 from posttrain.runs.metrics import read_metrics
 from posttrain.training import rl
-from posttrain.training.async_rollouts import InStep
+from posttrain.training.rollouts import SyncRollouts
 
 from . import ahead, small
 
@@ -44,22 +44,24 @@ def noisy(module, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
-def test_what_is_learned_is_what_one_thread_learns_with_weights_of_n_steps_before(n, tiny_model, tmp_path, monkeypatch):
+def test_what_is_learned_is_what_one_thread_learns_with_weights_of_n_steps_before(n, tiny_model, tmp_path):
     """With 0 this compares the plain loop with itself in other words, so all three rest on the same reading."""
     run = ahead.train(ahead.values(tiny_model, tmp_path, "threads", {"async_rollouts": n}))
-    monkeypatch.setattr(rl, "open_rollouts", ahead.OneThread)
-    other = ahead.train(ahead.values(tiny_model, tmp_path, "one", {"async_rollouts": n}))
+    other = ahead.train_with(ahead.OneThread, ahead.values(tiny_model, tmp_path, "one", {"async_rollouts": n}))
     assert ahead.results(run) == ahead.results(other)
     oldest = [line.get("policy/staleness_max", 0.0) for line in train_lines(run)]
     assert oldest == [2.0 * min(n, step) for step in range(5)]
 
 
-def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path, monkeypatch):
-    opened = []
-    original = rl.open_rollouts
-    monkeypatch.setattr(rl, "open_rollouts", lambda *args: opened.append(original(*args)) or opened[-1])
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
-    assert isinstance(opened[0], InStep)
+def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path):
+    made = []
+
+    def make(*arguments):
+        made.append(rl.make_rollouts(*arguments))
+        return made[0]
+
+    run = ahead.train_with(make, ahead.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
+    assert isinstance(made[0], SyncRollouts)
     assert not (run.path / "ahead").exists()
     assert not (run.path / "events.jsonl").exists()
     for step in range(1, 6):

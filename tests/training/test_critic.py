@@ -25,7 +25,7 @@ from .test_rl import lines, train
 
 PPO = {"credit": {"type": "gae"}, "critic": {"optimizer": {"learning_rate": 3e-3}}}
 
-RULE = '''def kind(answer, row):
+REWARD = '''def kind(answer, **row):
     """One point where the prompt says dragon, whatever the answer."""
     return 1.0 if row["word"] == "dragon" else 0.0
 '''
@@ -33,13 +33,13 @@ RULE = '''def kind(answer, row):
 
 def foretold(tiny, folder, **changes):
     """A task whose return stands in the prompt: the policy cannot change it, a critic can know it."""
-    (folder / "rules.py").write_text(RULE)
+    (folder / "rewards.py").write_text(REWARD)
     rows = [{"prompt": f"Say {word} {n}.", "word": word} for n in range(20) for word in ("dragon", "lake")]
     return {
         "environment": {
             "type": "text_task",
             "prompts": write_jsonl(folder / "prompts.jsonl", rows),
-            "rule": f"{folder / 'rules.py'}:kind",
+            "reward": f"{folder / 'rewards.py'}:kind",
             "success_reward": None,
         },
         "seeds": {"start": 0, "count": 30},
@@ -165,7 +165,7 @@ def test_a_warm_up_that_never_ends_is_refused():
 
 PLACES = {
     "critic": "posttrain.training.critic:CriticLearner.update",
-    "judge": "posttrain.training.critic:CriticLearner.judge",
+    "values": "posttrain.training.critic:CriticLearner.estimate_values",
     "optimizer": "posttrain.training.optimizer:Optimizer.step",
     "tensors": "torch:save",
     "rollout": "posttrain.engines.local.engine:LocalEngine._step",
@@ -191,7 +191,7 @@ def uninterrupted(tiny_model, tmp_path_factory):
         ("critic", 4),
         *(
             pytest.param(*death, marks=pytest.mark.slow)
-            for death in (("judge", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90))
+            for death in (("values", 3), ("optimizer", 7), ("tensors", 3), ("rollout", 90))
         ),
     ],
 )
@@ -212,8 +212,8 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
         recipe = TypeAdapter(RlRecipe).validate_python(
             {"credit": {"type": "gae"}, "critic": {"path": str(reward_model)}, "model": {"path": str(tiny_model)}}
         )
-        critic = CriticLearner(recipe, recipe.credit, Policy(recipe.model), 1)
-        critic.learner.recipe = LearnerRecipe(tokens_per_batch=budget)
+        batches = LearnerRecipe(tokens_per_batch=budget)
+        critic = CriticLearner(recipe.critic, recipe.credit, Policy(recipe.model), batches, 1)
         draws, samples = np.random.default_rng(0), []
         for _ in range(5):
             one = sample(draws.integers(3, 250, 8), draws.integers(3, 250, draws.integers(2, 30)), "row")

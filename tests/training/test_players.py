@@ -2,20 +2,20 @@
 
 from types import SimpleNamespace
 
-from posttrain.recipe.rollout import SeedRange
-from posttrain.training.evaluators import START
-from posttrain.training.rollout_manager import RolloutManager
+from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
+from posttrain.training.evaluators import START, EpisodeEvaluator
 from posttrain_memory.environment import Memory
 from posttrain_memory.recipe import MemoryRecipe
 
 
-def test_players_of_the_environment_are_rows_of_the_final_table():
-    playing = object.__new__(RolloutManager)
-    playing.environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
-    playing.recipe = SimpleNamespace(evaluation=SimpleNamespace(final_seeds=SeedRange(start=5, count=6)))
-    lines = playing.baselines()
+def test_players_of_the_environment_are_rows_of_the_final_table(tmp_path):
+    environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
+    manager = SimpleNamespace(environment=environment, rollout=None, model_name="model")
+    evaluation = EvaluationRecipe(seeds=SeedRange(start=50, count=1), final_seeds=SeedRange(start=5, count=6))
+    evaluator = EpisodeEvaluator(manager, evaluation, 0, tmp_path, "run")
+    lines = evaluator.baselines()
     assert set(lines) == {"random", *Memory.scripted_baselines, "optimal"}
-    rows = playing.rows({**lines, START: {"n": 6, "success": 0.5}})
+    rows = evaluator.rows({**lines, START: {"n": 6, "success": 0.5}})
     assert [row.policy for row in rows][:2] == ["random policy", Memory.scripted_baselines[0]]
     assert [row.policy for row in rows][-2:] == [START, "optimal policy"]
     optimal = rows[-1]

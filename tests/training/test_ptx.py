@@ -6,6 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.models.policy import Policy
+from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward
@@ -47,7 +48,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
     "loss", [{"type": "ppo"}, {"type": "ppo", "aggregation": "constant", "constant": 50.0}, {"type": "gspo"}]
 )
 def test_loss_and_gradient_are_the_sum_of_both(loss, tiny_model, monkeypatch):
-    policy = PolicyObjective(RlRecipe(loss=loss, entropy_coefficient=0.01), 0.0)
+    policy = PolicyObjective(RlRecipe(loss=loss).loss, entropy=0.01)
     alone, own = gradients(tiny_model, episodes(), policy, monkeypatch)
     taught, supervised = gradients(tiny_model, rows(), SupervisedObjective(), monkeypatch)
     assert max(g.abs().max() for g in taught.values()) > 1e-3
@@ -66,9 +67,7 @@ def test_rows_are_taught_where_no_episode_has_credit(tiny_model, monkeypatch):
     for one in silent:
         one.advantages[:] = 0
     taught, _ = gradients(tiny_model, rows(), SupervisedObjective(), monkeypatch)
-    mixed, _ = gradients(
-        tiny_model, [*silent, *rows()], MixedObjective(PolicyObjective(RlRecipe(), 0.0), 2.0), monkeypatch
-    )
+    mixed, _ = gradients(tiny_model, [*silent, *rows()], MixedObjective(PolicyObjective(PpoLoss()), 2.0), monkeypatch)
     for name, gradient in mixed.items():
         torch.testing.assert_close(gradient, 2.0 * taught[name], atol=2e-6, rtol=1e-4)
 
@@ -100,7 +99,7 @@ def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
     changes = {"ptx": ptx(tmp_path), "credit": {"type": "gae"}}
     assert small.run(small.recipe_values(tiny_model, tmp_path / "whole", **changes)) == 0
     killed = small.recipe_values(tiny_model, tmp_path / "killed", **changes)
-    assert small.run(killed, die_at=("posttrain.training.rl:PtxRows.batch", 6)) == -9
+    assert small.run(killed, die_at=("posttrain.training.rows:PtxRows.batch", 6)) == -9
     assert small.run(killed, resume=True) == 0
     assert small.weights(tmp_path / "whole" / "small") == small.weights(tmp_path / "killed" / "small")
     assert small.metrics(tmp_path / "whole" / "small") == small.metrics(tmp_path / "killed" / "small")

@@ -27,7 +27,7 @@ PLACES = {
 VARIANTS = {
     "sft": ("sft", {}),
     "sft_streamed": ("sft", {"steps": 7, "epochs": 1}),
-    "dpo": ("dpo", {"supervised": 0.2}),
+    "dpo": ("dpo", {"nll_coefficient": 0.2}),
     "dpo_streamed": ("dpo", {"steps": 7, "epochs": 1}),
     "kto": ("dpo", {"loss": {"type": "kto"}}),
     "kto_lora": ("dpo", {"loss": {"type": "kto"}, "cache_ref_logprobs": False}),

@@ -13,11 +13,19 @@ from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe, RewardSource
+from posttrain.recipe.rollout import FailureRecipe
 from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.driver import without_failures
 from posttrain.rollout.transcript import TokenTranscript
-from posttrain.training.reward_scorer import RAW, RewardScorer, RunningStatistics, open_scorer, scaled
-from posttrain.training.rl import samples_of, score
-from posttrain.training.rollouts import RolloutBatch, _apply_failure_policy
+from posttrain.training.batches import samples_of_episodes
+from posttrain.training.reward_scorer import (
+    RAW,
+    RewardScorer,
+    RewardShaping,
+    RunningStatistics,
+    open_scorer,
+    scaled,
+)
 from tests.conftest import CHATML, make_tokenizer
 
 MEAN, STD = 0.05, 0.4
@@ -116,7 +124,7 @@ def test_tokens_after_the_last_answer_are_not_read(tiny_policy, reward_model):
     played = episode(tiny_policy, ["Up", "Down"])
     expected = scorer(reward_model, tiny_policy).scores([played])
     stream = played.streams[0]
-    for name, value in (("ids", 9), ("sampled", False), ("logprobs", 0), ("rewards", 0), ("turn", -1)):
+    for name, value in (("ids", 9), ("sampled", False), ("rollout_logprobs", 0), ("rewards", 0), ("turn", -1)):
         array = getattr(stream, name)
         setattr(stream, name, np.concatenate([array, np.array([value, value], dtype=array.dtype)]))
     assert scorer(reward_model, tiny_policy).scores([played]) == pytest.approx(expected, abs=1e-6)
@@ -252,11 +260,9 @@ def test_a_reward_that_is_no_number_fails_the_episode_and_is_no_zero(value, tiny
     assert not episodes[1].success
     assert failed.failure == "the environment raised"
     assert [e.total_reward for e in episodes] == [1.0, 0.0, 2.0]
-    collected = RolloutBatch([], [])
-    recipe = RlRecipe(environment={"type": "bandit"}, rollout={"failures": {"action": "drop", "max_share": 0.5}})
-    kept = _apply_failure_policy([*episodes, failed], recipe, collected)
+    kept, warning = without_failures([*episodes, failed], FailureRecipe(action="drop", max_share=0.5))
     assert kept == [episodes[0], episodes[2]]
-    assert "2 of 4 episodes failed" in collected.messages[0]
+    assert "2 of 4 episodes failed" in warning
 
 
 def test_weights_that_are_no_numbers_fail_every_episode(tiny_policy, reward_model):
@@ -313,7 +319,8 @@ def test_the_penalty_for_a_missing_end_reaches_credit_once(normalize, penalty, t
     )
     running = RunningStatistics(recipe.reward)
     running.include(episodes)
-    rewards = score(episodes, samples_of(episodes, 1), recipe, 0.0, running)
+    shaping = RewardShaping(recipe.rollout, recipe.kl, running)
+    rewards = shaping.shape(episodes, samples_of_episodes(episodes, 1), 0.0)
     expected = {
         "stored": (raw - MEAN) / STD,
         "running": (raw - raw.mean()) / raw.std(ddof=1),

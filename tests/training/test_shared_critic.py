@@ -44,11 +44,11 @@ def opened(model, budget=4096, lora=None, **changes):
     """A policy's learner and the critic on its trunk, with a head that is not zero."""
     values = recipe(model, **changes)
     policy = Policy(values.model.model_copy(update={"lora": lora}))
-    critic = CriticLearner(values, values.credit, policy, 9)
+    critic = CriticLearner(values.critic, values.credit, policy, values.learner, 9)
     batches = LearnerRecipe(tokens_per_batch=budget)
     forward = token_forward(policy, batches, 1.0, critic.head)
-    learner = Updater(policy, Optimizer(policy.trainable(), OptimizerRecipe(), 9), batches, forward)
-    critic.train_with(learner)
+    optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 9)
+    learner = Updater(policy, optimizer, batches, forward, joint={"critic": critic.optimizer})
     with torch.no_grad():
         critic.head.weight.copy_(torch.randn(critic.head.weight.shape, generator=torch.Generator().manual_seed(3)))
     return learner, critic
@@ -108,7 +108,7 @@ def by_hand(model, weight, samples, coefficient, clip):
 def test_the_gradient_is_that_of_both_losses_by_plain_autograd(tiny_model, monkeypatch):
     loss = {"type": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean"}
     learner, critic = opened(tiny_model)
-    objective = SharedObjective(PolicyObjective(recipe(tiny_model, loss=loss), 0.0), 0.3, 0.2)
+    objective = SharedObjective(PolicyObjective(recipe(tiny_model, loss=loss).loss), 0.3, 0.2)
     found, metrics = gradients(learner, judged(), objective, monkeypatch)
     expected, policy, value = by_hand(tiny_model, critic.head.weight.detach(), judged(), 0.3, 0.2)
     assert set(found) == set(expected)
@@ -129,7 +129,7 @@ def test_the_gradient_is_that_of_both_losses_by_plain_autograd(tiny_model, monke
 )
 def test_the_gradient_does_not_depend_on_the_split_and_rows_add_theirs(lora, aggregation, tiny_model, monkeypatch):
     values = recipe(tiny_model, loss={"type": "ppo"} | aggregation)
-    shared = SharedObjective(PolicyObjective(values, 0.0), 0.3, 0.2)
+    shared = SharedObjective(PolicyObjective(values.loss), 0.3, 0.2)
 
     def of(samples, objective, budget=4096):
         learner, _ = opened(tiny_model, budget, lora)
@@ -174,7 +174,7 @@ def test_the_head_has_a_learning_rate_and_a_clip_of_its_own(tiny_model):
     optimizer = {"learning_rate": 0.5, "max_gradient_norm": 1e-3}
     learner, critic = opened(tiny_model, critic={"backbone": "shared", "optimizer": optimizer})
     head = critic.head.weight.detach().clone()
-    learner.update(judged(), SharedObjective(PolicyObjective(recipe(tiny_model), 0.0), 0.3, 0.2))
+    learner.update(judged(), SharedObjective(PolicyObjective(recipe(tiny_model).loss), 0.3, 0.2))
     moved = (critic.head.weight.detach() - head).abs()
     assert moved.max() == pytest.approx(0.5, rel=1e-2)  # AdamW's first step is one learning rate
     (optimizer_of_the_trunk,) = learner.optimizer._adamw.param_groups
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_moves_neither_and_names_both_rates(tiny_model
     with pytest.raises(
         RunError, match=r"group 0 episode 2; lower optimizer\.learning_rate or critic\.optimizer\.learning_rate, or"
     ):
-        learner.update(broken, SharedObjective(PolicyObjective(recipe(tiny_model), 0.0), 0.3, 0.2))
+        learner.update(broken, SharedObjective(PolicyObjective(recipe(tiny_model).loss), 0.3, 0.2))
     assert torch.equal(head, critic.head.weight)
     assert critic.optimizer.updates == learner.optimizer.updates == 0
     assert critic.head.weight.grad is None
@@ -199,12 +199,12 @@ def test_a_loss_that_is_not_finite_moves_neither_and_names_both_rates(tiny_model
 @pytest.mark.parametrize("backbone", ["separate", "shared"])
 def test_a_value_loss_that_is_not_finite_names_the_critics_rate(backbone, tiny_model):
     values = recipe(tiny_model, critic={"backbone": backbone, "updates_before_policy": 2})
-    critic = CriticLearner(values, values.credit, Policy(values.model), 9)
+    critic = CriticLearner(values.critic, values.credit, Policy(values.model), values.learner, 9)
     broken = judged()[:3]
     broken[2].returns[0] = np.inf
     for _ in range(3):
         assert means(critic.update(broken))["critic/skipped"] == 1
-    (said, *_) = critic.take_messages()
+    (said, *_) = critic.take_warnings()
     assert said.startswith("critic: update skipped: loss or gradient is not finite for group 0 episode 2; lower ")
     assert "critic.optimizer.learning_rate" in said
     with pytest.raises(RunError, match=r"group 0 episode 2; lower critic\.optimizer\.learning_rate, or"):

@@ -1,4 +1,4 @@
-"""RL on prompts of a file, paid by a rule or by a reward model; prompts that do not fit; a killed run."""
+"""RL on prompts of a file, scored by a function or by a reward model; prompts that do not fit; a killed run."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from posttrain.stages import run_stage
 from tests.training import small
 from tests.training.preferences import write_jsonl
 
-RULE = '''def letters(answer, row):
+REWARD = '''def letters(answer, **row):
     """Half a point for every different letter of the word that is asked for."""
     return 0.5 * len(set(answer) & set(row["word"]))
 '''
@@ -35,7 +35,7 @@ def reward_model(tiny_model, tmp_path_factory) -> Path:
 
 def values(tiny: Path, folder: Path, long: int = 0, **changes) -> dict:
     """Two steps on 20 prompts, of which the first `long` do not fit."""
-    (folder / "rules.py").write_text(RULE)
+    (folder / "rewards.py").write_text(REWARD)
     rows = [{"prompt": f"Say {'very ' * 40 * (n < long)}word {n}.", "word": "Goal dragon"} for n in range(20)]
     recipe = {
         "stage": "rl",
@@ -45,7 +45,7 @@ def values(tiny: Path, folder: Path, long: int = 0, **changes) -> dict:
         "environment": {
             "type": "text_task",
             "prompts": write_jsonl(folder / "prompts.jsonl", rows),
-            "rule": f"{folder / 'rules.py'}:letters",
+            "reward": f"{folder / 'rewards.py'}:letters",
             "success_reward": None,
         },
         "steps": 2,
@@ -68,7 +68,7 @@ def run(recipe: dict):
     return directory, [json.loads(line) for line in directory.metrics.read_text().splitlines()]
 
 
-def test_a_rule_pays_and_the_return_chooses_the_best(tiny_model, tmp_path):
+def test_a_reward_function_pays_and_the_return_chooses_the_best(tiny_model, tmp_path):
     directory, lines = run(values(tiny_model, tmp_path))
     final = next(line for line in lines if line["kind"] == "final")
     assert final["n"] == 6
@@ -81,10 +81,10 @@ def test_a_rule_pays_and_the_return_chooses_the_best(tiny_model, tmp_path):
     assert curve[final["best_step"]] == max(curve.values())
 
 
-def test_what_a_rule_reports_is_in_the_log_and_in_the_table(tiny_model, tmp_path):
+def test_what_a_reward_function_reports_is_in_the_log_and_in_the_table(tiny_model, tmp_path):
     given = values(tiny_model, tmp_path)
-    rule = RULE.replace("return 0.5 *", "return {'length': len(answer), 'score': 0.5 *").rstrip() + "}\n"
-    (tmp_path / "rules.py").write_text(rule)
+    reward = REWARD.replace("return 0.5 *", "return {'length': len(answer), 'score': 0.5 *").rstrip() + "}\n"
+    (tmp_path / "rewards.py").write_text(reward)
     directory, lines = run(given)
     final = next(line for line in lines if line["kind"] == "final")
     assert final["score/length_low"] < final["score/length"] < final["score/length_high"]
@@ -137,7 +137,7 @@ def test_a_prompt_on_both_sides_is_told(tiny_model, tmp_path):
 @pytest.mark.parametrize("normalize", ["stored", "running", "none"])
 def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": normalize, "clip": None})
-    del recipe["environment"]["rule"]
+    del recipe["environment"]["reward"]
     directory, _ = run(recipe)
     paid = []
     for step in (1, 2):
@@ -169,6 +169,6 @@ def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_mod
 
 def test_answers_that_nothing_scores_are_refused(tiny_model, tmp_path):
     recipe = values(tiny_model, tmp_path, model={"path": "/nowhere"})
-    del recipe["environment"]["rule"]
-    with pytest.raises(InputError, match="nothing scores the answers; name a rule"):
+    del recipe["environment"]["reward"]
+    with pytest.raises(InputError, match=r"nothing scores the answers; .*environment\.reward"):
         run(recipe)

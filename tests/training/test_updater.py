@@ -6,6 +6,7 @@ import torch
 
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
+from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import pack
@@ -54,7 +55,7 @@ def gradients(model, budget, objective, monkeypatch):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, tiny_model, monkeypatch):
     loss = {"type": "ppo", "aggregation": aggregation} | ({"constant": 100.0} if aggregation == "constant" else {})
-    objective = PolicyObjective(RlRecipe(loss=loss, entropy_coefficient=0.1), 0.0)
+    objective = PolicyObjective(RlRecipe(loss=loss).loss, entropy=0.1)
     whole = gradients(tiny_model, 4096, objective, monkeypatch)
     assert len(pack(samples(), 4096)) == 1
     for budget in (45, 60, 150):
@@ -77,20 +78,20 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_names_the_episode(tiny_m
     broken = samples()
     broken[5].advantages[0] = np.nan
     before = {n: p.detach().clone() for n, p in subject.model.trainable()}
-    totals = subject.update(broken, PolicyObjective(RlRecipe(), 0.0))
+    totals = subject.update(broken, PolicyObjective(PpoLoss()))
     assert totals["optimizer/skipped"] == (1.0, 1.0)
-    assert subject.take_messages() == ["update skipped: loss or gradient is not finite for group 1 episode 1"]
+    assert subject.take_warnings() == ["update skipped: loss or gradient is not finite for group 1 episode 1"]
     for name, parameter in subject.model.trainable():
         assert torch.equal(parameter, before[name])
     with pytest.raises(RunError, match=r"2 updates in a row .* group 1 episode 1; lower optimizer.learning_rate"):
-        subject.update(broken, PolicyObjective(RlRecipe(), 0.0))
+        subject.update(broken, PolicyObjective(PpoLoss()))
 
 
 def test_a_good_update_between_bad_ones_resets_the_count(tiny_model):
     subject = learner(tiny_model, max_skipped_updates=1)
     broken = samples()
     broken[0].advantages[0] = np.inf
-    objective = PolicyObjective(RlRecipe(), 0.0)
+    objective = PolicyObjective(PpoLoss())
     for batch in (broken, samples(), broken):
         subject.update(batch, objective)
     assert subject.skipped_in_a_row == 1
@@ -101,7 +102,7 @@ def test_no_signal_costs_nothing(tiny_model):
     flat = samples()
     for one in flat:
         one.advantages[:] = 0
-    totals = subject.update(flat, PolicyObjective(RlRecipe(), 0.0))
+    totals = subject.update(flat, PolicyObjective(PpoLoss()))
     assert totals["optimizer/no_signal"] == (1.0, 1.0)
     assert (subject.trained_tokens, subject.model.version) == (0, 0)
 

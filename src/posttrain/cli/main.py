@@ -1,4 +1,4 @@
-"""The `posttrain` command. Verbs are one file each; heavy imports happen inside them."""
+"""The `posttrain` command. Commands import heavy modules when they run, so that `--help` is fast."""
 
 import errno
 import sys
@@ -23,7 +23,7 @@ from posttrain.errors import PosttrainError
 from posttrain.runs.files import storage_error
 
 _INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C or SIGTERM ended."""
+"""Exit code after Ctrl-C or SIGTERM."""
 
 app = typer.Typer(
     cls=PluginGroup,
@@ -48,8 +48,10 @@ app.add_typer(evaluate, name="evaluate")
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and stop.", is_eager=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors; it may stand anywhere.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks of errors. May appear anywhere on the command line.")
+    ] = False,
 ) -> None:
     """Post-training of language models and language-model agents.
 
@@ -66,7 +68,7 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for wrong input, 1 for failures, 130 when interrupted."""
+    """Run the command line and return the exit code: 0, 2 for invalid input, 1 for other failures, 130 if interrupted."""
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -82,15 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
     except BaseException as error:
         if debug:
             traceback.print_exc()
-        message, code = told(error)
+        message, code = describe(error)
         for line in message.splitlines():
             typer.echo(f"posttrain: {line}", err=True)
         return code
     return 0
 
 
-def told(error: BaseException) -> tuple[str, int]:
-    """What the user reads about `error`, and the exit code."""
+def describe(error: BaseException) -> tuple[str, int]:
+    """The message for `error`, and the exit code."""
     if isinstance(error, PosttrainError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):

@@ -39,11 +39,11 @@ def main(folder: Path) -> int:
         if is_connection_loss(error):
             write_end(folder, rank, RankLost(""), "another process is gone", 1)
         else:
-            from posttrain.cli.main import told
+            from posttrain.cli.main import describe
 
             if job["debug"]:
                 traceback.print_exc()
-            write_end(folder, rank, error, *told(error))
+            write_end(folder, rank, error, *describe(error))
         return 1
     return 0
 

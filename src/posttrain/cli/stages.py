@@ -1,4 +1,4 @@
-"""What the stages' verbs share: their options, words into files and overrides, resuming, and the plan."""
+"""The commands that run stages and pipelines, and the options that they share."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +8,6 @@ import typer
 if TYPE_CHECKING:
     from posttrain.planning.devices import Device
     from posttrain.planning.memory import ModelSizes
-    from posttrain.recipe.stages import Recipe
 
 
 WORDS = "[RECIPE ...] [key=value ...]"
@@ -17,42 +16,43 @@ WORDS_HELP = (
     "`--key=value`, with the key dotted as in `rollout.groups_per_step=4`. `posttrain recipe` lists the keys."
 )
 Words = Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run, and the memory and time it takes.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Show the resolved recipe, batch arithmetic, and estimates of memory and time; run nothing."
+    ),
+]
 On = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE",
-        help="With --dry-run: whose time is estimated, by name (such as h200) or a YAML file of its measured limits.",
+        help="With --dry-run: estimate the time on this device, a name such as h200 or a YAML file of measured limits.",
     ),
 ]
-Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of the same name first.")]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing run of the same name first.")]
 OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""Context settings of verbs that take `--key value` for every key of a recipe."""
+"""Context settings of commands that accept `--key value` for every recipe key."""
 
 
 def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
-    """Run one stage of the recipe in `words`, show its plan, or go on with the run `resume`."""
-    from posttrain.errors import InputError
-    from posttrain.recipe.compose import load_recipe
+    """Run one stage of the recipe in `words`, show its plan, or continue the run `resume`."""
+    from posttrain.recipe.sources import read_overrides
+    from posttrain.verbs import VERBS, read_recipe
 
-    if resume is not None and overwrite:
-        raise InputError("--resume goes on with a run and --overwrite deletes it; give one of them")
     device = planned_device(dry_run, on)
     sources, overrides = split_words(words)
-    recipe = load_recipe(sources, overrides, stage) if resume is None else resumed(resume, sources, overrides, stage)
     if dry_run:
         from rich.console import Console
 
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
 
+        recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
         show_plan(recipe, sizes, Console(), device)
         return
-    from posttrain.stages import run_stage
-
-    run_stage(recipe, resume=resume is not None, overwrite=overwrite)
+    VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite)
 
 
 def planned_device(dry_run: bool, on: str | None) -> "Device | None":
@@ -101,40 +101,6 @@ def split_words(words: list[str]) -> tuple[list[str], list[str]]:
         else:
             sources.append(word)
     return sources, overrides
-
-
-def resumed(run: Path, sources: list[str], overrides: list[str], stage: str) -> "Recipe":
-    """The recipe of the run in the directory `run`, with more `steps`, or on other `hardware`, if overrides ask for them.
-
-    A run goes on as it began, so every other override is an `InputError`.
-    """
-    from posttrain.errors import InputError
-    from posttrain.recipe.compose import load_recipe
-    from posttrain.recipe.sources import read_overrides
-    from posttrain.runs.directory import RunDirectory
-
-    directory = RunDirectory.open(run)
-    if sources:
-        raise InputError(f"--resume {run} goes on with the recipe of that run; leave out {', '.join(sources)}")
-    for layer in read_overrides(overrides):
-        (key,) = layer.values
-        if key not in ("steps", "hardware"):
-            where = next(iter(layer.origins.values()))
-            raise InputError(
-                f"{where}: a resumed run keeps its recipe, except for steps and hardware; start a run with another name"
-            )
-    # The run may have been moved or renamed since, and where it is now is where it goes on.
-    place = directory.path.resolve()
-    recipe = load_recipe([str(directory.recipe_file)], overrides, stage)
-    done, steps = directory.saved_step(), getattr(recipe, "steps", None)
-    if steps is not None and steps < done:
-        raise InputError(
-            f"--resume {run}: {done} steps are done and saved, more than steps = {steps}; ask for more than {done}, or start "
-            "a run with another name"
-        )
-    if (Path(recipe.runs) / recipe.name).resolve() == place:
-        return recipe
-    return recipe.model_copy(update={"runs": str(place.parent), "name": place.name})
 
 
 def sft(
@@ -276,12 +242,12 @@ def pipeline(
     sources, overrides = split_words(words or [])
     if sources:
         raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
-    loaded, console = load_pipeline(file, overrides), Console()
     if dry_run:
         from posttrain.pipelines import chosen_stages, planned
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
 
+        loaded, console = load_pipeline(file, overrides), Console()
         for line in planned(loaded, only, start_from, overwrite):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         chosen = chosen_stages(loaded, only, start_from)
@@ -293,9 +259,10 @@ def pipeline(
                 console.rule(f"stage {stage.name}")
                 show_plan(stage.recipe, start[stage.name], console, device)
         return
-    from posttrain.pipelines import run_pipeline
+    from posttrain.recipe.sources import read_overrides
+    from posttrain.verbs import pipeline as run_pipeline
 
-    run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)
+    run_pipeline(file, *read_overrides(overrides), only=only, start_from=start_from, overwrite=overwrite)
 
 
 def fit_normalizer(

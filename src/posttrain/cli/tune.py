@@ -17,10 +17,10 @@ def tune(
         str, typer.Argument(metavar="STUDY", help="The study: a file or a name of `posttrain recipe list`.")
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be tried; run nothing.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study that is there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trials; run nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the existing study.")] = False,
 ) -> None:
-    """Search good values of recipe keys: every trial is a run of its own, judged by a held-out metric.
+    """Search for good values of recipe keys. Every trial is a run, scored by a held-out metric.
 
     Examples:
 

@@ -10,7 +10,9 @@ describes the problem. They raise nothing. Every example satisfies:
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from posttrain.data.files import Row, read_rows
@@ -31,6 +33,7 @@ from posttrain.data.messages import (
     without_training_keys,
 )
 from posttrain.data.problems import Problems
+from posttrain.recipe.compose import section
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 
 Kind = Literal["conversation", "pair", "unpaired", "prompt"]
@@ -38,6 +41,46 @@ Example = ConversationExample | PairExample | UnpairedExample | PromptExample
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 """Labels as text, as in CSV."""
+
+
+def load_dataset(
+    source: str | Path | Sequence[str | Path],
+    kind: Kind = "conversation",
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    max_rows: int | None = None,
+    strict: bool = False,
+) -> list[Any]:
+    """Read and check the rows of a data set.
+
+        pairs = posttrain.load_dataset("pairs.jsonl", "pair", columns={"prompt": "question"})
+
+    Args:
+        source: a `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, a hub id, or a list of them.
+        kind: what a row is: `conversation` (sft), `pair` (dpo, reward), `unpaired` (kto) or `prompt` (rl, generate).
+        split, subset: of hub data sets.
+        columns: names of the columns, by the keys of `columns` in a recipe, where they differ from the defaults.
+        max_rows: most usable rows taken from each source.
+        strict: raise for rows that cannot be used. Otherwise they are left out with a warning that names them.
+
+    Returns:
+        `ConversationExample`, `PairExample`, `UnpairedExample` or `PromptExample` objects of `posttrain.data.messages`.
+
+    Raises:
+        InputError: there is no such file or data set, no row can be used, or `strict` is set and one cannot.
+    """
+    listed = [source] if isinstance(source, str | Path) else source
+    sources = [SourceRecipe(path=str(path), split=split, subset=subset) for path in listed]
+    problems = Problems()
+    rows = list(read_examples(kind, sources, section(ColumnsRecipe, columns), problems, max_rows))
+    problems.raise_if(strict)
+    if not rows:
+        problems.require_any(", ".join(str(path) for path in listed))
+    for message in problems.summary():
+        warnings.warn(message, stacklevel=2)
+    return rows
 
 
 @overload

@@ -61,11 +61,12 @@ class Baseline:
 class Environment(ABC):
     """One attempt at a task. Each episode gets a new instance.
 
-    A subclass nests a `Recipe` class (the keys of `environment:` in a recipe) and implements `reset` and `step`. The other
-    methods are optional.
+    A subclass implements `reset` and `step`; the other methods are optional. One with keys of its own in a recipe nests a
+    `Recipe` class, whose values are in `self.recipe`.
     """
 
-    Recipe: ClassVar[type[EnvironmentRecipe]]
+    Recipe: ClassVar[type[EnvironmentRecipe]] = EnvironmentRecipe
+    """Keys of the `environment` section of a recipe."""
     self_contained: ClassVar[bool] = True
     """The default recipe is a complete task. False where a recipe has to name data."""
     scripted_baselines: ClassVar[tuple[str, ...]] = ()

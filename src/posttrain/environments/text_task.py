@@ -1,13 +1,11 @@
-"""One prompt, one answer, one score from a rule, a verifier or a judge. Reward models score outside the environment."""
+"""One prompt, one answer, one score from a reward function, a verifier or a judge. Reward models score outside the environment."""
 
-import copy
 import json
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import Lock
 from typing import Any, Literal
 
@@ -20,7 +18,7 @@ from posttrain.data.problems import Problems
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import check_judge, judge_score
 from posttrain.environments.protocol import Environment, Message, Observation, Step, require_rows
-from posttrain.environments.rules import SCORE, load_rule
+from posttrain.environments.rewards import SCORE, RewardFailure, finite_scores, load_reward
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.components import EnvironmentRecipe
@@ -44,17 +42,17 @@ class TextTaskRecipe(EnvironmentRecipe):
     columns: ColumnsRecipe = ColumnsRecipe()
     """Column names of `prompts`."""
     reasoning_gym: ReasoningGymRecipe | None = None
-    """Tasks of reasoning-gym instead of `prompts`, scored by their own verifier unless `rule` or `judge` is set."""
+    """Tasks of reasoning-gym instead of `prompts`, scored by their own verifier unless `reward` or `judge` is set."""
     strict: bool = False
     """Whether an unusable row is an error. Otherwise such rows are skipped, counted and reported."""
     system: str | None = None
     """System message of every prompt; it replaces a system message of the row."""
-    rule: str | None = Field(None, pattern=r"^.+:\w+$")
-    """A scoring function `(answer, row) -> float`: `module:function` or `path/to/file.py:function`. It may return a mapping instead, whose `score` is the score; its other numbers are reported."""
+    reward: str | None = None
+    """A function `(prompt, answer, **row) -> float` that scores: `exact`, `contains`, `final_number`, `module:function` or `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other numbers are reported."""
     judge: JudgeRecipe | None = None
     """A language model that scores."""
     score_weight: float = Field(1.0, ge=0)
-    """Weight of the score of the rule, judge or verifier in the reward. 0 only reports it, beside the reward of a reward model."""
+    """Weight of the score of the function, judge or verifier in the reward. 0 only reports it, beside the reward of a reward model."""
     success_reward: float | None = 1.0
     """Success is a score of at least this. null, or a missing score, reports no success."""
 
@@ -62,8 +60,8 @@ class TextTaskRecipe(EnvironmentRecipe):
     def _one_source_and_one_score(self) -> "TextTaskRecipe":
         if bool(self.prompts) == (self.reasoning_gym is not None):
             raise ValueError("give exactly one of `prompts` (files of rows) and `reasoning_gym` (generated tasks)")
-        if self.rule is not None and self.judge is not None:
-            raise ValueError("`rule` and `judge` both score the answer; keep one")
+        if self.reward is not None and self.judge is not None:
+            raise ValueError("`reward` and `judge` both score the answer; keep one")
         if any(source.weight != 1 for source in self.prompts):
             raise ValueError("`prompts.weight` has no effect here, because the seed selects the row; remove it")
         return self
@@ -95,9 +93,11 @@ class TextTask(Environment):
     self_contained = False
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where the data, the rule, the data set of reasoning-gym or the judge's API key is missing."""
+        """InputError where the data, the reward function, the data set of reasoning-gym or the judge's API key is missing."""
         super().__init__(recipe)
-        self._rule = load_rule(self.recipe.rule) if self.recipe.rule is not None else None
+        self._reward = load_reward(self.recipe.reward) if self.recipe.reward is not None else None
+        if self._reward is not None and self._reward.blocking:
+            self.blocking = True
         if self.recipe.judge is not None:
             check_judge(self.recipe.judge)
         self.task_count(recipe)
@@ -131,10 +131,10 @@ class TextTask(Environment):
 
     @classmethod
     def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
-        """Whether a rule, a judge or a verifier scores answers with a weight above 0."""
+        """Whether a reward function, a judge or a verifier scores answers with a weight above 0."""
         assert isinstance(recipe, TextTaskRecipe)
         return recipe.score_weight > 0 and any(
-            part is not None for part in (recipe.rule, recipe.judge, recipe.reasoning_gym)
+            part is not None for part in (recipe.reward, recipe.judge, recipe.reasoning_gym)
         )
 
     @classmethod
@@ -156,7 +156,7 @@ class TextTask(Environment):
         return Observation(list(messages))
 
     def step(self, action: str) -> Step:
-        """Score the answer; the reward is 0 where only a reward model scores. Raises RuleFailure or JudgeFailure."""
+        """Score the answer; the reward is 0 where only a reward model scores. Raises RewardFailure or JudgeFailure."""
         task = self._current()
         scores, weight = self._score(action, task), self.recipe.score_weight
         self._task = None
@@ -177,7 +177,7 @@ class TextTask(Environment):
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """Check that seeds repeat their tasks and that episodes end after one step. With a rule or verifier and a
+        """Check that seeds repeat their tasks and that episodes end after one step. With a reward function or verifier and a
         reference answer, also check that the reference earns full reward (`success_reward`, or 1) and a wrong answer
         does not. A judge is not called.
 
@@ -203,7 +203,7 @@ class TextTask(Environment):
     def _score_in_validation(self, seed: int, answer: str) -> float:
         try:
             step = play(self, seed, [answer])[-1]
-        except RuleFailure as error:
+        except RewardFailure as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         require(step.terminated, seed, "one answer did not end the episode")
         try:
@@ -218,32 +218,23 @@ class TextTask(Environment):
         return self._task
 
     def _has_scorer(self) -> bool:
-        """Whether a rule, a judge or a verifier scores answers."""
-        return any(part is not None for part in (self._rule, self.recipe.judge, self.recipe.reasoning_gym))
+        """Whether a reward function, a judge or a verifier scores answers."""
+        return any(part is not None for part in (self._reward, self.recipe.judge, self.recipe.reasoning_gym))
 
     def _score(self, answer: str, task: _Task) -> dict[str, float]:
-        """Return the score and the other numbers of the rule, judge or verifier; empty where there is none."""
+        """Return the score and the other numbers of the reward function, judge or verifier; empty where there is none."""
         if self.recipe.judge is not None:
             return {SCORE: judge_score(self.recipe.judge, self._messages, answer)}
-        scorer: Callable[[], Any]
-        if self._rule is not None:
-            # A copy, so that a rule that modifies its row does not affect later episodes.
-            scorer, name = partial(self._rule, answer, copy.deepcopy(task.row)), f"rule {self.recipe.rule}"
-        elif task.verifier is not None:
-            # Policies often end an answer with a newline; no reference of reasoning-gym starts or ends with white space.
-            scorer, name = partial(task.verifier, answer.strip()), "the verifier"
-        else:
+        if self._reward is not None:
+            return self._reward(self._messages, answer, task.row, task.origin)
+        if task.verifier is None:
             return {}
         try:
-            result = scorer()
+            # Policies often end an answer with a newline; no reference of reasoning-gym starts or ends with white space.
+            result = task.verifier(answer.strip())
         except Exception as error:
-            raise RuleFailure(f"{name} raised {type(error).__name__} on {task.origin}: {error}") from error
-        numbers = result if isinstance(result, Mapping) else {SCORE: result}
-        scores = {str(key): _number(value) for key, value in numbers.items()}
-        if SCORE not in scores or not all(map(math.isfinite, scores.values())):
-            expected = f"a finite number, or a mapping of names to finite numbers with the key {SCORE!r}"
-            raise RuleFailure(f"{name} returned {result!r} on {task.origin}; it must return {expected}")
-        return scores
+            raise RewardFailure(f"the verifier raised {type(error).__name__} on {task.origin}: {error}") from error
+        return finite_scores(result, "the verifier", task.origin)
 
     def _row_task(self, seed: int) -> _Task:
         rows = prompt_table(self.recipe).rows
@@ -260,18 +251,6 @@ class TextTask(Environment):
                 row[name] = value
         messages = [{k: v for k, v in message.items() if k not in ("train", "primer")} for message in prompt.messages]
         return _Task(messages, row, _reference(row), prompt.origin)
-
-
-def _number(value: Any) -> float:
-    """Return `value` as a float; NaN for anything that is not a number, text included."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-class RuleFailure(Exception):
-    """A rule or verifier raised, or returned no finite score."""
 
 
 _table_lock = Lock()

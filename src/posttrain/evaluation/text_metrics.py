@@ -3,11 +3,11 @@
 import json
 import math
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from posttrain.environments.rules import SCORE, Rule, load_rule
+from posttrain.environments.rewards import BUILT_IN, SCORE, RewardFailure, load_reward
 from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, Predictions, with_reference
 from posttrain.evaluation.results import MetricResult, Results
@@ -38,12 +38,13 @@ def normalized(text: str) -> str:
 
 
 def verified(rows: Sequence[Prediction], verifier: str) -> MetricResult:
-    """Mean score by a reasoning-gym data set (`chain_sum`) or by a rule (`module:function`, `file.py:function`).
+    """Mean score by a reasoning-gym data set (`chain_sum`) or by a reward function (`exact`,
+    `module:function`, `file.py:function`).
 
     Rows on which the verifier raises or returns no finite number are left out and counted. Raises `InputError` if no
     row remains.
     """
-    score = _rule(verifier) if ":" in verifier else _gym_scorer(verifier)
+    score = _rewarded(verifier) if ":" in verifier or verifier in BUILT_IN else _gym_scorer(verifier)
     values: list[tuple[str, float]] = []
     left_out: dict[str, int] = {}
     first = ""
@@ -51,11 +52,12 @@ def verified(rows: Sequence[Prediction], verifier: str) -> MetricResult:
         try:
             value = score(row)
             if not math.isfinite(value):
-                raise ValueError(f"the score is {value}")
+                raise RewardFailure(f"it returned {value}")
             values.append((row.item, value))
         except Exception as error:
             first = first or f"{type(error).__name__}: {str(error)[:120]}, {row.origin}"
-            reason = f"the verifier raised {type(error).__name__}"
+            cause = error.__cause__ if isinstance(error, RewardFailure) else error
+            reason = f"the verifier raised {type(cause).__name__}" if cause else "the verifier gave no finite number"
             left_out[reason] = left_out.get(reason, 0) + 1
     if not values:
         raise InputError(
@@ -66,16 +68,12 @@ def verified(rows: Sequence[Prediction], verifier: str) -> MetricResult:
     return MetricResult("verifier", item_means(kind, values), "higher", len(values), left_out, {"verifier": verifier})
 
 
-def _rule(where: str) -> Callable[[Prediction], float]:
-    try:
-        rule: Rule = load_rule(where)
-    except InputError as error:
-        raise InputError(str(error).replace("environment.rule", "--verifier", 1)) from error
+def _rewarded(where: str) -> Callable[[Prediction], float]:
+    reward = load_reward(where, key="--verifier")
 
     def score(row: Prediction) -> float:
         filled = {} if row.reference is None else {"label": row.reference}
-        found = rule(row.text, {**filled, **row.row})
-        return float(found[SCORE] if isinstance(found, Mapping) else found)
+        return reward(row.prompt or [], row.text, {**filled, **row.row}, row.origin)[SCORE]
 
     return score
 

@@ -1,4 +1,4 @@
-"""What every loss sees: the sampled tokens of whole streams, flat, without padding."""
+"""Inputs of the losses: the sampled tokens of whole streams, flat, without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Literal
 import torch
 
 Metrics = dict[str, tuple[float, float]]
-"""Name -> (sum, count); they add up exactly over micro-batches, and the mean is sum / count."""
+"""Name -> (sum, count). Sums and counts add up exactly over micro-batches; the mean is sum / count."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The N sampled tokens of the S streams of one micro-batch, stream after stream; a stream is never divided."""
+    """The N sampled tokens of the S streams of one micro-batch, stream after stream. A stream is never split."""
 
     rollout_logprobs: torch.Tensor
-    """[N] float: log-probabilities, in nats, of the policy that sampled."""
+    """[N] float: log-probabilities, in nats, under the policy that sampled the tokens."""
     advantages: torch.Tensor
     """[N] float."""
     stream: torch.Tensor
@@ -23,14 +23,14 @@ class TokenBatch:
     lengths: torch.Tensor
     """[S] int64: sampled tokens of each stream."""
     weights: torch.Tensor
-    """[N] float: the aggregation's weight of each token; the learner divides the weighted sum, once."""
+    """[N] float: aggregation weight of each token. The learner divides the weighted sum once per optimizer step."""
     ref_logprobs: torch.Tensor | None = None
     """[N] float: log-probabilities under the reference model."""
     old_logprobs: torch.Tensor | None = None
-    """[N] float: the learner's own log-probabilities before the step's updates; None takes `behaviour` for them."""
+    """[N] float: the learner's own log-probabilities before the step's updates; None if they equal `rollout_logprobs`."""
 
     def stream_means(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean of `values` [N] over each token's stream, given back at each of its tokens: [N], differentiable."""
+        """[N], differentiable: the mean of `values` [N] over the stream of each token."""
         sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device).index_add(
             0, self.stream, values
         )
@@ -45,15 +45,15 @@ def token_weights(
 ) -> tuple[list[float], float]:
     """Weight of each stream's tokens, and the divisor of their weighted sum.
 
-    `lengths`: sampled tokens of *all* streams of the optimizer step, also of those left out of the computation.
+    `lengths`: sampled tokens of *all* streams of the optimizer step, including streams that are not computed.
 
-    - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is random and goes with
-      the returns where lengths do.
+    - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is
+      random, and correlates with returns if lengths do.
     - `sequence_mean`: weight 1 / length, divisor number of streams with sampled tokens (GRPO, arXiv 2402.03300). Biased:
-      a short answer's tokens move the policy more than a long one's.
+      a token of a short answer has more weight than one of a long answer.
     - `constant`: weight 1, divisor `constant` (Dr. GRPO, arXiv 2503.20783). Unbiased up to that constant.
 
-    ValueError when `constant` is needed and not given. A step without sampled tokens gets divisor 1.
+    ValueError if `constant` is needed and missing. A step without sampled tokens has divisor 1.
     """
     if kind == "sequence_mean":
         return [1.0 / n if n else 0.0 for n in lengths], float(sum(n > 0 for n in lengths) or 1)

@@ -1,6 +1,6 @@
 """Kullback-Leibler divergence of the policy from the reference model: estimators, penalties, coefficient.
 
-With d = log pi - log pi_ref at a token that pi sampled, each estimator's mean is about KL(pi, pi_ref).
+Each estimator is a function of d = log pi - log pi_ref at a token that pi sampled; its mean approximates KL(pi, pi_ref).
 Source of k1, k2, k3: Schulman 2020, "Approximating KL divergence".
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from posttrain.episode import PerToken, RewardStreams
 from posttrain.losses.batch import Metrics, TokenBatch
-from posttrain.losses.ratios import LOG_RATIO_LIMIT, total
+from posttrain.losses.ratios import LOG_RATIO_LIMIT, sum_and_count
 from posttrain.recipe.loss import KL_STEP, KlRecipe
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -23,7 +23,7 @@ def estimate_kl(estimator: Estimator, difference: Values) -> Values:
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, in nats per token, for d = log pi - log pi_ref of any shape.
 
     k1 is unbiased and may be negative; k2 is biased and never negative; k3 is unbiased and never negative. In k3, d is
-    clamped to +-20 so that exp stays finite; a token beyond that has no gradient.
+    clamped to +-20 so that exp stays finite; beyond that the gradient is 0.
     """
     if estimator == "k1":
         return difference
@@ -37,27 +37,27 @@ def estimate_kl(estimator: Estimator, difference: Values) -> Values:
 
 
 def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """sum over tokens of weight x estimate: a scalar to *add*, times its coefficient, to the loss; and `policy/kl`.
+    """sum over tokens of weight x estimate: a scalar to add to the loss times its coefficient, and the metric `policy/kl`.
 
-    On policy, the gradient of k2 is in expectation that of KL(pi, pi_ref); that of k3 is the gradient of
-    KL(pi_ref, pi); that of k1 is zero in expectation, so the recipe refuses it here.
-    ValueError when `batch.ref_logprobs` is missing.
+    On policy, the expected gradient of k2 is that of KL(pi, pi_ref), and the expected gradient of k3 is that of
+    KL(pi_ref, pi). The expected gradient of k1 is zero, so recipes reject k1 in the loss.
+    ValueError if `batch.ref_logprobs` is missing.
     """
     if batch.ref_logprobs is None:
-        raise ValueError("KL needs the reference model's log-probabilities in `reference`")
+        raise ValueError("the KL loss needs the reference model's log-probabilities in `ref_logprobs`")
     estimates = estimate_kl(estimator, logprobs - batch.ref_logprobs)
     return (batch.weights * estimates).sum(), kl_metrics(logprobs, batch)
 
 
 def kl_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
-    """`policy/kl` by k3, whichever estimator the penalty uses; nothing without a reference model."""
+    """`policy/kl` by k3, whichever estimator the penalty uses; empty without reference log-probabilities."""
     if batch.ref_logprobs is None:
         return {}
-    return {"policy/kl": total(estimate_kl("k3", logprobs.detach() - batch.ref_logprobs))}
+    return {"policy/kl": sum_and_count(estimate_kl("k3", logprobs.detach() - batch.ref_logprobs))}
 
 
 def apply_kl_penalty(rewards: RewardStreams, kl: PerToken, coefficient: float) -> RewardStreams:
-    """r_t - coefficient x KL_t, as new arrays; `kl` is zero where nothing was sampled.
+    """r_t - coefficient x KL_t, as new arrays. `kl` must be zero where nothing was sampled.
 
     Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", arXiv 1909.08593.
     """
@@ -70,10 +70,10 @@ def apply_kl_penalty(rewards: RewardStreams, kl: PerToken, coefficient: float) -
 
 
 class KlController:
-    """The KL coefficient: fixed, or steered to a target.
+    """The KL coefficient: fixed, or adapted to a target.
 
     Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes;
-    n counts for at most one horizon at a time, so one update moves it by at most s. Source: Ziegler et al. 2019.
+    n is capped at one horizon, so one update changes the coefficient by at most a factor s. Source: Ziegler et al. 2019.
     """
 
     def __init__(self, recipe: KlRecipe) -> None:
@@ -81,16 +81,16 @@ class KlController:
         self.coefficient = recipe.coefficient
 
     def update(self, kl: float | None, episodes: int) -> None:
-        """`kl`: measured KL per token, in nats; None or not finite (nothing measured) leaves the coefficient."""
+        """Adapt to `kl`, the measured KL per token in nats. None or a value that is not finite changes nothing."""
         if self.recipe.target is None or kl is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.recipe.target - 1, -KL_STEP), KL_STEP)
         self.coefficient *= 1 + error * min(episodes / self.recipe.horizon, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient as it is now."""
+        """The current coefficient."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.coefficient = state["coefficient"]

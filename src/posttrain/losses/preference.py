@@ -1,4 +1,4 @@
-"""Losses of preference optimisation: one value per pair, or per answer, to be divided once by the learner.
+"""Preference losses: one value per pair or per answer. The learner divides their sum once per optimizer step.
 
 Notation: y is an answer of |y| tokens to a prompt, log pi(y) its summed log-probability in nats, and
 h(y) = log pi(y) - log pi_ref(y) its log-ratio to the reference; c is the chosen answer and r the rejected one.
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from posttrain.recipe.loss import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, PairLossRecipe, SimpoLoss
 
 CERTAIN = -1e-6
-"""Largest mean log-probability whose odds are computed, so that they are finite; beyond it they are constant."""
+"""Largest mean log-probability whose odds are computed, so that they stay finite; constant beyond it."""
 
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """What P pairs of answers add up to. Answers only: no token of a prompt counts."""
+    """Summed log-probabilities of the answers of P pairs, without prompt tokens."""
 
     chosen_logprobs: torch.Tensor
     """[P] float, differentiable: log pi(c), summed over tokens, in nats."""
@@ -33,13 +33,13 @@ class PairLogprobs:
     """[P] float: log pi_ref(r)."""
 
     def log_ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """h(c) and h(r), each [P]; ValueError without the reference's log-probabilities."""
+        """h(c) and h(r), each [P]. ValueError if the reference's log-probabilities are missing."""
         if self.ref_chosen_logprobs is None or self.ref_rejected_logprobs is None:
             raise ValueError("this loss needs the reference model's log-probabilities of both answers")
         return self.chosen_logprobs - self.ref_chosen_logprobs, self.rejected_logprobs - self.ref_rejected_logprobs
 
     def per_token(self, chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums over the answers' tokens as means over them, each [P]."""
+        """Sums over each answer's tokens, divided by its length: each [P]."""
         return chosen / self.chosen_length.clamp(min=1), rejected / self.rejected_length.clamp(min=1)
 
 
@@ -50,13 +50,13 @@ class PairLosses:
     losses: torch.Tensor
     """[P] float, differentiable, not reduced."""
     chosen_rewards: torch.Tensor
-    """[P] float, detached: implicit reward of the chosen answer; its order against the other is the accuracy."""
+    """[P] float, detached: implicit reward of the chosen answer; accuracy compares it with the rejected one."""
     rejected_rewards: torch.Tensor
     """[P] float, detached: implicit reward of the rejected answer."""
 
 
 def preference_losses(recipe: PairLossRecipe, sums: PairLogprobs) -> PairLosses:
-    """The loss of each pair; ValueError where the recipe needs a reference and `sums` has none."""
+    """The loss of each pair. ValueError if the recipe needs a reference and `sums` has none."""
     if isinstance(recipe, DpoLoss | CdpoLoss):
         return dpo(recipe, sums)
     if isinstance(recipe, IpoLoss):
@@ -70,8 +70,8 @@ def dpo(recipe: DpoLoss | CdpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = -(1 - s) log sigmoid(z) - s log sigmoid(-z), z = beta (h(c) - h(r)), s = label_smoothing; reward beta h(y).
 
     Sources: Rafailov et al. 2023, "Direct preference optimization", arXiv 2305.18290, equation 7 (s = 0); with s > 0,
-    the conservative loss of Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO". For s > 0 it
-    is least at z = log((1 - s) / s) instead of at infinity.
+    the conservative loss of Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO". For s > 0 its
+    minimum is at z = log((1 - s) / s) instead of infinity.
     """
     chosen, rejected = sums.log_ratios()
     z = recipe.beta * (chosen - rejected)
@@ -84,9 +84,9 @@ def ipo(recipe: IpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = (h(c) / |c| - h(r) / |r| - 1 / (2 beta))^2; reward beta h(y) / |y|.
 
     Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences", arXiv
-    2310.12036, equation 17, with beta for its tau. The paper writes log-ratios without saying how they count tokens;
-    here they are *averaged* over the answer, not summed, as in its authors' own runs and in TRL: summed, one target
-    would ask less of each token the longer the answers are.
+    2310.12036, equation 17, with beta for its tau. The paper does not say whether log-ratios are summed or averaged over
+    tokens. Here they are *averaged*, as in the authors' own runs and in TRL: with sums, the fixed target would demand
+    less of each token of a longer answer.
     """
     chosen, rejected = sums.per_token(*sums.log_ratios())
     return _with_rewards((chosen - rejected - 1 / (2 * recipe.beta)) ** 2, recipe.beta, chosen, rejected)
@@ -95,8 +95,8 @@ def ipo(recipe: IpoLoss, sums: PairLogprobs) -> PairLosses:
 def simpo(recipe: SimpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = -log sigmoid(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma); reward beta log pi(y) / |y|.
 
-    Source: Meng et al. 2024, "SimPO", arXiv 2405.14734, equations 4 and 6. Gamma is subtracted after beta; where the
-    authors quote a ratio gamma / beta, multiply it by beta.
+    Source: Meng et al. 2024, "SimPO", arXiv 2405.14734, equations 4 and 6. Gamma is subtracted after beta; if
+    the authors quote a ratio gamma / beta, multiply it by beta.
     """
     chosen, rejected = sums.per_token(sums.chosen_logprobs, sums.rejected_logprobs)
     losses = -F.logsigmoid(recipe.beta * (chosen - rejected) - recipe.gamma)
@@ -115,25 +115,26 @@ def orpo(recipe: OrpoLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, good: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
-    """L = w_D (1 - sigmoid(beta (h - kl))) of a good answer, w_U (1 - sigmoid(beta (kl - h))) of a bad one: [N].
+def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, desirable: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+    """L = w_D (1 - sigmoid(beta (h - kl))) of a desirable answer, w_U (1 - sigmoid(beta (kl - h))) of an
+    undesirable one: [N].
 
-    `logratio` [N] float, differentiable: h of each answer, in nats; `good` [N] bool; `kl`: a scalar from `kto_kl`.
+    `logratio` [N] float, differentiable: h of each answer, in nats; `desirable` [N] bool; `kl`: a scalar from `kto_kl`.
     w_D and w_U are the recipe's desirable and undesirable weights; beta h is the implicit reward. Source: Ethayarajh
     et al. 2024, "KTO: Model alignment as prospect theoretic optimization", arXiv 2402.01306, section 4.1.
     """
-    lead = recipe.beta * (logratio - kl)
-    # 1 - sigmoid(x) = sigmoid(-x), without the cancellation.
+    margin = recipe.beta * (logratio - kl)
+    # sigmoid(-x) equals 1 - sigmoid(x) without cancellation.
     return torch.where(
-        good, recipe.desirable_weight * torch.sigmoid(-lead), recipe.undesirable_weight * torch.sigmoid(lead)
+        desirable, recipe.desirable_weight * torch.sigmoid(-margin), recipe.undesirable_weight * torch.sigmoid(margin)
     )
 
 
 def kto_kl(mismatched_logratios: torch.Tensor) -> torch.Tensor:
-    """max(0, mean of h) over answers paired with other answers' prompts: KTO's reference point, a detached scalar.
+    """max(0, mean of h) over answers paired with other rows' prompts: the reference point of KTO, a detached scalar.
 
-    `mismatched_logratios` [N] float, N > 0, in nats. A biased estimate of KL(pi, pi_ref) of a batch that needs no
-    sampling. Source: as for `kto_losses`.
+    `mismatched_logratios` [N] float, N > 0, in nats. A biased estimate of KL(pi, pi_ref) over a batch that
+    needs no sampling. Source: as for `kto_losses`.
     """
     return mismatched_logratios.detach().mean().clamp(min=0)
 

@@ -1,4 +1,4 @@
-"""The loss of a reward model: one value per pair, to be divided once by the learner."""
+"""Reward-model losses: one value per pair or per answer. The learner divides their sum once per optimizer step."""
 
 from typing import Literal
 
@@ -11,20 +11,20 @@ def bradley_terry(
 ) -> torch.Tensor:
     """L = -log sigmoid(c - r - margin) + centring (c + r)^2 of each pair: [P], differentiable, not reduced.
 
-    `chosen`, `rejected` [P] float: the scores c and r of the two answers, without unit; `margin` [P] float: what the
-    chosen score must lead by, 0 where a row has none; None is 0 everywhere. A difference of scores is the log-odds of
-    being preferred; adding a constant to both changes nothing but the centring term, which makes their mean 0.
+    `chosen`, `rejected` [P] float: the scores c and r of the two answers, unitless. `margin` [P] float: the required
+    difference of the scores, 0 for rows without one; None means 0 everywhere. A difference of scores is the log-odds of
+    being preferred. A constant added to both scores changes only the centring term, which drives their mean to 0.
 
     Sources: Bradley and Terry 1952, "Rank analysis of incomplete block designs"; margin: Touvron et al. 2023,
     "Llama 2", arXiv 2307.09288, equation 2; centring: Eisenstein et al. 2023, "Helping or herding?", arXiv 2312.09244,
     equation 2.
     """
-    lead = chosen - rejected if margin is None else chosen - rejected - margin
-    return -F.logsigmoid(lead) + centring * (chosen + rejected) ** 2
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    return -F.logsigmoid(difference) + centring * (chosen + rejected) ** 2
 
 
 def unit_means(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Tensor:
-    """[S]: mean of the rewards of each answer's units; that of a single unit is its reward, bit for bit.
+    """[S]: mean reward of each answer's units. For a single unit this is its reward, bit for bit.
 
     Source: Yin et al. 2025, "Segmenting text and learning their rewards for improved RLHF", arXiv 2501.02790, where
     the difference of two such means is the log-odds of a Bradley-Terry model.
@@ -35,8 +35,8 @@ def unit_means(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> tor
 def unit_entropies(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Tensor:
     """[S], nats: H = -sum p log p of p = softmax of the rewards of each answer's K units.
 
-    From 0 (one unit has all) to log K (all alike); exp(H) is the number of units that share the reward. The gradient
-    is dH/dr = -p (log p + H): it sums to 0 over the units, so H never moves the answer's mean.
+    Ranges from 0 (one unit has everything) to log K (all equal); exp(H) is the effective number of units. The gradient
+    is dH/dr = -p (log p + H): it sums to 0 over the units, so H does not change the answer's mean.
     """
     top = torch.full((answers,), -torch.inf, dtype=rewards.dtype, device=rewards.device)
     top = top.scatter_reduce(0, answer, rewards.detach(), "amax")
@@ -49,11 +49,11 @@ def unit_entropies(rewards: torch.Tensor, answer: torch.Tensor, answers: int) ->
 def unit_entropy_penalty(
     rewards: torch.Tensor, answer: torch.Tensor, answers: int, form: Literal["length_fair", "published"]
 ) -> torch.Tensor:
-    """[S]: what the credit-distribution entropy regulariser adds to the loss for each answer, before its coefficient.
+    """[S]: entropy regularizer of the distribution of rewards over each answer's units, without its coefficient.
 
-    `published`: -H / K. Its range, log K / K, falls from 0.37 for 3 units to 0.11 for 30, so long answers are hardly
-    regularised. `length_fair`: 1 - H / log K, which is KL(p || uniform) / log K: 0 for even rewards, 1 where one
-    unit has all, whatever K. Both are 0 for K = 1, where there is nothing to spread.
+    `published`: -H / K. Its range, log K / K, falls from 0.37 for 3 units to 0.11 for 30, so long answers are barely
+    regularized. `length_fair`: 1 - H / log K, which is KL(p || uniform) / log K: 0 for equal rewards and 1 if
+    one unit has everything, for any K. Both are 0 for K = 1.
 
     Source of `published`: N. Parikh 2026, LearningSegmentRewards, whose loss is that of Bradley and Terry minus
     coefficient x (mean H / K of the chosen + mean H / K of the rejected answers).
@@ -62,7 +62,7 @@ def unit_entropy_penalty(
     if form == "published":
         return -entropies / counts
     several = counts > 1
-    # log 1 = 0 would make the gradient of what is not chosen NaN.
+    # The branch that is not selected would have a NaN gradient for log 1 = 0.
     return torch.where(several, 1 - entropies / torch.where(several, counts, 2.0).log(), torch.zeros_like(entropies))
 
 

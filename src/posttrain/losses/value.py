@@ -1,4 +1,4 @@
-"""The loss of a critic: one value per sampled token, to be divided once by the learner."""
+"""The value loss: one value per sampled token. The learner divides their sum once per optimizer step."""
 
 import torch
 
@@ -8,10 +8,10 @@ def value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """L_t = max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2) / 2 of each token: [N], not reduced.
 
-    `values` [N] float, differentiable: V as the critic is now; `old` [N]: V before the step's updates; `returns` [N]:
-    R, what the values should have been; all in units of reward. A value that has moved by more than `clip`, towards its
-    return, has gradient 0. `clip` None is the plain half square. The second result [N] bool says where the clipped
-    square is the larger one. Source: the second published implementation of Schulman et al. 2017, arXiv 1707.06347;
+    `values` [N] float, differentiable: the current V. `old` [N]: V before the step's updates. `returns` [N]: R, the
+    targets. All are in units of reward. A value that has moved towards its return by more than `clip` has gradient 0.
+    `clip` None gives half the squared error. The second result [N] bool is true where the clipped term is the larger
+    one. Source: the second published implementation of Schulman et al. 2017, arXiv 1707.06347;
     the paper itself does not clip values.
     """
     plain = (values - returns) ** 2

@@ -12,6 +12,7 @@ from posttrain.distributed.world import current, threads_per_process
 from posttrain.errors import InputError
 from posttrain.models.forward import transformer
 from posttrain.models.load import add_adapters, load_end_tokens, load_tokenizer, resolve_device
+from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
 
@@ -24,12 +25,20 @@ class TrainedModel:
     task = "CAUSAL_LM"
     """The task type of peft."""
 
-    def __init__(self, recipe: ModelRecipe, seed: int = 0, trained: bool = True) -> None:
-        """Load the model of `recipe`.
+    def __init__(self, model: ModelRecipe | str | Path, seed: int = 0, trained: bool = True, **settings: Any) -> None:
+        """Load a model.
 
-        `seed` initializes adapters and new heads. With `trained=False`, sharded weights keep the model's dtype instead
-        of float32 master weights. Raises InputError for a model that cannot be loaded.
+        Args:
+            model: a hub id, a directory, a `.gguf` file, `packaged:smollm2-135m`, or a complete `ModelRecipe`.
+            seed: run seed; adapters and new heads are initialized from it.
+            trained: whether the weights will be optimized; otherwise sharded weights keep their dtype instead of float32 master weights.
+            settings: further keys of the `model` section, for example `dtype="bfloat16"` or `lora={"rank": 16}`.
+
+        Raises:
+            InputError: there is no such model, or a setting is wrong.
         """
+        named = {} if isinstance(model, ModelRecipe) else {"path": str(model)}
+        recipe = section(ModelRecipe, model if isinstance(model, ModelRecipe) else None, **named, **settings)
         if (threads := threads_per_process(recipe.threads)) is not None:
             torch.set_num_threads(threads)
         self.recipe = recipe

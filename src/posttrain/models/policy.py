@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,14 @@ _LAYER = re.compile(r"\.\d+\.")
 
 
 class Policy(TrainedModel):
-    """The language model being trained."""
+    """A causal language model with its tokenizer.
 
-    def __init__(self, recipe: ModelRecipe, seed: int = 0, trained: bool = True) -> None:
-        super().__init__(recipe, seed, trained)
+    policy = Policy("packaged:smollm2-135m", lora={"rank": 16})
+    policy.export("my_model")  # loads with AutoModelForCausalLM.from_pretrained
+    """
+
+    def __init__(self, model: ModelRecipe | str | Path, seed: int = 0, trained: bool = True, **settings: Any) -> None:
+        super().__init__(model, seed, trained, **settings)
         self._reference: tuple[torch.nn.Module, ShardedModel | None] | None = None
 
     def load(self) -> torch.nn.Module:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +36,17 @@ class UnitValues:
 
 
 class RewardModel(TrainedModel):
-    """Scores whole streams. A language model gets a new head; a reward model keeps its own."""
+    """A decoder with a scalar head that scores token streams.
+
+    It starts from a language model with a new head, or from a reward model with a head of its own.
+    """
 
     task = "SEQ_CLS"
 
-    def __init__(self, recipe: ModelRecipe, seed: int = 0, new_head: bool = True) -> None:
-        """Load the model. With `new_head=False`, a model without a head raises InputError."""
+    def __init__(self, model: ModelRecipe | str | Path, seed: int = 0, new_head: bool = True, **settings: Any) -> None:
+        """As `Policy`. Without `new_head`, a model that has no head is an `InputError`."""
         self._new_head = new_head
-        super().__init__(recipe, seed, trained=new_head)
+        super().__init__(model, seed, trained=new_head, **settings)
         self._set_padding()
 
     def load(self) -> torch.nn.Module:

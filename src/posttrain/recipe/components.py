@@ -4,19 +4,24 @@ Components are named here by text and imported on demand, so a recipe can be rea
 environment of the user's own has the same standing as a built-in one.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from pydantic import Field
 
 from posttrain.errors import InputError
-from posttrain.plugins import PluginError, entry_points, load
+from posttrain.plugins import Group, PluginError, entry_points, load
 from posttrain.recipe.base import BaseConfig
 
-_GROUP = "posttrain.environments"
+_GROUP: Group = "posttrain.environments"
+_OF_FILES = "posttrain_user_"
+"""How the names of modules that `module_of_file` loads begin."""
+T = TypeVar("T")
 
 ENVIRONMENTS = {
     "bandit": "posttrain.environments.bandit:Bandit",
@@ -36,9 +41,45 @@ class EnvironmentRecipe(BaseConfig):
     """Turns after which an episode is cut off."""
 
 
+_registered: dict[str, Any] = {}
+"""Name -> environment class that this process registered."""
+
+
+def register_environment(name: Any) -> Any:
+    """Class decorator that makes an environment available as `environment.type: name` in this process.
+
+        @posttrain.register_environment("maze")
+        class Maze(posttrain.Environment): ...
+
+    As a function, `register_environment(Maze)` registers the class under the place where other processes find it
+    (`module:Class` or `path/to/file.py:Class`) and returns that. InputError for the name of a built-in environment.
+    """
+    if isinstance(name, type):
+        place = place_of(name)
+        _registered[place] = name
+        return place
+    if name in ENVIRONMENTS:
+        raise InputError(f"there is a built-in environment {name!r}; register yours under another name")
+
+    def registered(environment: T) -> T:
+        _registered[name] = environment
+        return environment
+
+    return registered
+
+
+def place_of(definition: Any) -> str:
+    """Where a function or class is defined: `module:name`, or `path/to/file.py:name` for a script or a loaded file."""
+    module = sys.modules.get(definition.__module__)
+    file = getattr(module, "__file__", None)
+    script = definition.__module__ == "__main__" or definition.__module__.startswith(_OF_FILES)
+    return f"{file if file and script else definition.__module__}:{definition.__qualname__}"
+
+
 def environment_names() -> list[str]:
-    """Names of the built-in environments and of those that plug-ins add, sorted. Imports none of them."""
-    return sorted({*ENVIRONMENTS, *entry_points(_GROUP)})
+    """Names of the environments that are built in, registered or added by plug-ins, sorted. Imports none of them."""
+    named = [name for name in _registered if ":" not in name]
+    return sorted({*ENVIRONMENTS, *named, *entry_points(_GROUP)})
 
 
 def environment_classes() -> dict[str, Any]:
@@ -54,11 +95,16 @@ def environment_classes() -> dict[str, Any]:
 
 def environment_class(type_name: str) -> Any:
     """The `Environment` subclass that `type_name` names; `InputError` when there is none."""
+    if type_name in _registered:
+        return _registered[type_name]
     if type_name not in ENVIRONMENTS and type_name in entry_points(_GROUP):
         return load(_GROUP, type_name)
     where = ENVIRONMENTS.get(type_name, type_name)
     if where.split(":")[0].endswith(".py"):
-        return _class_in(_module_of_file(where.split(":")[0]), where.partition(":")[2], where)
+        file = Path(where.split(":")[0])
+        if not file.is_file():
+            raise InputError(f"environment.type: there is no file {file}")
+        return _class_in(module_of_file(file), where.partition(":")[2], where)
     if ":" not in where:
         raise InputError(
             f"environment.type: there is no environment {type_name!r}; use one of {', '.join(environment_names())}, "
@@ -79,19 +125,25 @@ def environment_recipe(values: dict[str, Any]) -> EnvironmentRecipe:
     return environment_class(values["type"]).Recipe(**values)
 
 
-def _module_of_file(path: str) -> Any:
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise InputError(f"environment.type: there is no file {path}")
-    name = f"posttrain_user_{file.stem}"
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+def module_of_file(path: Path) -> ModuleType:
+    """The Python file at `path` as a module, executed once per process."""
+    file = path.resolve()
+    name = f"{_OF_FILES}{file.stem}"
+    if getattr(sys.modules.get(name), "__file__", str(file)) != str(file):
+        # Two files of one name are two modules.
+        name += f"_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
+    if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

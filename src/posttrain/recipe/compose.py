@@ -1,17 +1,22 @@
 """Reading a recipe: files merged left to right, then overrides, then the typed schema of the stage."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.components import environment_class, environment_names
+from posttrain.recipe.components import environment_class, environment_names, register_environment
 from posttrain.recipe.reference import sections_of, tags_of
+from posttrain.recipe.registry import REGISTRIES, Registry
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
+
+P = TypeVar("P", bound=BaseConfig)
 
 
 def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
@@ -22,6 +27,65 @@ def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
     names the file and line, or the override, that caused it.
     """
     return typed_recipe(merge_typed([*map(read_file, sources), *read_overrides(overrides)], stage), stage)
+
+
+def section(part: type[P], value: "P | Mapping[str, Any] | None" = None, /, **keywords: Any) -> P:
+    """A section of a recipe from plain arguments: `value` as it is, or keys of it by name.
+
+    Raises:
+        InputError: a key does not exist or its value is not allowed; one sentence per problem, as for recipe files.
+        TypeError: both a typed `value` and keywords are given.
+    """
+    if isinstance(value, part):
+        if keywords:
+            raise TypeError(f"{type(value).__name__} is complete; pass it alone, or pass its keys by name")
+        return value
+    given = plain_values({**(value or {}), **keywords})
+    try:
+        return part.model_validate(given)
+    except ValidationError as error:
+        raise InputError("\n".join(validation_errors(error, part, Layer(given), part))) from None
+
+
+def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **keywords: Any) -> Any:
+    """A section of one of several kinds from plain arguments: the name of a kind and its keys, or its settings.
+
+    InputError as `section`, also for a kind that does not exist.
+    """
+    if isinstance(value, BaseConfig):
+        return section(type(value), value, **keywords)
+    values = {"type": value} if isinstance(value, str) else dict(value)
+    name = str(values.get("type"))
+    kind = kinds.find(name)
+    if kind is None:
+        raise InputError(
+            f"there is no {kinds.key} {name!r}{nearest_type(name, kinds.names())}; use one of {', '.join(kinds.names())}"
+        )
+    return section(kind, values, **keywords)
+
+
+def plain_values(value: Any) -> Any:
+    """`value` as YAML would hold it: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
+    class of an environment as the `type` that names it."""
+    if isinstance(value, BaseConfig):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, type):
+        return register_environment(value)
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    plain: dict[str, Any] = {}
+    for key, inner in value.items():
+        *sections, last = str(key).split(".")
+        inside = plain
+        for name in sections:
+            inside = inside.setdefault(name, {})
+        inner = plain_values(inner)
+        inside[last] = {**inside[last], **inner} if isinstance(inner, dict) and last in inside else inner
+    return plain
 
 
 def merge_typed(layers: list[Layer], stage: str) -> Layer:
@@ -43,6 +107,9 @@ def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[
         info, own = part.model_fields.get(key), values.get(key)
         if info is None or not isinstance(own, dict) or not isinstance(change, dict):
             continue
+        if info.annotation in REGISTRIES:
+            for section in (own, change):
+                REGISTRIES[info.annotation].find(str(section.get("type")))
         sections = sections_of(info.annotation)
         tags = {tag: section for section in sections for tag in tags_of(section)}
         default = getattr(info.get_default(call_default_factory=True), "type", None)

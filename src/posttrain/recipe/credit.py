@@ -1,14 +1,22 @@
 """Credit assignment: from rewards to one advantage per sampled token."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.model import LoraRecipe, ModelRecipe, OptimizerRecipe
+from posttrain.recipe.registry import Registry, Section
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class TurnReturnsCredit(BaseConfig):
+class Credit(Section):
+    """Keys that every credit has."""
+
+
+class TurnReturnsCredit(Credit):
     """Reward-to-go per turn."""
 
     type: Literal["turn_returns"]
@@ -19,7 +27,7 @@ class TurnReturnsCredit(BaseConfig):
     """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
 
 
-class MtGrpoCredit(BaseConfig):
+class MtGrpoCredit(Credit):
     """Group-normalized turn rewards and outcome; the outcome is the reward of the last turn."""
 
     type: Literal["mt_grpo"]
@@ -28,7 +36,7 @@ class MtGrpoCredit(BaseConfig):
     """Weight of a turn's own reward relative to the outcome, in turns before the last."""
 
 
-class GigpoCredit(BaseConfig):
+class GigpoCredit(Credit):
     """Episodes compared within their group, and turns with the group's turns in the same state."""
 
     type: Literal["gigpo"]
@@ -41,7 +49,7 @@ class GigpoCredit(BaseConfig):
     """Divide both comparisons by their standard deviation. The default of the authors' code is false."""
 
 
-class GroupCredit(BaseConfig):
+class GroupCredit(Credit):
     """Group baselines: episodes of the same task are compared."""
 
     type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax"]
@@ -58,14 +66,14 @@ class GroupCredit(BaseConfig):
         return values
 
 
-class BatchCredit(BaseConfig):
+class BatchCredit(Credit):
     """Statistics of the whole batch, without groups."""
 
     type: Literal["brpo", "arpo"]
     """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
 
 
-class TokenCredit(BaseConfig):
+class TokenCredit(Credit):
     """Reward-to-go per token."""
 
     type: Literal["reinforce", "reinforce_pp"]
@@ -74,7 +82,7 @@ class TokenCredit(BaseConfig):
     """Discount factor per sampled token."""
 
 
-class ValueCredit(BaseConfig):
+class ValueCredit(Credit):
     """Generalized advantage estimation with a critic."""
 
     type: Literal["gae"]
@@ -87,7 +95,7 @@ class ValueCredit(BaseConfig):
     """Normalize advantages to mean 0 and standard deviation 1 over the sampled tokens of the step."""
 
 
-class BilevelValueCredit(BaseConfig):
+class BilevelValueCredit(Credit):
     """Generalized advantage estimation on two levels, turns and tokens, with a critic."""
 
     type: Literal["bilevel_gae"]
@@ -107,17 +115,49 @@ class BilevelValueCredit(BaseConfig):
 CriticCredit = ValueCredit | BilevelValueCredit
 """Credit types that need a critic."""
 
-CreditRecipe = Annotated[
-    GroupCredit
-    | BatchCredit
-    | TokenCredit
-    | TurnReturnsCredit
-    | MtGrpoCredit
-    | GigpoCredit
-    | ValueCredit
-    | BilevelValueCredit,
-    Field(discriminator="type"),
-]
+CREDITS = Registry("credit", "posttrain.credits", Credit)
+"""Credits by `type`."""
+CREDITS.build_in(
+    GroupCredit,
+    BatchCredit,
+    TokenCredit,
+    TurnReturnsCredit,
+    MtGrpoCredit,
+    GigpoCredit,
+    ValueCredit,
+    BilevelValueCredit,
+)
+CreditRecipe = Annotated[SerializeAsAny[Credit], BeforeValidator(CREDITS.validate)]
+
+
+def register_credit(name: str) -> Callable[[F], F]:
+    """Function decorator that adds a credit, which recipes choose with `credit.type: name`.
+
+        @posttrain.register_credit("best_of_group")
+        def best_of_group(returns, groups, *, scale: float = 1.0):
+            best = {group: returns[groups == group].max() for group in groups}
+            return scale * (returns - [best[group] for group in groups])
+
+    The function gets arguments by the names of its parameters, of the N episodes of a step:
+
+    - `returns` [N] float64: sum of each episode's rewards;
+    - `groups` [N] int64: the group of each episode;
+    - `lengths` [N] int64: its sampled tokens;
+    - `rewards`: list of N arrays [n] float64, the rewards of its sampled tokens;
+    - `episodes`: list of N `Episode`.
+
+    It returns one advantage per episode, [N], or a list of N arrays [n], one advantage per sampled token. Its keyword-only
+    parameters, which need type annotations, become keys of the `credit` section.
+
+    Raises:
+        ValueError: `name` is a built-in credit, or a parameter has another name than those above.
+    """
+
+    def registered(function: F) -> F:
+        CREDITS.add(name, function)
+        return function
+
+    return registered
 
 
 class CriticRecipe(BaseConfig):

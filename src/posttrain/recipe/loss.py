@@ -1,10 +1,14 @@
 """Losses of the policy and the terms added to them."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.registry import Registry, Section
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CorrectionRecipe(BaseConfig):
@@ -18,7 +22,9 @@ class CorrectionRecipe(BaseConfig):
     """Largest importance weight."""
 
 
-class _PolicyLoss(BaseConfig):
+class PolicyLoss(Section):
+    """Keys that every policy loss has."""
+
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
@@ -33,7 +39,7 @@ class _PolicyLoss(BaseConfig):
         return self
 
 
-class PpoLoss(_PolicyLoss):
+class PpoLoss(PolicyLoss):
     """Clipped surrogate per token."""
 
     type: Literal["ppo"] = "ppo"
@@ -46,7 +52,7 @@ class PpoLoss(_PolicyLoss):
     """Dual clip: lower bound on the surrogate for negative advantages, as a multiple of the advantage. Null: off."""
 
 
-class GspoLoss(_PolicyLoss):
+class GspoLoss(PolicyLoss):
     """Clipped surrogate on the geometric mean ratio of a stream."""
 
     type: Literal["gspo", "gspo_token"]
@@ -59,7 +65,7 @@ class GspoLoss(_PolicyLoss):
     """The stream's ratio is clipped above at 1 + clip_high."""
 
 
-class CispoLoss(_PolicyLoss):
+class CispoLoss(PolicyLoss):
     """REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
 
     type: Literal["cispo"] = "cispo"
@@ -70,14 +76,41 @@ class CispoLoss(_PolicyLoss):
     """The weight is clipped above at 1 + clip_high."""
 
 
-class ReinforceLoss(_PolicyLoss):
+class ReinforceLoss(PolicyLoss):
     """-A log p, without importance weights: exact only for the first update of a step."""
 
     type: Literal["reinforce"] = "reinforce"
     """`reinforce`: no importance weights."""
 
 
-LossRecipe = Annotated[PpoLoss | GspoLoss | CispoLoss | ReinforceLoss, Field(discriminator="type")]
+LOSSES = Registry("loss", "posttrain.losses", PolicyLoss)
+"""Policy losses by `type`."""
+LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, ReinforceLoss)
+LossRecipe = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.validate)]
+
+
+def register_loss(name: str) -> Callable[[F], F]:
+    """Function decorator that adds a policy loss, which recipes choose with `loss.type: name`.
+
+        @posttrain.register_loss("soft_ppo")
+        def soft_ppo(logprobs, batch, *, sharpness: float = 5.0):
+            ratio = (logprobs - batch.rollout_logprobs).exp()
+            return -batch.advantages * torch.tanh(sharpness * (ratio - 1))
+
+    The function gets the log-probabilities of the sampled tokens under the present policy, [N] float, differentiable, and
+    a `posttrain.losses.batch.TokenBatch`. It returns one loss per token, [N], to be minimized; or that and a dict of
+    metrics as (sum, count). `aggregation` and `correction` apply to it as to the built-in losses. Its keyword-only
+    parameters, which need type annotations, become keys of the `loss` section.
+
+    Raises:
+        ValueError: `name` is a built-in loss, or a parameter cannot be a key.
+    """
+
+    def registered(function: F) -> F:
+        LOSSES.add(name, function)
+        return function
+
+    return registered
 
 
 KL_STEP = 0.2

@@ -1,6 +1,7 @@
 """A pipeline: stages in order, each a recipe of its own, chained by the models they export."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,15 +51,16 @@ class PipelineRecipe(BaseConfig):
         return Path(self.runs) / self.name
 
 
-def load_pipeline(source: str, overrides: list[str]) -> PipelineRecipe:
+def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = ()) -> PipelineRecipe:
     """The pipeline in the YAML file `source`, every stage resolved.
 
     The file has `name`, `runs`, `common` (keys beneath every stage) and `stages`, a list of `name`, `from` (an
     earlier stage whose exported model becomes `model.path`; any other key may name one as `stage:NAME`), `recipe` (a file relative to this one) and the stage's
-    own keys, which win over the file's. Overrides are `name=`, `runs=`, `common.KEY=` and `stages.NAME.KEY=`.
+    own keys, which win over the file's. Overrides are `name=`, `runs=`, `common.KEY=` and `stages.NAME.KEY=`; `changes` are
+    overrides that have been read already.
     Raises `InputError` with one sentence per problem; each names the stage.
     """
-    changes = read_overrides(overrides)
+    changes = [*read_overrides(overrides), *changes]
     source = str(recipe_file(source))
     given = merge([read_file(source), *(layer for layer in changes if "stages" not in layer.values)])
     _check_file(given, source)

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
+from posttrain.recipe.registry import REGISTRIES
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,14 @@ def _environment_keys(prefix: str) -> Iterator[Key]:
 
 
 def sections_of(annotation: Any) -> list[type[BaseConfig]]:
-    """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values."""
+    """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values. Of plug-ins, those imported so far."""
     origin = typing.get_origin(annotation)
     if origin in (Annotated, SerializeAsAny):
         return sections_of(typing.get_args(annotation)[0])
     if origin in (Union, types.UnionType):
         return [section for member in typing.get_args(annotation) for section in sections_of(member)]
+    if annotation in REGISTRIES:
+        return list(REGISTRIES[annotation].sections())
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []
 
 

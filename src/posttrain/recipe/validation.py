@@ -145,7 +145,7 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         return f"the nearest is {'.'.join((*section, close[0]))}"
     if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
         return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"
-    if not prefix and path[0] not in stage.model_fields:
+    if not prefix and "stage" in stage.model_fields and path[0] not in stage.model_fields:
         stages = [name for name, other in STAGES.items() if path[0] in other.model_fields]
         if stages:
             return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"

@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -14,11 +16,13 @@ from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
+from posttrain.environments.make import EnvironmentFactory
 from posttrain.environments.protocol import Environment, Message, open_environment
 from posttrain.episode import Episode, Outcome
-from posttrain.errors import InputError, WorkersLost
+from posttrain.errors import InputError, RunError, WorkersLost
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.recipe.compose import section
+from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.transcript import TokenTranscript, Transcript
 from posttrain.seeds import derive_seed
 
@@ -257,4 +261,116 @@ def run_episodes(
     async def run() -> None:
         await asyncio.gather(*(run_remaining() for _ in range(min(len(requests), worker.capacity))))
 
-    asyncio.run(run())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(run())
+    else:
+        # A notebook runs an event loop in this thread already.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, run()).result()
+
+
+def rollout(
+    engine: Engine,
+    env: EnvironmentFactory,
+    seeds: Sequence[int],
+    *,
+    episodes_per_group: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    max_tokens: int = 64,
+    tokens_per_episode: int = 2048,
+    stop_strings: Sequence[str] = (),
+    environment_timeout: float | None = None,
+    failures: FailureRecipe | Mapping[str, Any] | None = None,
+    run_seed: int = 0,
+    step: int = 0,
+) -> list[Episode]:
+    """Sample episodes with the engine's present weights.
+
+        episodes = posttrain.rollout(engine, env, seeds=range(8), episodes_per_group=8, step=step)
+
+    Args:
+        engine: a `LocalEngine` or `VllmEngine` over the policy.
+        env: what `make_env` returns.
+        seeds: environment seeds, one task each. The episodes of one seed form a group, numbered from 0.
+        episodes_per_group: episodes of each seed.
+        temperature: 0 is greedy. Log-probabilities in the episodes are those of the tempered distribution in nats, before
+            `top_p`, `top_k` and `min_p` cut it.
+        max_tokens: most tokens sampled in one turn.
+        tokens_per_episode: most tokens of an episode's context, prompt included.
+        stop_strings: texts that end a turn besides the model's end token.
+        environment_timeout: time-out of one call of the environment in seconds; None is no limit.
+        failures: keys of `rollout.failures` in a recipe: what happens to an episode whose environment raised or timed
+            out. By default it is left out with a warning.
+        run_seed, step: name the random numbers. The same two give the same episodes on a CPU in float32.
+
+    Returns:
+        Episodes in the order of seeds. `Episode.total_reward` and `Episode.success` summarize one.
+
+    Raises:
+        RunError: more than `failures.max_share` of the episodes failed.
+        InputError: an argument is wrong, or the prompt of a seed leaves no room for an answer.
+    """
+    settings = section(
+        RolloutRecipe,
+        tokens_per_turn=max_tokens,
+        tokens_per_episode=tokens_per_episode,
+        stop_strings=list(stop_strings),
+        environment_timeout=environment_timeout,
+        failures=failures or FailureRecipe(),
+    )
+    sampling = section(SamplingRecipe, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    policy = engine.policy
+    worker = RolloutWorker(
+        engine=engine,
+        renderer=Renderer(policy.tokenizer, policy.end_tokens),
+        environment=env.recipe,
+        rollout=settings,
+        sampling=sampling,
+        version=policy.version,
+    )
+    requests = [
+        EpisodeRequest(seed, group, index, (run_seed, "sampling", step, group, index))
+        for group, seed in enumerate(seeds)
+        for index in range(episodes_per_group)
+    ]
+    engine.load_weights(policy.version)
+    episodes = collect_episodes(worker, requests)
+    engine.sleep()
+    usable, message = without_failures(episodes, settings.failures)
+    if message:
+        warnings.warn(message, stacklevel=2)
+    return usable
+
+
+def without_failures(episodes: Sequence[Episode], failures: FailureRecipe) -> tuple[list[Episode], str]:
+    """The episodes to learn from: failed ones are left out or get the reward that `failures` sets.
+
+    Returns them with a sentence about the failed ones, empty if there are none. RunError if too many failed.
+    """
+    failed = [e for e in episodes if e.outcome is Outcome.FAILED]
+    if not failed:
+        return list(episodes), ""
+    first = failed[0]
+    message = (
+        f"{len(failed)} of {len(episodes)} episodes failed, the first in group {first.group} "
+        f"(environment seed {first.seed}): {first.failure}"
+    )
+    if len(failed) > failures.max_share * len(episodes):
+        raise RunError(
+            f"{message}; that is more than rollout.failures.max_share = {failures.max_share}; correct the environment or "
+            "its reward, then resume the run"
+        )
+    if failures.action != "score":
+        return [e for e in episodes if e.outcome is not Outcome.FAILED], message
+    for episode in failed:
+        if episode.turns:
+            last = episode.turns[-1]
+            correction = failures.reward - episode.total_reward
+            last.reward += correction
+            episode.streams[last.stream].rewards[last.stop - 1] += correction
+    return [e for e in episodes if e.streams], message

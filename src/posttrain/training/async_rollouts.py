@@ -1,17 +1,17 @@
-"""Sampling that runs ahead of learning: a thread with an engine of its own makes the batches that the learner takes.
+"""Asynchronous rollouts: a thread with its own engine samples the coming batches while the learner learns.
 
-The thread plays batch after batch, in the order of steps; `rollout.async_rollouts` says how far it may be ahead. What it has
-sampled is on disk until a checkpoint covers it, so a run that is killed goes on with it.
+The thread makes batch after batch, in the order of steps. `rollout.async_rollouts` limits how far it is ahead. What it has
+sampled stays on disk until a checkpoint covers it, so a killed run continues with it.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,61 +34,78 @@ from posttrain.rollout.journal import (
     remove_batches,
 )
 from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
+from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.files import storage_errors
-from posttrain.training.rollout_manager import RolloutManager
-from posttrain.training.rollouts import RolloutBatch, TaskOrder, collect
-from posttrain.training.trainer import Trainer
+from posttrain.training.checkpoint import saved_steps
+from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect
 
 STOP_SECONDS = 60.0
-"""How long the thread has to end: an environment's call that it is in is not cut off."""
+"""Most seconds to wait for the thread to end. A call of the environment is not interrupted."""
 
 
 @dataclass
-class Batch:
-    """The episodes of a step, and the state of the order of tasks after they were drawn."""
+class SampledBatch:
+    """The batch of a step, and the state of the task order after its tasks were drawn."""
 
     step: int
-    collected: RolloutBatch
+    batch: RolloutBatch
     tasks: dict[str, Any]
     waited: float
-    """Seconds for which the thread waited for weights before it."""
+    """Seconds for which the thread waited for weights before it sampled."""
 
 
 class Sampler:
-    """A thread that makes the batches of a run, in the order of steps. What it has sampled is on disk until it is removed."""
+    """The thread that samples the batches of a run, in the order of steps."""
 
-    def __init__(self, recipe: RlRecipe, playing: RolloutManager, published: PublishedWeights) -> None:
-        """`published`: the weights that it may sample with; `playing`: what evaluates beside it."""
-        self._recipe, self._playing, self._published = recipe, playing, published
-        self._own_engine = isinstance(playing.engine, LocalEngine)
-        """Whether it has an engine besides that of evaluation; one outside this process is there once."""
-        self._flights = InFlight()
-        self._events = EventLog(playing.run.path)
-        self._replayed = replayed_events(recipe) if recipe.rollout.replay is not None else None
-        self._batches: deque[Batch] = deque()
+    def __init__(
+        self,
+        manager: RolloutManager,
+        published: PublishedWeights,
+        run: Path,
+        steps: int,
+        greedy: bool,
+        replayed: Mapping[int, BatchEvents] | None,
+    ) -> None:
+        """Create the thread's state; `start` starts it.
+
+        Args:
+            manager: supplies the settings, and the engine where it is outside of this process. Evaluation uses it too.
+            published: the weights that the thread may sample with.
+            run: the run directory, which holds the batches and the event log.
+            steps: steps of the whole run.
+            greedy: as in `collect`.
+            replayed: recorded events to follow, by step; None without a replay.
+        """
+        self._manager, self._published, self._run = manager, published, run
+        self._steps, self._greedy, self._replayed = steps, greedy, replayed
+        self._has_own_engine = isinstance(manager.engine, LocalEngine)
+        """Whether the thread has its own engine. An engine outside of this process is shared with evaluation."""
+        self._in_flight = InFlight()
+        self._events = EventLog(run)
+        self._batches: deque[SampledBatch] = deque()
         self._ready = threading.Condition()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, replica: Policy, tasks: TaskOrder, first: int) -> None:
-        """Begin with the batch of step `first`, whose tasks are the next of `tasks`. `replica` is the thread's own policy."""
+        """Begin with the batch of step `first`, which takes the next tasks. `replica` is used by the thread alone."""
         self._replica = replica
         work = (tasks.copy(), first)
         self._thread = threading.Thread(target=self._work, args=work, name="rollout", daemon=True)
         self._thread.start()
 
     def stop(self) -> bool:
-        """Give up what is being sampled, and end; False where an environment's call still keeps the thread."""
+        """Cancel what is being sampled and end the thread; returns False if a call of the environment still blocks it."""
         self._published.stop()
-        self._flights.stop()
+        self._in_flight.stop()
         if self._thread is None:
             return True
         self._thread.join(STOP_SECONDS)
         return not self._thread.is_alive()
 
-    def next(self) -> Batch:
-        """The next batch, once it is there. Whatever stopped the thread is raised here."""
+    def next(self) -> SampledBatch:
+        """Wait for the next batch. Raises the error that ended the thread, if any."""
         with self._ready:
             while not self._batches and self._error is None:
                 self._ready.wait()
@@ -101,7 +118,7 @@ class Sampler:
 
     def _work(self, tasks: TaskOrder, first: int) -> None:
         try:
-            # OpenMP counts threads by the thread that asks.
+            # OpenMP keeps the number of threads per calling thread.
             torch.set_num_threads(torch.get_num_threads())
             self._sample(tasks, first)
         except BaseException as error:
@@ -110,127 +127,128 @@ class Sampler:
                 self._ready.notify_all()
 
     def _sample(self, tasks: TaskOrder, first: int) -> None:
-        """Batch after batch: first those that an earlier process left on disk, then new ones."""
-        recipe, directory, replica = self._recipe, journals_of(self._playing.run), self._replica
-        rollout, engine = recipe.rollout, self._playing.engine
+        """Sample batch after batch: first those that an earlier process left on disk, then new ones."""
+        manager, directory, replica = self._manager, journals_of(self._run), self._replica
+        rollout, engine = manager.rollout, manager.engine
         with storage_errors(directory):
             directory.mkdir(exist_ok=True)
-        if self._own_engine:
-            assert isinstance(recipe.engine, LocalEngineRecipe)
-            engine = LocalEngine(replica, recipe.engine)
-        conductor = WeightSync(
+        if self._has_own_engine:
+            assert isinstance(manager.engine_settings, LocalEngineRecipe)
+            engine = LocalEngine(replica, manager.engine_settings)
+        sync = WeightSync(
             rollout.on_new_weights,
             rollout.async_rollouts,
             replica,
             engine,
             self._published,
-            self._flights,
+            self._in_flight,
             self._replayed,
         )
-        player = AsyncRolloutWorker(
+        worker = AsyncRolloutWorker(
             engine=engine,
             renderer=Renderer(replica.tokenizer, replica.end_tokens),
-            environment=recipe.environment,
+            environment=manager.environment,
             rollout=rollout,
             sampling=rollout.sampling,
             version=0,
-            scorer=self._playing.scorer,
-            in_flight=self._flights,
+            scorer=manager.scorer,
+            in_flight=self._in_flight,
         )
-        left = True
-        for step in range(first, recipe.steps + 1):
-            # The local engine computes the same after the same requests, so it samples a whole batch again to the same bits.
-            with EpisodeBuffer(directory, step, keep_partial=recipe.engine.type != "local") as journal:
-                if left and not journal.complete:
-                    left = False
+        on_disk = True
+        for step in range(first, self._steps + 1):
+            # The local engine computes the same after the same requests, so it samples a partial batch again to the same bits.
+            keep_partial = manager.engine_settings.type != "local"
+            with EpisodeBuffer(directory, step, keep_partial=keep_partial) as journal:
+                if on_disk and not journal.complete:
+                    on_disk = False
                     remove_batches(directory, step + 1)
                     self._events.keep_until(step - 1)
-                self._hand_over(self._batch(journal, conductor, player, tasks))
+                self._hand_over(self._batch(journal, sync, worker, tasks))
 
     def _batch(
-        self, journal: EpisodeBuffer, conductor: WeightSync, player: AsyncRolloutWorker, tasks: TaskOrder
-    ) -> Batch:
-        """The episodes of a step, from the journal or sampled."""
+        self, journal: EpisodeBuffer, sync: WeightSync, worker: AsyncRolloutWorker, tasks: TaskOrder
+    ) -> SampledBatch:
+        """The batch of a step, from the journal or sampled."""
         if journal.end is not None:
-            collected = collect(player, self._recipe, tasks, journal.step, journal.collect_episodes)
-            collected.seconds, collected.metrics = journal.end["seconds"], dict(journal.end["metrics"])
-            collected.counters = EngineCounters(**journal.end["counters"])
-            return Batch(journal.step, collected, tasks.state_dict(), 0.0)
-        engine, restarts, waits = player.engine, self._flights.restarts, time.perf_counter()
-        conductor.wait_for(journal.step)
-        waited = time.perf_counter() - waits
+            batch = collect(worker, tasks, journal.step, self._greedy, journal.collect_episodes)
+            batch.seconds, batch.metrics = journal.end["seconds"], dict(journal.end["metrics"])
+            batch.counters = EngineCounters(**journal.end["counters"])
+            return SampledBatch(journal.step, batch, tasks.state_dict(), 0.0)
+        engine, restarts, begun = worker.engine, self._in_flight.restarts, time.perf_counter()
+        sync.wait_for(journal.step)
+        waited = time.perf_counter() - begun
         with self._engine_in_use(engine):
-            # Counted inside: an evaluation that uses the same engine is no part of the batch.
+            # Counted inside: an evaluation with the same engine does not belong to the batch.
             begun, counters = time.perf_counter(), replace(engine.counters)
-            conductor.begin_batch(journal.step)
-            playing = replace(player, version=conductor.version)
-            collected = collect(playing, self._recipe, tasks, journal.step, journal.collect_episodes)
-            collected.seconds = time.perf_counter() - begun
-            collected.counters = engine.counters.since(counters)
-            self._thrown_away(collected, journal.tokens_before, self._flights.restarts - restarts)
-            self._record(journal.step, conductor, collected)
-        journal.finish(
-            {
-                "seconds": collected.seconds,
-                "counters": asdict(collected.counters),
-                "metrics": collected.metrics,
-            }
-        )
-        return Batch(journal.step, collected, tasks.state_dict(), waited)
+            sync.begin_batch(journal.step)
+            batch = collect(
+                replace(worker, version=sync.version), tasks, journal.step, self._greedy, journal.collect_episodes
+            )
+            batch.seconds = time.perf_counter() - begun
+            batch.counters = engine.counters.since(counters)
+            self._count_discarded(batch, journal.tokens_before, self._in_flight.restarts - restarts)
+            self._record(journal.step, sync, batch)
+        journal.finish({"seconds": batch.seconds, "counters": asdict(batch.counters), "metrics": batch.metrics})
+        return SampledBatch(journal.step, batch, tasks.state_dict(), waited)
 
     @contextmanager
     def _engine_in_use(self, engine: Engine) -> Iterator[None]:
-        """Inside, an engine that evaluation uses too is the thread's alone, and has the replica's weights."""
-        if self._own_engine:
+        """Inside, an engine that evaluation uses too belongs to the thread, and has the replica's weights."""
+        if self._has_own_engine:
             yield
             return
-        with self._playing.lock:
+        with self._manager.lock:
             engine.policy = self._replica
             try:
                 yield
             finally:
-                engine.policy = self._playing.policy
+                engine.policy = self._manager.policy
 
-    def _thrown_away(self, collected: RolloutBatch, before: int, restarts: int) -> None:
-        """Count what `restart` gave up; `before`: sampled tokens of the batch that an earlier process left."""
-        if self._recipe.rollout.on_new_weights != "restart":
+    def _count_discarded(self, batch: RolloutBatch, before: int, restarts: int) -> None:
+        """Count what `restart` discarded. `before`: sampled tokens of the batch that an earlier process left."""
+        if self._manager.rollout.on_new_weights != "restart":
             return
-        episodes = [*collected.sampled, *collected.greedy.values()]
+        episodes = [*batch.sampled, *batch.greedy.values()]
         used = sum(episode.sampled_tokens for episode in episodes) - before
-        collected.metrics |= {
+        batch.metrics |= {
             "rollout/restarted": float(restarts),
-            "tokens/discarded": float(collected.counters.sampled - used),
+            "tokens/discarded": float(batch.counters.sampled - used),
         }
 
-    def _record(self, step: int, conductor: WeightSync, collected: RolloutBatch) -> None:
-        """Write the events of the batch, before the journal says that it is complete."""
-        taken, passes = conductor.end_batch()
-        recorded = BatchEvents(step, taken, passes, episodes_digest([*collected.sampled, *collected.greedy.values()]))
+    def _record(self, step: int, sync: WeightSync, batch: RolloutBatch) -> None:
+        """Write the events of the batch, before the journal marks it as complete."""
+        taken, passes = sync.end_batch()
+        recorded = BatchEvents(step, taken, passes, episodes_digest([*batch.sampled, *batch.greedy.values()]))
         if self._replayed is not None:
-            check_replay(self._replayed[step], recorded, str(self._recipe.rollout.replay))
+            check_replay(self._replayed[step], recorded, str(self._manager.rollout.replay))
         self._events.append(recorded)
 
-    def _hand_over(self, batch: Batch) -> None:
+    def _hand_over(self, batch: SampledBatch) -> None:
         with self._ready:
             self._batches.append(batch)
             self._ready.notify_all()
 
 
-def journals_of(run: RunDirectory) -> Path:
-    """Where a run keeps what it has sampled and no checkpoint covers."""
-    return run.path / "ahead"
+def journals_of(run: Path) -> Path:
+    """Directory of the batches that are sampled and not covered by a checkpoint."""
+    return run / "ahead"
 
 
-def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents]:
-    """The events of the run that is replayed; InputError unless that had the same recipe."""
-    assert recipe.rollout.replay is not None
+def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents] | None:
+    """The events of the run that `rollout.replay` names, by step; None without a replay.
+
+    Raises:
+        InputError: that run had another recipe.
+    """
+    if recipe.rollout.replay is None:
+        return None
     run = RunDirectory.open(recipe.rollout.replay)
-    mine, theirs = (_values(each) for each in (recipe, run.load_recipe()))
-    changed = [key for key in mine if mine[key] != theirs.get(key)]
+    values, recorded = (_values(each) for each in (recipe, run.load_recipe()))
+    changed = [key for key in values if values[key] != recorded.get(key)]
     if changed:
         raise InputError(
-            f"rollout.replay: {run.path} had another value of {', '.join(changed)}, and events are replayed with the recipe that "
-            "they were recorded with; take its recipe.yaml with another `name`"
+            f"rollout.replay: {run.path} had another value of {', '.join(changed)}; events are replayed with the recipe "
+            "that they were recorded with, so use its recipe.yaml with another `name`"
         )
     return EventLog(run.path).read()
 
@@ -243,78 +261,94 @@ def _values(recipe: Any) -> dict[str, Any]:
     return values
 
 
-class Ahead:
-    """The batches of a run, made by a thread while the learner learns. A context manager: inside, the thread works."""
+class AsyncRollouts:
+    """The batches of a run, sampled by a thread while the learner learns. Its state belongs in the checkpoint."""
 
     phase = "waited_for_rollout"
 
-    def __init__(self, recipe: RlRecipe, playing: RolloutManager, tasks: TaskOrder, trainer: Trainer[Any]) -> None:
-        """`tasks` is what a checkpoint holds: as it was after the batches that were learned from."""
-        self.recipe, self.playing, self.tasks, self.trainer = recipe, playing, tasks, trainer
-        rollout = recipe.rollout
+    def __init__(
+        self,
+        manager: RolloutManager,
+        tasks: TaskOrder,
+        run: RunDirectory,
+        steps: int,
+        greedy: bool = False,
+        smallest_group: int = 1,
+        replayed: Mapping[int, BatchEvents] | None = None,
+    ) -> None:
+        """Create the rollouts; `running` starts the thread.
+
+        Args:
+            tasks: the order of tasks as a checkpoint holds it, which is after the batches that were learned from.
+            steps: steps of the whole run.
+            greedy: as in `collect`.
+            smallest_group: a group with fewer fresh episodes is dropped if any of it was stale.
+            replayed: recorded events to follow, by step.
+        """
+        rollout = manager.rollout
+        self.manager, self.tasks, self.run = manager, tasks, run
+        self.rollout, self.smallest_group = rollout, smallest_group
         self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
-        """Whether a batch needs the weights of one certain step, and not the newest."""
+        """Whether a batch needs the weights of one certain step, not the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
-        self._sampler = Sampler(recipe, playing, self._published)
-        self._world = trainer.world
+        self._sampler = Sampler(manager, self._published, run.path, steps, greedy, replayed)
+        self._world = current()
         self._older: list[WeightSnapshot] = []
+        self._step = 0
+        """The last step that was learned."""
         self._versions: dict[int, int] = {}
         """Step -> version of the weights after it, for the last steps."""
-        trainer.checkpointables["ahead"] = self
 
-    # -- the learner's side -------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> "Ahead":
-        if self.recipe.kl.coefficient > 0:
-            # While transformers loads a model, torch's default precision is that of the model, in all threads.
-            with self.playing.policy.as_reference():
-                pass
+    @contextmanager
+    def running(self, step: int) -> Iterator[None]:
+        """Sample in the thread, beginning with the batch of `step`."""
         with single_process() as world:
-            replica = self.playing.policy.replica() if world.is_rank0 else None
+            replica = self.manager.policy.replica() if world.is_rank0 else None
         if replica is not None:
-            self._sampler.start(replica, self.tasks, self.trainer.step + 1)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._sampler.stop():
-            self.trainer.warn(
-                [f"a call of the environment keeps the thread that samples after {STOP_SECONDS:g} s; it is left behind"]
-            )
-        self._remove_covered()
+            self._sampler.start(replica, self.tasks, step)
+        try:
+            yield
+        finally:
+            if not self._sampler.stop():
+                events.record(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
+            self._remove_covered()
 
     def take(self, step: int) -> RolloutBatch:
-        """The episodes of `step`; waits for them. Whatever stopped the thread is raised here. Where several processes
-        learn, the first one samples and all get what it sampled."""
+        """Wait for the batch of `step`. Raises the error that ended the thread, if any. With several processes, rank 0
+        samples and all get the batch."""
         begun = time.perf_counter()
-        batch = self._world.on_rank0(self._sampler.next)
+        sampled = self._world.on_rank0(self._sampler.next)
         self._remove_covered()
-        assert batch.step == step, f"batch {batch.step} for step {step}"
-        collected, waited = batch.collected, time.perf_counter() - begun
-        self.tasks.load_state_dict(batch.tasks)
-        self._check_bound(step, collected)
-        version = self.trainer.model.version
-        collected.metrics |= {
-            "time/waited_for_learner": batch.waited,
-            "time/sampling": collected.seconds,
-            "time/overlap_share": max(0.0, 1 - waited / max(collected.seconds, waited, 1e-9)),
+        assert sampled.step == step, f"batch {sampled.step} for step {step}"
+        batch, waited = sampled.batch, time.perf_counter() - begun
+        self.tasks.load_state_dict(sampled.tasks)
+        self._check_bound(step, batch)
+        version = self.manager.policy.version
+        batch.metrics |= {
+            "time/waited_for_learner": sampled.waited,
+            "time/sampling": batch.seconds,
+            "time/overlap_share": max(0.0, 1 - waited / max(batch.seconds, waited, 1e-9)),
         }
-        self._drop_stale(collected, version)
-        old = token_staleness(collected.episodes, version)
+        self._drop_stale(batch, version)
+        old = token_staleness(batch.episodes, version)
         if len(old):
-            collected.metrics |= {"policy/staleness_mean": float(old.mean()), "policy/staleness_max": float(old.max())}
-        return collected
+            batch.metrics |= {"policy/staleness_mean": float(old.mean()), "policy/staleness_max": float(old.max())}
+        return batch
 
     def learned(self, step: int) -> None:
-        """The weights are those after `step` now. Call it where no signal interrupts."""
-        self._versions[step] = self.trainer.model.version
-        for old in [known for known in self._versions if known < step - self.recipe.rollout.async_rollouts]:
+        """Publish the policy's weights as those after `step`. Call it where no signal interrupts."""
+        self._step = step
+        self._versions[step] = self.manager.policy.version
+        for old in [known for known in self._versions if known < step - self.rollout.async_rollouts]:
             del self._versions[old]
-        weights = WeightSnapshot.capture(self.playing.policy, step)
+        weights = WeightSnapshot.capture(self.manager.policy, step)
         if self._world.is_rank0:
             self._published.publish(weights)
 
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights after the last steps before this one, which batches of the coming steps begin with."""
+        """The weights after earlier steps with which the batches of the coming steps begin."""
         self._older = self._pending()
         return {
             f"{back}/{name}": tensor
@@ -323,101 +357,50 @@ class Ahead:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Which weights those of `tensors` are, and the versions of the last steps."""
+        """Step and version of the weights of `tensors`, and the versions of the last steps."""
         older = [(weights.step, weights.version) for weights in self._pending()]
         return {"versions": sorted(self._versions.items()), "older": older}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, after the tensors were read."""
         self._versions = dict(map(tuple, state["versions"]))
         if self._world.is_rank0:
             for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
                 self._published.publish(WeightSnapshot(step, version, read.tensors))
 
     def _pending(self) -> list[WeightSnapshot]:
-        """The weights 1, 2, ... `ahead` steps ago in the first process, where they are needed; room for them where a
-        checkpoint is to be read."""
+        """The weights 1, 2, ... `async_rollouts` steps ago, on rank 0 and where a batch needs them. Before a checkpoint is
+        read: empty tensors to read into."""
         if not (self._exact and self._world.is_rank0):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}
-        steps = [max(0, self.trainer.step - back) for back in range(1, self.recipe.rollout.async_rollouts + 1)]
-        return [kept[step] if kept else WeightSnapshot.empty(self.playing.policy) for step in steps]
+        steps = [max(0, self._step - back) for back in range(1, self.rollout.async_rollouts + 1)]
+        return [kept[step] if kept else WeightSnapshot.empty(self.manager.policy) for step in steps]
 
     def _remove_covered(self) -> None:
-        """Delete from the buffer what no resume will ask for."""
+        """Delete the batches on disk that no resume will need."""
         if self._world.is_rank0:
-            remove_batches(journals_of(self.playing.run), 0, max(self.trainer.checkpoints.steps(), default=0))
+            remove_batches(journals_of(self.run.path), 0, max(saved_steps(self.run.checkpoints), default=0))
 
-    def _check_bound(self, step: int, collected: RolloutBatch) -> None:
-        oldest = self._versions.get(max(0, step - 1 - self.recipe.rollout.async_rollouts), 0)
-        for episode in collected.sampled:
+    # -- stale episodes -----------------------------------------------------------------------------------------------
+
+    def _check_bound(self, step: int, batch: RolloutBatch) -> None:
+        oldest = self._versions.get(max(0, step - 1 - self.rollout.async_rollouts), 0)
+        for episode in batch.sampled:
             if len(episode.versions) and episode.versions.min() < oldest:
                 raise AssertionError(
                     f"step {step} got a token of version {episode.versions.min()} and rollout.async_rollouts = "
-                    f"{self.recipe.rollout.async_rollouts} allows version {oldest} or newer"
+                    f"{self.rollout.async_rollouts} allows version {oldest} or newer"
                 )
 
-    def _drop_stale(self, collected: RolloutBatch, version: int) -> None:
-        rollout = self.recipe.rollout
-        if rollout.max_staleness is None:
+    def _drop_stale(self, batch: RolloutBatch, version: int) -> None:
+        most = self.rollout.max_staleness
+        if most is None:
             return
-        smallest = 2 if self.recipe.compares_groups else 1
-        kept, stale, alone = drop_stale(collected.episodes, version, rollout.max_staleness, smallest)
-        collected.episodes = kept
-        collected.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
+        kept, stale, alone = drop_stale(batch.episodes, version, most, self.smallest_group)
+        batch.episodes = kept
+        batch.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
         if not kept:
-            collected.messages.append(
-                f"every episode is older than rollout.max_staleness = {rollout.max_staleness} updates, so nothing is learned from"
+            batch.warnings.append(
+                f"every episode is older than rollout.max_staleness = {most} updates, so nothing is learned from"
             )
-
-
-class Rollouts(Protocol):
-    """The episodes of a run, step by step. A context manager around the steps."""
-
-    phase: str
-    """What the time of `take` is called in the metrics."""
-
-    def __enter__(self) -> "Rollouts": ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def take(self, step: int) -> RolloutBatch:
-        """The episodes that `step` learns from."""
-        ...
-
-    def learned(self, step: int) -> None:
-        """The weights are those after `step` now."""
-        ...
-
-
-class InStep:
-    """First sample, then learn: `rollout.async_rollouts: 0`."""
-
-    phase = "rollout"
-
-    def __init__(self, recipe: RlRecipe, playing: RolloutManager, tasks: TaskOrder) -> None:
-        self.recipe, self.playing, self.tasks = recipe, playing, tasks
-        self.world = current()
-
-    def __enter__(self) -> "InStep":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def take(self, step: int) -> RolloutBatch:
-        begun, counters = time.perf_counter(), replace(self.playing.engine.counters)
-        with self.playing.player(self.recipe.rollout.sampling) as player:
-            collected = collect(player, self.recipe, self.tasks, step)
-        own = asdict(self.playing.engine.counters.since(counters))
-        done = self.world.gather([own])
-        collected.counters = EngineCounters(**{name: sum(each[name] for each in done) for name in own})
-        collected.seconds = time.perf_counter() - begun
-        return collected
-
-    def learned(self, step: int) -> None:
-        pass
-
-
-def open_rollouts(recipe: RlRecipe, playing: RolloutManager, tasks: TaskOrder, trainer: Trainer[Any]) -> Rollouts:
-    """The rollouts of the recipe; `tasks` are in the trainer's checkpoints, and what else must be is added to them."""
-    return Ahead(recipe, playing, tasks, trainer) if recipe.rollout.async_rollouts else InStep(recipe, playing, tasks)

@@ -1,11 +1,11 @@
-"""Packing: streams to micro-batches of at most `tokens_per_batch` tokens, each stream whole and in one of them."""
+"""Samples, and their packing into micro-batches of at most `tokens_per_batch` tokens. A stream is never divided."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.episode import Stream
+from posttrain.episode import Episode, Stream
 from posttrain.errors import RunError
 from posttrain.models.packing import prompt_length
 
@@ -18,7 +18,7 @@ class PreferenceSide:
     """Unique within an update; the two answers of a pair share it and stay in one forward pass."""
     chosen: bool
     margin: float = 0.0
-    """How much better the good answer of a pair is, in units of reward."""
+    """How much better the chosen answer of a pair is, in units of reward."""
 
 
 @dataclass
@@ -37,16 +37,28 @@ class Sample:
     values: np.ndarray | None = None
     """[n] float32: the critic's values before the step's updates, in units of reward."""
     returns: np.ndarray | None = None
-    """[n] float32: what the critic's values should have been."""
+    """[n] float32: targets of the critic's values."""
     ptx: bool = False
-    """A row of text that joins an update of reinforcement learning, and not an episode."""
-
+    """A supervised row that joins an update of reinforcement learning, not an episode."""
     side: PreferenceSide | None = None
-    """For preference data."""
+    """Set for preference data alone."""
 
     @property
     def sampled_tokens(self) -> int:
         return int(self.stream.sampled.sum())
+
+
+def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
+    """One sample per stream, in the order of episodes and their streams, with advantages of 0."""
+    return [
+        Sample(
+            stream=stream,
+            label=f"step {step} group {episode.group} episode {episode.index} (environment seed {episode.seed})",
+            advantages=np.zeros(int(stream.sampled.sum()), dtype=np.float32),
+        )
+        for episode in episodes
+        for stream in episode.streams
+    ]
 
 
 def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -57,13 +69,14 @@ def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
 
 
 def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
-    """Indices of samples, in groups that each take at most `budget` tokens in a row.
+    """Indices of samples, in groups of at most `budget` tokens each.
 
-    Samples with the same prompt stand together, since the prompt is computed once for all of them; as many of them as
-    the budget allows. The two answers of a preference pair are never divided. Such bundles are then packed first-fit
-    decreasing: the longest first, each into the first group with room, which needs at most 11/9 of the fewest groups,
-    plus one (Johnson 1973). What is longer than the budget raises RunError with its name and that of the budget's
-    `key`.
+    Samples with the same prompt go together as far as the budget allows, since their prompt is computed once. The two
+    answers of a preference pair are never divided. These bundles are packed first-fit decreasing: the longest first, each
+    into the first group with room. That needs at most 11/9 of the fewest possible groups, plus one (Johnson 1973).
+
+    Raises:
+        RunError: a sample is longer than the budget; the message names the sample and the budget's `key`.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -110,16 +123,16 @@ def _prompt(sample: Sample) -> bytes:
 
 
 def _by_prompt(indices: Sequence[int], samples: Sequence[Sample]) -> dict[bytes, list[int]]:
-    found: dict[bytes, list[int]] = {}
+    groups: dict[bytes, list[int]] = {}
     for index in indices:
-        found.setdefault(_prompt(samples[index]), []).append(index)
-    return found
+        groups.setdefault(_prompt(samples[index]), []).append(index)
+    return groups
 
 
 def _by_row(indices: Sequence[int], samples: Sequence[Sample]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    rows: dict[int, list[int]] = {}
     for index in indices:
         side = samples[index].side
         assert side is not None
-        found.setdefault(side.row, []).append(index)
-    return found
+        rows.setdefault(side.row, []).append(index)
+    return rows

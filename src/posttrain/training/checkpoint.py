@@ -1,9 +1,9 @@
-"""Checkpoints: whole or not at all, verified when read, rotated by count.
+"""Checkpoints: written atomically, verified when read, rotated by count.
 
 A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
-`tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written aside, synced to disk, and
-renamed. Of several processes each writes its share of the tensors, and the first one everything else; how many they were
-makes no difference to who reads it.
+`tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
+to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
+number of processes can read it.
 """
 
 import hashlib
@@ -27,8 +27,14 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"^step_(\d+)$")
 
 
+def saved_steps(directory: Path) -> list[int]:
+    """Steps that have a checkpoint in `directory`, ascending."""
+    names = [_NAME.match(path.name) for path in directory.glob("step_*")]
+    return sorted(int(match[1]) for match in names if match)
+
+
 class Checkpoints:
-    """The checkpoints of one run, in `directory`; `run_id` marks them as its own."""
+    """The checkpoints of one run, in `directory`. `run_id` identifies the run in each of them."""
 
     def __init__(self, directory: Path, run_id: str, keep: int) -> None:
         self.directory = directory
@@ -37,8 +43,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
-        found = [_NAME.match(path.name) for path in self.directory.glob("step_*")]
-        return sorted(int(match[1]) for match in found if match)
+        return saved_steps(self.directory)
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
@@ -87,9 +92,9 @@ class Checkpoints:
         return path / "policy", path / "tensors", json.loads((path / "state.json").read_text())
 
     def verify(self, path: Path) -> None:
-        """`InputError` unless every file of the checkpoint is as it was written, by this run."""
+        """Raise InputError unless this run wrote every file of the checkpoint and none has changed."""
         others = [s for s in self.steps() if self.path(s) != path]
-        remedy = f"delete {path} to resume from step {others[-1]}" if others else "start the run anew with --overwrite"
+        remedy = f"delete {path} to resume from step {others[-1]}" if others else "start the run again with --overwrite"
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             files, run_id = manifest["files"], manifest["run"]
@@ -99,7 +104,7 @@ class Checkpoints:
             raise InputError(f"{path} is a checkpoint of another run ({run_id}, this one is {self.run_id}); {remedy}")
         if "optimizer.pt" in files:
             raise InputError(
-                f"{path} was saved by an earlier version of posttrain, whose checkpoints this one cannot read; go on with "
+                f"{path} was saved by an earlier version of posttrain, whose checkpoints this one cannot read; continue with "
                 f"that version, or start from {path / 'policy'} as `model.path`"
             )
         for name, digest in files.items():
@@ -120,7 +125,7 @@ class Checkpoints:
     def _rotate(self, best: int | None) -> None:
         steps = self.steps()
         for step in set(steps) - set(steps[-self.keep :]) - {best}:
-            # Renamed first, so that a deletion that is cut short leaves no half checkpoint under a valid name.
+            # Rename first, so that an interrupted deletion leaves no partial checkpoint under a valid name.
             doomed = partial_path(self.path(step))
             self.path(step).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The critic in training: values of a step's episodes, their targets, its own updates, and its state."""
+"""Training of the critic: values of a step's episodes, their targets, and updates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,33 +16,54 @@ from posttrain.credit.returns import explained_variance
 from posttrain.episode import Episode, PerToken, RewardStreams
 from posttrain.errors import InputError
 from posttrain.models.critic import Critic, SharedCritic, ValueHead
-from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
-from posttrain.recipe.credit import CriticCredit
-from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.credit import CriticCredit, CriticRecipe
+from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.batches import Sample, on_stream
-from posttrain.training.objectives import ValueObjective, known
+from posttrain.training.objectives import ValueObjective, computed
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Totals, Updater
 
 
 class CriticLearner:
-    """The critic with its optimizer. Its updates are made on the episodes of the policy's.
+    """The critic with its optimizer. It learns from the same episodes as the policy.
 
-    A critic with a trunk of its own makes every update by itself. One on the policy's trunk makes those before the
-    policy's first, and is then trained in the policy's: `train_with` hands its head over.
+    A critic with its own trunk makes every update by itself. A critic that shares the policy's trunk makes those of the
+    value warm-up; after that, the policy's learner trains its head together with the policy.
     """
 
-    def __init__(self, recipe: RlRecipe, credit: CriticCredit, policy: Policy, updates: int) -> None:
-        """`updates`: its optimizer steps in the whole run. `InputError` where its tokens are not the policy's."""
-        self.recipe = recipe.critic
+    def __init__(
+        self,
+        settings: CriticRecipe,
+        credit: CriticCredit,
+        policy: Policy,
+        learner: LearnerRecipe,
+        updates: int,
+        seed: int = 0,
+        stored_statistics: bool = False,
+    ) -> None:
+        """Create the critic of `policy`.
+
+        Args:
+            credit: gives the targets of the values.
+            updates: optimizer steps of the critic in the whole run.
+            stored_statistics: rewards are normalized by statistics that the reward model stores. A critic that starts
+                from that reward model then begins with values in these units.
+
+        Raises:
+            InputError: the critic's tokenizer is not the policy's.
+        """
+        self.settings = settings
         self.credit = credit
-        self.model = SharedCritic(policy) if recipe.critic.backbone == "shared" else _own_critic(recipe, policy)
-        self.optimizer = Optimizer(self.model.trainable(), self.recipe.optimizer, updates)
+        if settings.backbone == "shared":
+            self.model: Critic | SharedCritic = SharedCritic(policy)
+        else:
+            self.model = _own_critic(settings, policy, seed, stored_statistics)
+        self.optimizer = Optimizer(self.model.trainable(), settings.optimizer, updates)
         self.learner: Updater[torch.Tensor] = Updater(
-            self.model, self.optimizer, recipe.learner, self._forward, key="critic.optimizer"
+            self.model, self.optimizer, learner, self._forward, key="critic.optimizer"
         )
-        self.objective = ValueObjective(self.recipe.clip)
+        self.objective = ValueObjective(settings.clip)
         self._fit: Totals = {}
 
     @property
@@ -50,75 +71,72 @@ class CriticLearner:
         """The head on the policy's trunk; None for a critic with a trunk of its own."""
         return self.model.head if isinstance(self.model, SharedCritic) else None
 
-    def train_with(self, learner: Updater[TokenScores]) -> None:
-        """Let the policy's learner make the head's updates with its own, where they share a trunk."""
-        if self.head is not None:
-            learner.also_train("critic", "critic.optimizer", self.optimizer)
-
     @property
-    def learns_alone(self) -> bool:
-        """Whether the policy waits for the critic's first updates."""
-        return self.optimizer.updates < self.recipe.updates_before_policy
+    def policy_waits(self) -> bool:
+        """Whether the next update is one of the value warm-up, in which the policy does not learn."""
+        return self.optimizer.updates < self.settings.updates_before_policy
 
-    def judge(self, episodes: Sequence[Episode], samples: Sequence[Sample], rewards: RewardStreams) -> PerToken:
-        """The value before each sampled token, zero elsewhere; `samples` also get it, and the target of its loss.
+    def estimate_values(
+        self, episodes: Sequence[Episode], samples: Sequence[Sample], rewards: RewardStreams
+    ) -> PerToken:
+        """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
 
-        The target is A + V with the advantage as it is before whitening. How well the values foretell the discounted
-        rewards that then came (explained variance) joins the metrics of the next update.
+        The target `returns` is A + V, with the advantage before whitening. The explained variance of the discounted rewards
+        by the values is among the metrics of the next update.
         """
         self._evaluate([s for s in samples if s.values is None])
         values: PerToken = []
         left = iter(samples)
         for episode in episodes:
-            values.append([on_stream(known(next(left).values), stream.sampled) for stream in episode.streams])
-        paid, judged = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
-        advantages = critic_advantages(self.credit, episodes, paid, judged)
-        targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, judged, strict=True))])
+            values.append([on_stream(computed(next(left).values), stream.sampled) for stream in episode.streams])
+        rewards_of, values_of = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
+        advantages = critic_advantages(self.credit, episodes, rewards_of, values_of)
+        targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, values_of, strict=True))])
         ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
         for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
             sample.returns = targets[start:end].astype(np.float32)
-        returns = np.concatenate([np.zeros(0), *discounted_returns(self.credit, episodes, paid)])
-        flat = np.concatenate([np.zeros(0), *judged])
+        returns = np.concatenate([np.zeros(0), *discounted_returns(self.credit, episodes, rewards_of)])
+        flat = np.concatenate([np.zeros(0), *values_of])
         self._fit = {"critic/value": (float(flat.sum()), len(flat)), "critic/return": (float(returns.sum()), len(flat))}
         explained = explained_variance(returns, flat)
         self._fit |= {"critic/explained_variance": (explained, 1.0)} if np.isfinite(explained) else {}
         return values
 
     def update(self, samples: Sequence[Sample]) -> Totals:
-        """One optimizer step of the critic alone; its metrics under names of their own."""
-        found = self.take_fit()
+        """Make one optimizer step of the critic by itself; returns its metrics, under names that begin with `critic/`."""
+        totals = self.take_fit()
         for key, value in self.learner.update(samples, self.objective).items():
             if key != "loss/total":
-                found[key.replace("optimizer/", "critic/")] = value
-        return found
+                totals[key.replace("optimizer/", "critic/")] = value
+        return totals
 
     def take_fit(self) -> Totals:
-        """What `judge` found out about the values, once."""
-        found, self._fit = self._fit, {}
-        return found
+        """The metrics of the last `estimate_values`, once."""
+        fit, self._fit = self._fit, {}
+        return fit
 
-    def take_messages(self) -> list[str]:
-        """As `Updater.take_messages`."""
+    def take_warnings(self) -> list[str]:
+        """As `Updater.take_warnings`."""
         return [
-            f"critic: {message}; lower critic.optimizer.learning_rate if it happens again"
-            for message in self.learner.take_messages()
+            f"critic: {warning}; lower critic.optimizer.learning_rate if it happens again"
+            for warning in self.learner.take_warnings()
         ]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights that are trained, where the optimizer has no masters of them, and the optimizer's tensors."""
-        found = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        """The optimizer's tensors, and the trained weights of which it has no float32 masters."""
+        tensors = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
         for name, parameter in self.model.trainable():
-            if f"optimizer/{name}/master" not in found:
-                found[f"weights/{name}"] = parameter.detach()
-        return found
+            if f"optimizer/{name}/master" not in tensors:
+                tensors[f"weights/{name}"] = parameter.detach()
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of optimizer and learner."""
+        """The counters of optimizer and learner."""
         counts = {"skipped_in_a_row": self.learner.skipped_in_a_row, "version": self.model.version}
         return {"optimizer": self.optimizer.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict` and the tensors that were read, bit for bit."""
+        """Restore `state_dict`, after the tensors were read."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.learner.skipped_in_a_row, self.model.version = state["skipped_in_a_row"], state["version"]
 
@@ -128,23 +146,16 @@ class CriticLearner:
     def _evaluate(self, samples: Sequence[Sample]) -> None:
         for group, values in self.learner.without_gradient(samples):
             ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-            for i, own in zip(group, np.split(values.cpu().numpy(), ends), strict=True):
-                samples[i].values = own
+            for i, of_sample in zip(group, np.split(values.cpu().numpy(), ends), strict=True):
+                samples[i].values = of_sample
 
 
-def open_critic(recipe: RlRecipe, policy: Policy, updates: int) -> CriticLearner | None:
-    """The critic of the recipe; None where its credit uses no values. `updates`: those of the whole run."""
-    credit = recipe.credit
-    return CriticLearner(recipe, credit, policy, updates) if isinstance(credit, CriticCredit) else None
-
-
-def _own_critic(recipe: RlRecipe, policy: Policy) -> Critic:
-    critic = Critic(recipe.critic.model(recipe.model), recipe.seed)
+def _own_critic(settings: CriticRecipe, policy: Policy, seed: int, stored_statistics: bool) -> Critic:
+    critic = Critic(settings.model(policy.recipe), seed)
     if critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise InputError(
-            f"critic.path: {recipe.critic.path} has another tokenizer than {recipe.model.path}; the critic reads the "
+            f"critic.path: {settings.path} has another tokenizer than {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
-    # A critic that starts from the reward model then begins at what the rewards are.
-    critic.values_in_reward_units = recipe.reward is not None and recipe.reward.normalize == "stored"
+    critic.values_in_reward_units = stored_statistics
     return critic

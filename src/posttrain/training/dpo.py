@@ -21,13 +21,15 @@ from posttrain.models.forward import TokenScores, transformer
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import KtoLoss
 from posttrain.recipe.stages import DpoRecipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
-from posttrain.training.trainer import Trainer
+from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.updater import Updater
 
 
@@ -141,7 +143,9 @@ def _digest_of(policy: Policy) -> str:
     return digest.hexdigest()
 
 
-def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
+def train(
+    recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
+) -> None:
     """Train the policy; one step is one update on `rows_per_update` rows."""
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
@@ -149,17 +153,24 @@ def train(recipe: DpoRecipe, run: RunDirectory, resume: bool, console: Console) 
     data = load_data(kind, recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)  # type: ignore[arg-type]
     batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
-    trainer: Trainer[TokenScores] = Trainer(recipe, run, policy, token_forward(policy, recipe.learner), total, total)
-    trainer.messages = [*data.problems.summary(), *renderer.warnings()]
-    reference = ReferenceLogprobs(recipe, policy, trainer.learner)
+    optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
+    learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
+    reference = ReferenceLogprobs(recipe, policy, learner)
     rows = [*data.stored, *data.validation, *data.test]
     if recipe.loss.needs_reference:
         reference.precompute([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
-    objective_for = partial(_objective, recipe, trainer.learner, reference)
-    if data.validation or data.test:
-        trainer.evaluators.append(PreferenceEvaluator(trainer.learner, recipe, data, objective_for))
-    if data.validation:
-        trainer.choice = choice_of(recipe.evaluation.metric)
+    objective_for = partial(_objective, recipe, learner, reference)
+    evaluator = PreferenceEvaluator(learner, data, recipe.name, objective_for, unpaired=kind == "unpaired")
+    trainer = Trainer(
+        LoopSettings.of(recipe, total),
+        run,
+        policy,
+        learner,
+        evaluators=[evaluator] if data.validation or data.test else [],
+        best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
+        warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings()],
+        callbacks=callbacks,
+    )
     train_on(trainer, batches, objective_for, resume, console)
 
 

@@ -1,11 +1,11 @@
-"""What a stage measures on held-out data, and the tables that come of it."""
+"""Held-out measurements of a stage, and their tables."""
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -18,11 +18,9 @@ from posttrain.evaluation.summary import MEAN, PASS, evaluate
 from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.rollout import SCORES, SamplingRecipe, SeedRange
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe, SeedRange
 from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
-from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
 from posttrain.training.batches import Sample
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
@@ -35,61 +33,85 @@ EVALUATED = "evaluated"
 
 
 class Evaluator(Protocol):
-    """One kind of held-out measurement. Values are those of a line of the metrics log; keys of two kinds differ."""
+    """One kind of held-out measurement. Its values go to a line of the metrics log; no two kinds share a key."""
 
     def baselines(self) -> dict[str, dict[str, Any]]:
-        """RolloutWorker -> values of what the model is compared with: random and optimal players, where there are any."""
+        """Name -> values of the baseline policies, such as `random` and `optimal`; empty where there are none."""
         ...
 
     def curve(self, step: int) -> dict[str, Any]:
-        """Values of the learning curve, on the data that chooses the best checkpoint."""
+        """Values of the learning curve, on the data by which the best checkpoint is chosen."""
         ...
 
     def final(self, step: int) -> dict[str, Any]:
-        """Values of the final table, on data that no choice is made on."""
+        """Values of the final table, on data that no choice depends on."""
         ...
 
     def cost(self) -> str:
-        """What `final` will do, in words for the display."""
+        """What `final` does, as a phrase for the display."""
         ...
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-        """The final tables from the metrics lines of kind `baseline` and `final`, by player."""
+        """The final tables, from the metrics lines of kind `baseline` and `final` by their `player`."""
         ...
 
     def artefacts(self) -> Sequence[str]:
-        """Lines to print after the final table, such as scored samples; usually none."""
+        """Lines to print after the final tables, such as scored samples; usually none."""
         ...
 
 
-class EpisodeEvaluator(ABC):
-    """Plays the held-out seeds of a recipe, beside the reference players of its environment."""
+class WorkerSource(Protocol):
+    """What an `EpisodeEvaluator` plays with: a `RolloutManager` or a `RemoteRolloutManager`."""
 
-    evaluated = "model"
-    """What the final table calls the model that is evaluated."""
+    environment: EnvironmentRecipe
+    rollout: RolloutRecipe
+    model_name: str
 
-    def __init__(self, recipe: RlRecipe | SftRecipe | EvaluateRecipe, run: RunDirectory) -> None:
-        assert recipe.environment is not None
-        self.recipe = recipe
-        self.environment: EnvironmentRecipe = recipe.environment
-        self.run = run
-        self.left_out: frozenset[int] = frozenset()
-        """Held-out seeds that are not played."""
-        self.remarks: list[str] = []
-        """What to know of the episodes played last besides their summary."""
+    def worker(self, sampling: SamplingRecipe) -> AbstractContextManager[EpisodeWorker[Any]]: ...
 
-    @abstractmethod
-    def player(self, sampling: SamplingRecipe) -> AbstractContextManager[EpisodeWorker[Any]]:
-        """A player as it is now, for the time of the block."""
+
+class EpisodeEvaluator:
+    """Plays held-out seeds of an environment and compares the results with its baseline policies.
+
+    Attributes:
+        warnings: about the episodes of the last evaluation: failures, and answers that were cut off.
+    """
+
+    def __init__(
+        self,
+        manager: WorkerSource,
+        evaluation: EvaluationRecipe,
+        seed: int,
+        episodes: Path,
+        title: str,
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
+        """Create an evaluator.
+
+        Args:
+            seed: the run seed.
+            episodes: directory to which the episodes are written.
+            title: name of the run, for the table.
+            left_out: held-out seeds that are not played.
+        """
+        self.manager = manager
+        self.environment = manager.environment
+        self.evaluation = evaluation
+        self.seed = seed
+        self.episodes = episodes
+        self.title = title
+        self.left_out = left_out
+        self.warnings: list[str] = []
 
     def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
-        """What chooses the best checkpoint among evaluations: `metric`, or success where it is known, else the return."""
+        """The value that chooses the best checkpoint: `metric`, or by default success if the environment reports it, else
+        the return."""
         return lambda values: values[metric or ("success" if "success" in values else "return")]
 
     def baselines(self) -> dict[str, dict[str, Any]]:
-        """Values of the random and the optimal player on the final seeds, as far as the environment can compute them."""
-        seeds = self.recipe.evaluation.final_seeds
-        found = environment_class(self.environment.type).baselines(self.environment, range(seeds.start, seeds.stop))
+        """Values of the baseline policies on the final seeds, as far as the environment can compute them."""
+        seeds = self.evaluation.final_seeds
+        baselines = environment_class(self.environment.type).baselines(self.environment, range(seeds.start, seeds.stop))
         return {
             player: {
                 "success": baseline.success,
@@ -103,24 +125,24 @@ class EpisodeEvaluator(ABC):
                 for name, score in baseline.scores.items()
                 for limit, value in zip(("", "_low", "_high"), score, strict=True)
             }
-            for player, baseline in found.items()
+            for player, baseline in baselines.items()
         }
 
     def curve(self, step: int) -> dict[str, Any]:
         """Play the held-out seeds of the learning curve."""
-        return self._play(self.recipe.evaluation.seeds, step, "evaluation")
+        return self._play(self.evaluation.seeds, step, "evaluation")
 
     def final(self, step: int) -> dict[str, Any]:
         """Play the held-out seeds of the final table."""
-        return self._play(self.recipe.evaluation.final_seeds, step, "final")
+        return self._play(self.evaluation.final_seeds, step, "final")
 
     def cost(self) -> str:
         """For the display."""
-        return f"playing {self.recipe.evaluation.final_seeds.count} held-out episodes"
+        return f"playing {self.evaluation.final_seeds.count} held-out episodes"
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Random, start, trained, optimal; and what the environment reports of each besides."""
-        return policy_tables(self.rows(lines), f"{self.recipe.name}: {self.environment.type}, held-out seeds")
+        return policy_tables(self.rows(lines), f"{self.title}: {self.environment.type}, held-out seeds")
 
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PolicyRow]:
         """The rows of the table."""
@@ -128,31 +150,31 @@ class EpisodeEvaluator(ABC):
             "random": "random policy",
             "optimal": "optimal policy",
             TRAINED: "trained model",
-            EVALUATED: self.evaluated,
+            EVALUATED: self.manager.model_name,
         }
         others = environment_class(self.environment.type).scripted_baselines
-        known = [
+        players = [
             player
             for player in ("random", *others, START, TRAINED, EVALUATED, "optimal")
             if "n" in lines.get(player, {})
         ]
-        found = [
-            PolicyRow.from_values(titles.get(player, player), lines[player], _note(lines[player])) for player in known
+        rows = [
+            PolicyRow.from_values(titles.get(player, player), lines[player], _note(lines[player])) for player in players
         ]
         return [
             replace(row, scores={**_attempts(lines[player]), **row.scores})
-            for player, row in zip(known, found, strict=True)
+            for player, row in zip(players, rows, strict=True)
         ]
 
     def artefacts(self) -> Sequence[str]:
         return []
 
     def _play(self, seeds: SeedRange, step: int, split: Split) -> dict[str, Any]:
-        recipe = self.recipe.evaluation.model_copy(update={"seeds": seeds})
-        with self.player(recipe.sampling) as player:
-            result, episodes = evaluate(player, recipe, self.recipe.seed, self.left_out)
-        write_episodes(self.run.episodes, step, split, episodes, None)
-        self.remarks = _remarks(episodes, self.recipe.rollout.tokens_per_turn)
+        evaluation = self.evaluation.model_copy(update={"seeds": seeds})
+        with self.manager.worker(evaluation.sampling) as worker:
+            result, episodes = evaluate(worker, evaluation, self.seed, self.left_out)
+        write_episodes(self.episodes, step, split, episodes, None)
+        self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
         return result.metrics()
 
 
@@ -163,34 +185,35 @@ def _attempts(line: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
 
 
 def _note(line: Mapping[str, Any]) -> str:
-    """What the table says beside a player: which checkpoint it is, and how many episodes failed."""
+    """The note beside a row of the table: which checkpoint it is, and how many episodes failed."""
     notes = [f"step {line['best_step']}, {line['chosen']}"] if "best_step" in line else []
     notes += [f"{line['failed']} of {line['episodes']} episodes failed"] if line.get("failed") else []
     return "; ".join(notes)
 
 
-def _remarks(episodes: Sequence[Episode], most: int) -> list[str]:
+def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:
     """How many episodes failed, and how many answers were cut off at `most` tokens."""
     failed = [episode for episode in episodes if episode.outcome is Outcome.FAILED]
-    found = []
+    warnings = []
     if failed:
-        found.append(
+        warnings.append(
             f"{len(failed)} of {len(episodes)} episodes failed and count as not successful, the first on environment seed "
             f"{failed[0].seed}: {failed[0].failure}"
         )
     reasons = Counter(turn.stop_reason for episode in episodes for turn in episode.turns)
     if cut := reasons[StopReason.TURN_BUDGET]:
-        found.append(f"{cut} of {reasons.total()} answers were cut off at rollout.tokens_per_turn = {most}")
-    return found
+        warnings.append(f"{cut} of {reasons.total()} answers were cut off at rollout.tokens_per_turn = {most}")
+    return warnings
 
 
 class LossEvaluator:
-    """Nats per trained token, over all rows and over those of each domain."""
+    """Loss in nats per trained token, over all rows and over the rows of each domain."""
 
-    def __init__(self, learner: Updater[TokenScores], recipe: SftRecipe, data: DataSet) -> None:
+    def __init__(self, learner: Updater[TokenScores], data: DataSet, title: str) -> None:
+        """`title`: name of the run, for the table."""
         self.learner = learner
-        self.recipe = recipe
         self.data = data
+        self.title = title
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         return {}
@@ -219,7 +242,7 @@ class LossEvaluator:
         headings = ("policy", "rows of", "loss", "95% interval", "perplexity", "n", "note")
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
         table = Table(
-            title=f"{self.recipe.name}: held-out rows",
+            title=f"{self.title}: held-out rows",
             headings=headings,
             rows=rows,
             note="Loss in nats per trained token; `n` rows; intervals are 95%, by bootstrap over rows." + about,
@@ -245,9 +268,9 @@ class LossEvaluator:
             estimate = bootstrap_ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
             suffix = "" if domain is None else f"/{domain}"
             values[f"{name}/loss{suffix}"] = estimate.value
-            known = not math.isnan(estimate.low)  # one row has no interval
-            values[f"{name}/loss_low{suffix}"] = estimate.low if known else None
-            values[f"{name}/loss_high{suffix}"] = estimate.high if known else None
+            has_interval = not math.isnan(estimate.low)  # one row has none
+            values[f"{name}/loss_low{suffix}"] = estimate.low if has_interval else None
+            values[f"{name}/loss_high{suffix}"] = estimate.high if has_interval else None
             values[f"{name}/rows{suffix}"] = len(chosen)
         values[f"{name}/perplexity"] = math.exp(values[f"{name}/loss"])
         return values
@@ -258,29 +281,38 @@ _SHOWN_PAIRS = 3
 
 
 def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
-    """What chooses the best checkpoint: larger is better."""
+    """The value of an evaluation that chooses the best checkpoint; larger is better."""
     if metric == "loss":
         return lambda values: -values["validation/loss"]
-    # Nothing is ranked where all answers are good, or all are bad.
+    # The accuracy is NaN where all answers are good, or all are bad.
     return lambda values: -math.inf if math.isnan(values["validation/accuracy"]) else values["validation/accuracy"]
 
 
 class PreferenceEvaluator(Generic[Output]):
-    """Accuracy, loss and margin, over all rows and over those of each domain."""
+    """Accuracy, loss and margin of preference rows, over all rows and over the rows of each domain."""
 
     def __init__(
         self,
         learner: Updater[Output],
-        recipe: DpoRecipe | RewardRecipe,
         data: DataSet,
+        title: str,
         objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
+        unpaired: bool = False,
         model: RewardModel | None = None,
         renderer: Renderer | None = None,
     ) -> None:
-        """`model` and `renderer`: for reward models, which keep statistics and show what they scored."""
+        """Create an evaluator.
+
+        Args:
+            title: name of the run, for the table.
+            objective_for: the objective of the given samples.
+            unpaired: the rows are single answers labelled good or bad, not pairs.
+            model, renderer: given for a reward model, which stores the statistics of its rewards and prints examples.
+        """
         self.learner = learner
-        self.recipe = recipe
         self.data = data
+        self.title = title
+        self.unpaired = unpaired
         self.objective_for = objective_for
         self.model = model
         self.renderer = renderer
@@ -294,11 +326,11 @@ class PreferenceEvaluator(Generic[Output]):
 
     def final(self, step: int) -> dict[str, Any]:
         rows = self.data.final
-        losses, chosen, rejected = self._judge(rows)
+        losses, chosen, rejected = self._compare(rows)
         if self.model is not None:
             both = np.concatenate([chosen, rejected])
             if self.data.validation and self.data.test:
-                both = np.concatenate(self._judge(self.data.validation)[1:])
+                both = np.concatenate(self._compare(self.data.validation)[1:])
             self.model.set_statistics(float(both.mean()), float(both.std(ddof=1)))
             self._shown = [*_calibration_lines(chosen - rejected), *self._sample_lines(rows, chosen, rejected)]
         return _summary(rows, losses, chosen, rejected, "test")
@@ -328,12 +360,12 @@ class PreferenceEvaluator(Generic[Output]):
                         note,
                     )
                 )
-        kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
-        if self.recipe.stage == "reward" or self.recipe.loss.type != "kto":
-            kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
+        kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
+        if self.unpaired:
+            kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
         about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
         table = Table(
-            title=f"{self.recipe.name}: held-out comparisons",
+            title=f"{self.title}: held-out comparisons",
             headings=("policy", "rows of", "accuracy", "95% interval", "loss", "mean margin", "n", "note"),
             rows=rows,
             note=f"{kind}; 95% intervals over rows.{about}",
@@ -345,18 +377,18 @@ class PreferenceEvaluator(Generic[Output]):
         return self._shown
 
     def _values(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
-        return _summary(rows, *self._judge(rows), name)
+        return _summary(rows, *self._compare(rows), name)
 
-    def _judge(self, rows: Sequence[TokenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Loss and the two rewards of each row, [n] float64; NaN for an answer that a row has not."""
+    def _compare(self, rows: Sequence[TokenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Loss and the two rewards of each row, [n] float64; NaN for an answer that a row does not have."""
         samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
         objective: Any = self.objective_for(samples)
-        found = np.full((3, len(rows)), np.nan)
+        table = np.full((3, len(rows)), np.nan)
         for group, output in self.learner.without_gradient(samples):
-            judged = objective.judge(output, [samples[i] for i in group])
-            values = (judged.losses, judged.chosen, judged.rejected)
-            found[:, judged.rows] = np.stack([value.double().cpu().numpy() for value in values])
-        return found[0], found[1], found[2]
+            compared = objective.compare(output, [samples[i] for i in group])
+            values = (compared.losses, compared.chosen, compared.rejected)
+            table[:, compared.rows] = np.stack([value.double().cpu().numpy() for value in values])
+        return table[0], table[1], table[2]
 
     def _sample_lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:
         """A few pairs as text with their rewards: the most surely right, the middle one, and the most wrong."""

@@ -1,4 +1,4 @@
-"""What policies minimise: sums of small losses, each over the sampled tokens of a batch."""
+"""Objectives: the losses that a learner minimizes, each a weighted sum over the samples of a micro-batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,24 @@ from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import KtoLoss, PairLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.recipe.stages import RlRecipe
 from posttrain.training.batches import Sample
 from posttrain.training.updater import Totals, Updater
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a model makes of P preference rows, in the order in which they first appear among the samples."""
+class Comparisons:
+    """Losses and rewards of P preference rows, in the order in which they first appear among the samples."""
 
     rows: list[int]
     """`PreferenceSide.row` of each."""
     losses: torch.Tensor
     """[P]."""
     chosen: torch.Tensor
-    """[P] detached: reward of the better answer (of a judged answer: if it is good, else NaN)."""
+    """[P] detached: reward of the better answer (KTO: of a good answer, else NaN)."""
     rejected: torch.Tensor
-    """[P] detached: reward of the worse answer (of a judged answer: if it is bad, else NaN)."""
+    """[P] detached: reward of the worse answer (KTO: of a bad answer, else NaN)."""
 
 
 class _PerRow:
@@ -45,19 +44,19 @@ class _PerRow:
     def has_signal(self, sample: Sample) -> bool:
         return True
 
-    def totals(self, judged: Judgement) -> Totals:
+    def totals(self, compared: Comparisons) -> Totals:
         """Metrics of a training batch."""
-        count = float(len(judged.rows))
-        chosen, rejected = judged.chosen, judged.rejected
-        found: Totals = {"loss/preference": (float(judged.losses.detach().sum()), count)}
+        count = float(len(compared.rows))
+        chosen, rejected = compared.chosen, compared.rejected
+        totals: Totals = {"loss/preference": (float(compared.losses.detach().sum()), count)}
         for name, rewards in (("chosen", chosen), ("rejected", rejected)):
-            known = rewards[~rewards.isnan()]
-            found[f"preference/{name}"] = (float(known.sum()), float(len(known)))
+            numbers = rewards[~rewards.isnan()]
+            totals[f"preference/{name}"] = (float(numbers.sum()), float(len(numbers)))
         both = ~(chosen.isnan() | rejected.isnan())
         margins = (chosen - rejected)[both]
-        found["preference/margin"] = (float(margins.sum()), float(len(margins)))
-        found["preference/accuracy"] = (float(((margins.sign() + 1) / 2).sum()), float(len(margins)))
-        return found
+        totals["preference/margin"] = (float(margins.sum()), float(len(margins)))
+        totals["preference/accuracy"] = (float(((margins.sign() + 1) / 2).sum()), float(len(margins)))
+        return totals
 
 
 class PairObjective(_PerRow):
@@ -67,12 +66,12 @@ class PairObjective(_PerRow):
         self.loss = loss
         self.supervised = supervised
 
-    def judge(self, output: TokenScores, samples: Sequence[Sample]) -> Judgement:
+    def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         """Losses without the supervised term."""
         rows, chosen, rejected = pair_places(samples)
         logps, lengths = stream_sums(output, samples)
         references = _reference_sums(samples, logps.device) if self.loss.needs_reference else None
-        found = preference_losses(
+        losses = preference_losses(
             self.loss,
             PairLogprobs(
                 chosen_logprobs=logps[chosen],
@@ -83,20 +82,20 @@ class PairObjective(_PerRow):
                 ref_rejected_logprobs=None if references is None else references[rejected],
             ),
         )
-        return Judgement(rows, found.losses, found.chosen_rewards, found.rejected_rewards)
+        return Comparisons(rows, losses.losses, losses.chosen_rewards, losses.rejected_rewards)
 
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        judged = self.judge(output, samples)
+        compared = self.compare(output, samples)
         logps, lengths = stream_sums(output, samples)
         _, chosen, rejected = pair_places(samples)
         per_token = logps / lengths
-        totals = self.totals(judged) | {
+        totals = self.totals(compared) | {
             f"policy/{name}_logprob": (float(per_token[places].detach().sum()), float(len(places)))
             for name, places in (("chosen", chosen), ("rejected", rejected))
         }
-        loss = judged.losses.sum()
+        loss = compared.losses.sum()
         if self.supervised:
             nll = -per_token[chosen].sum()
             loss = loss + self.supervised * nll
@@ -105,26 +104,26 @@ class PairObjective(_PerRow):
 
 
 class UnpairedObjective(_PerRow):
-    """KTO's loss of judged answers; `kl` is the reference point of the optimizer step, a scalar."""
+    """KTO's loss of answers that are labelled good or bad. `kl`: the reference point of the optimizer step, a scalar tensor."""
 
     def __init__(self, loss: KtoLoss, kl: torch.Tensor) -> None:
         self.loss = loss
         self.kl = kl
 
-    def judge(self, output: TokenScores, samples: Sequence[Sample]) -> Judgement:
+    def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         logps, _ = stream_sums(output, samples)
         ratios = logps - _reference_sums(samples, logps.device)
         good = torch.tensor([sample.side is not None and sample.side.chosen for sample in samples], device=logps.device)
         losses = kto_losses(self.loss, ratios, good, self.kl.to(logps.device))
         rewards, nothing = self.loss.beta * ratios.detach(), torch.full_like(ratios.detach(), torch.nan)
         rows = [_row(sample) for sample in samples]
-        return Judgement(rows, losses, torch.where(good, rewards, nothing), torch.where(good, nothing, rewards))
+        return Comparisons(rows, losses, torch.where(good, rewards, nothing), torch.where(good, nothing, rewards))
 
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        judged = self.judge(output, samples)
-        return judged.losses.sum(), self.totals(judged) | {"preference/kl": (float(self.kl), 1.0)}
+        compared = self.compare(output, samples)
+        return compared.losses.sum(), self.totals(compared) | {"preference/kl": (float(self.kl), 1.0)}
 
 
 class RewardObjective(_PerRow):
@@ -133,20 +132,20 @@ class RewardObjective(_PerRow):
     def __init__(self, loss: RewardLossRecipe) -> None:
         self.loss = loss
 
-    def judge(self, output: torch.Tensor, samples: Sequence[Sample]) -> Judgement:
+    def compare(self, output: torch.Tensor, samples: Sequence[Sample]) -> Comparisons:
         rows, chosen, rejected = pair_places(samples)
         margin = None
         if self.loss.margin:
             sides = [samples[place].side for place in chosen]
             margin = torch.tensor([side.margin for side in sides if side is not None], device=output.device)
         losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.center_rewards_coefficient)
-        return Judgement(rows, losses, output[chosen].detach(), output[rejected].detach())
+        return Comparisons(rows, losses, output[chosen].detach(), output[rejected].detach())
 
     def __call__(
         self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        judged = self.judge(output, samples)
-        return judged.losses.sum(), self.totals(judged)
+        compared = self.compare(output, samples)
+        return compared.losses.sum(), self.totals(compared)
 
 
 def pair_places(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int]]:
@@ -177,13 +176,18 @@ def _row(sample: Sample) -> int:
 
 
 def token_forward(
-    policy: Policy, recipe: LearnerRecipe, temperature: float = 1.0, head: torch.nn.Module | None = None
+    policy: Policy, settings: LearnerRecipe, temperature: float = 1.0, head: torch.nn.Module | None = None
 ) -> Callable[[Sequence[Sample]], TokenScores]:
-    """Scores of the sampled tokens, sample after sample. `temperature`: that of sampling; `head`: as `Policy.score`."""
+    """A forward pass that gives the scores of the sampled tokens, sample after sample.
+
+    Args:
+        temperature: the temperature that the tokens were sampled with.
+        head: reads values from the same hidden states, as in `Policy.score`.
+    """
 
     def forward(samples: Sequence[Sample]) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        return policy.score(ids, sampled, temperature, recipe.logits_per_chunk, head)
+        return policy.score(ids, sampled, temperature, settings.logits_per_chunk, head)
 
     return forward
 
@@ -199,23 +203,23 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
 
 def logprobs(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
-    return [own for own, _ in scores(learner, samples)]
+    return [of_sample for of_sample, _ in scores(learner, samples)]
 
 
 def scores(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample and the values [n] float32 before them, None
     where no head reads any; without gradient."""
-    found: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+    by_sample: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
         logprobs = np.split(output.logprobs.float().cpu().numpy(), ends)
         values = [None] * len(group) if output.values is None else np.split(output.values.cpu().numpy(), ends)
-        found |= dict(zip(group, zip(logprobs, values, strict=True), strict=True))
-    return [found[i] for i in range(len(samples))]
+        by_sample |= dict(zip(group, zip(logprobs, values, strict=True), strict=True))
+    return [by_sample[i] for i in range(len(samples))]
 
 
 def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: torch.device) -> TokenBatch:
-    """The sampled tokens of whole streams, flat; `weights[i]` is the normalizer's weight of stream i's tokens."""
+    """The sampled tokens of whole streams, flat; `weights[i]` is the weight of stream i's tokens."""
     lengths = [s.sampled_tokens for s in samples]
 
     def flat(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:
@@ -238,19 +242,28 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
 
 
 class PolicyObjective:
-    """Policy loss + KL coefficient x KL to the reference (where the recipe puts it in the loss) - entropy bonus."""
+    """Policy loss + `kl_coefficient` x KL to the reference model (with `kl.apply_to: loss`) - `entropy` x entropy."""
 
-    def __init__(self, recipe: RlRecipe, kl_coefficient: float) -> None:
-        self.loss = recipe.loss
-        self.kl = recipe.kl
-        self.kl_coefficient = kl_coefficient if recipe.kl.apply_to == "loss" else 0.0
-        self.entropy_coefficient = recipe.entropy_coefficient
+    def __init__(
+        self,
+        loss: LossRecipe,
+        kl: KlRecipe | None = None,
+        kl_coefficient: float | None = None,
+        entropy: float = 0.0,
+    ) -> None:
+        """`kl_coefficient`: its current value where it is adaptive; default `kl.coefficient`. The samples need
+        `ref_logprobs` where it is above 0."""
+        self.loss = loss
+        self.kl = kl or KlRecipe()
+        coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
+        self.kl_coefficient = coefficient if self.kl.apply_to == "loss" else 0.0
+        self.entropy_coefficient = entropy
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)
 
     def has_signal(self, sample: Sample) -> bool:
-        """Tokens without credit add nothing, unless KL or entropy pull at them."""
+        """Tokens without credit add nothing, unless there is a KL penalty or an entropy bonus."""
         return self.kl_coefficient > 0 or self.entropy_coefficient > 0 or bool(np.any(sample.advantages != 0))
 
     def __call__(
@@ -274,7 +287,7 @@ class PolicyObjective:
 
 
 class MixedObjective:
-    """The policy's objective on episodes + coefficient x negative log-likelihood of taught rows, a mean over tokens.
+    """The policy's objective on episodes + coefficient x negative log-likelihood of supervised rows, a mean over tokens.
 
     Source: "PPO-ptx" of Ouyang et al. 2022, arXiv 2203.02155.
     """
@@ -285,10 +298,11 @@ class MixedObjective:
         self.coefficient = coefficient
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        """The policy's weights and divisor; a taught token weighs so much that its share comes out after division."""
-        own, divisor = self.policy.weigh([s for s in samples if not s.ptx])
+        """The policy's weights and divisor. A supervised token's weight is scaled so that, after the division, the rows add
+        coefficient x mean."""
+        of_policy, divisor = self.policy.weigh([s for s in samples if not s.ptx])
         _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
-        weights = iter(own)
+        weights = iter(of_policy)
         return [self.coefficient * divisor / tokens if s.ptx else next(weights) for s in samples], divisor
 
     def has_signal(self, sample: Sample) -> bool:
@@ -300,16 +314,16 @@ class MixedObjective:
         mask = np.repeat([s.ptx for s in samples], [s.sampled_tokens for s in samples])
         loss = output.logprobs.new_zeros(())
         metrics: Totals = {}
-        for taught in (False, True):
-            chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.ptx == taught]
+        for supervised in (False, True):
+            chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.ptx == supervised]
             if chosen:
-                places = torch.from_numpy(np.flatnonzero(mask == taught)).to(output.logprobs.device)
+                places = torch.from_numpy(np.flatnonzero(mask == supervised)).to(output.logprobs.device)
                 scores = output.at(places)
-                objective = self.ptx if taught else self.policy
+                objective = self.ptx if supervised else self.policy
                 part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
                 loss = loss + part
-                # The entropy of the policy is that of what it sampled.
-                metrics |= {"ptx/loss": (float(-scores.logprobs.detach().sum()), len(places))} if taught else more
+                # The policy's entropy is that at the tokens it sampled.
+                metrics |= {"ptx/loss": (float(-scores.logprobs.detach().sum()), len(places))} if supervised else more
         return loss, metrics
 
 
@@ -329,7 +343,7 @@ class ValueObjective:
         self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         old, returns = (
-            torch.from_numpy(np.concatenate([known(part) for part in parts])).to(output.device)
+            torch.from_numpy(np.concatenate([computed(numbers) for numbers in parts])).to(output.device)
             for parts in ([s.values for s in samples], [s.returns for s in samples])
         )
         losses, clipped = value_loss(output, old, returns, self.clip)
@@ -342,8 +356,8 @@ class ValueObjective:
 class SharedObjective:
     """The policy's objective + coefficient x the value loss, a mean over the sampled tokens of the optimizer step.
 
-    Both are of one forward pass, whose scores hold values. Source: the joint loss of Schulman et al. 2017, arXiv
-    1707.06347, for a network that policy and values share.
+    Both come from one forward pass, whose scores hold values. Source: the joint loss of Schulman et al. 2017, arXiv
+    1707.06347, for a network that computes both policy and values.
     """
 
     def __init__(self, policy: PolicyObjective, coefficient: float, clip: float | None) -> None:
@@ -353,8 +367,8 @@ class SharedObjective:
         self._value_weight = 1.0
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        """The policy's weights and divisor; what a token's value weighs, so that its share comes out after division, is
-        the same for all tokens and is kept for the calls that follow."""
+        """The policy's weights and divisor. Also scales the weight of the values so that, after the division, they add
+        coefficient x mean; it is kept for the calls that follow."""
         weights, divisor = self.policy.weigh(samples)
         _, tokens = self.values.weigh(samples)
         self._value_weight = self.coefficient * divisor / tokens
@@ -394,7 +408,7 @@ class SupervisedObjective:
         }
 
 
-def known(part: np.ndarray | None) -> np.ndarray:
-    """A number per token that must have been computed by now."""
-    assert part is not None
-    return part
+def computed(numbers: np.ndarray | None) -> np.ndarray:
+    """`numbers`, which must not be None: an earlier phase of the step computes them."""
+    assert numbers is not None
+    return numbers

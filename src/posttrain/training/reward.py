@@ -12,18 +12,23 @@ from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.recipe.units import stored_units
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.batches import Sample
 from posttrain.training.evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.objectives import RewardObjective, reward_forward
-from posttrain.training.rows import load_data, samples_of_row
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.rows import check_margins, load_data, samples_of_row
 from posttrain.training.supervised import Batches, train_on
-from posttrain.training.trainer import Trainer
+from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.unit_normalizer import fit_run
 from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward
+from posttrain.training.updater import Updater
 
 
-def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
+def train(
+    recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
+) -> None:
     """Train the reward model; one step is one update on `rows_per_update` pairs."""
     model = RewardModel(recipe.model, recipe.seed)
     renderer = Renderer(model.tokenizer, model.end_tokens)
@@ -31,16 +36,24 @@ def train(recipe: RewardRecipe, run: RunDirectory, resume: bool, console: Consol
     batches = Batches(data, lambda number, row: samples_of_row(row, number))
     total = recipe.steps or recipe.epochs * data.updates_per_epoch
     forward, objective = _forward_and_objective(recipe, model, [*data.stored, *data.validation, *data.test])
-    trainer: Trainer[Any] = Trainer(recipe, run, model, forward, total, total)
-    trainer.messages = [*data.problems.summary(), *renderer.warnings()]
-    if data.validation or data.test:
-        trainer.evaluators.append(
-            PreferenceEvaluator(trainer.learner, recipe, data, lambda samples: objective, model, renderer)
-        )
-    else:
-        trainer.messages.append("no validation rows, so no reward statistics are stored with the model")
-    if data.validation:
-        trainer.choice = choice_of(recipe.evaluation.metric)
+    optimizer = Optimizer(model.trainable(), recipe.optimizer, total)
+    learner: Updater[Any] = Updater(model, optimizer, recipe.learner, forward)
+    evaluator = PreferenceEvaluator(
+        learner, data, recipe.name, lambda samples: objective, model=model, renderer=renderer
+    )
+    warnings = [*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings()]
+    if not (data.validation or data.test):
+        warnings.append("no validation rows, so no reward statistics are stored with the model")
+    trainer = Trainer(
+        LoopSettings.of(recipe, total),
+        run,
+        model,
+        learner,
+        evaluators=[evaluator] if data.validation or data.test else [],
+        best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
+        warnings=[*warnings, *check_margins(recipe, data)],
+        callbacks=callbacks,
+    )
     train_on(trainer, batches, lambda samples: objective, resume, console)
     if recipe.units is not None and data.validation and (run.path / "model").is_dir():
         with single_process() as world:

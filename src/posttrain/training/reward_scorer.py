@@ -1,48 +1,52 @@
-"""Rewards of played episodes from a reward model, on the very tokens that were sampled."""
+"""Rewards of episodes: from a reward model on the sampled tokens, and their shaping before credit."""
 
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from posttrain.credit.assign import reward_streams
 from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
-from posttrain.episode import CUT_OFF, Episode, Outcome, StopReason, Stream, Turn
+from posttrain.episode import CUT_OFF, Episode, Outcome, PerToken, RewardStreams, StopReason, Stream, Turn
 from posttrain.errors import InputError
 from posttrain.factory import Factory
+from posttrain.losses.kl import apply_kl_penalty, estimate_kl
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
+from posttrain.recipe.rollout import RolloutRecipe
+from posttrain.rollout.filters import overlong_penalty
 from posttrain.training.batches import Sample, pack
 from posttrain.training.objectives import reward_forward
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
 
 RAW = "reward_model"
-"""Key of a turn's info that holds what the reward model said."""
+"""Key of a turn's info that holds the reward model's reward, unscaled."""
 OF_UNITS = "unit_rewards"
-"""Key of a turn's info that holds what it said of each unit, as (place in the stream of its last token, reward)."""
+"""Key of a turn's info that holds the rewards of units, as (position of its last token in the stream, reward)."""
 
 
 class RewardScorer:
-    """Adds a reward model's reward to the last turn of each episode: of a model that rewards units, their mean.
+    """Adds a reward model's reward to the last turn of each episode. For a model that rewards units, that is their mean.
 
-    Where the reward model has the policy's tokenizer and template, it reads the sampled tokens themselves. Otherwise
-    the conversation is rendered for it; an answer that was cut off gets no end there either, so it is not taken for
-    a whole one.
+    A reward model with the policy's tokenizer and template reads the sampled tokens themselves. Otherwise the conversation
+    is rendered for it. An answer that was cut off has no end token there either.
     """
 
     def __init__(self, source: RewardSource, policy: Policy) -> None:
-        """`InputError` when `source` names no reward model, or one without the statistics that it should be scaled by."""
+        """Load the model. Raises InputError if `source` is no reward model, or lacks the statistics for `normalize: stored`."""
         self.source = source
         self.lock = threading.Lock()
-        """Held while the reward model is in use: rollouts ahead of the learner are scored in another thread."""
+        """Held while the reward model is in use: with async rollouts, another thread scores episodes."""
         self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype), new_head=False)
         self.statistics = (0.0, 1.0)
         if source.normalize == "stored":
@@ -54,14 +58,14 @@ class RewardScorer:
                     "validation rows, or use `running` or `none`"
                 )
             self.statistics = stored
-        own, others = self.model.tokenizer, policy.tokenizer
-        self.same_tokens = _writing(own) == _writing(others)
-        self.renderer = Renderer(own, self.model.end_tokens)
+        tokenizer = self.model.tokenizer
+        self.same_tokens = _writing(tokenizer) == _writing(policy.tokenizer)
+        self.renderer = Renderer(tokenizer, self.model.end_tokens)
         units = self.model.units
         self.reader = None if units is None else UnitReader(self.model, units, source.tokens_per_batch)
 
     def __call__(self, episodes: Sequence[Episode]) -> None:
-        """Score all that did not fail. A reward that is not a number fails the episode."""
+        """Score the episodes that did not fail. A reward that is not finite fails the episode."""
         played = [e for e in episodes if e.outcome is not Outcome.FAILED and e.turns]
         with self.lock:
             scores = self.scores(played)
@@ -76,7 +80,7 @@ class RewardScorer:
             episode.streams[last.stream].rewards[last.stop - 1] += reward
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
-        """What the reward model says of each episode as a whole, unscaled; of units, it is kept with the last turn."""
+        """The unscaled reward of each episode. Rewards of units are also stored in the last turn's info."""
         samples = [self._sample(episode) for episode in episodes]
         if self.reader is not None:
             key = "reward.tokens_per_batch"
@@ -88,12 +92,12 @@ class RewardScorer:
             self.reader.forget()
             return [float(np.mean(values)) for values in of_units]
         forward = reward_forward(self.model)
-        found: dict[int, float] = {}
+        rewards_of: dict[int, float] = {}
         for group in pack(samples, self.source.tokens_per_batch, "reward.tokens_per_batch"):
             with torch.no_grad():
                 rewards = forward([samples[i] for i in group])
-            found |= dict(zip(group, rewards.cpu().tolist(), strict=True))
-        return [found[i] for i in range(len(samples))]
+            rewards_of |= dict(zip(group, rewards.cpu().tolist(), strict=True))
+        return [rewards_of[i] for i in range(len(samples))]
 
     def _sample(self, episode: Episode) -> Sample:
         label = f"the episode of seed {episode.seed}, group {episode.group}"
@@ -101,7 +105,7 @@ class RewardScorer:
         if self.same_tokens:
             return Sample(_until_last_answer(episode), label, none)
         last = max(place for place, message in enumerate(episode.messages) if message["role"] == "assistant")
-        # As the rows of its training were, whose answers end with the end token that its own template gives them.
+        # Render as for its training rows, whose answers end with the end token of its template.
         wanted: LossOn = "last_assistant" if self.reader is None else "assistant"
         rendered = render_conversation(self.renderer, episode.messages[: last + 1], wanted)[-1]
         if episode.turns[-1].stop_reason in CUT_OFF:
@@ -112,13 +116,13 @@ class RewardScorer:
 
 
 def _writing(tokenizer: Any) -> tuple[Any, ...]:
-    """What makes two tokenizers write the same conversation with the same tokens."""
+    """Equal for two tokenizers that render every conversation to the same tokens."""
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     return tokenizer.get_vocab(), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
 
 
 def _until_last_answer(episode: Episode) -> Stream:
-    """The stream of the last answer, its own tokens marked."""
+    """The stream up to the end of the last answer, its tokens marked."""
     last = episode.turns[-1]
     stream = episode.streams[last.stream]
     return stream_of(stream.ids[: last.stop], stream.sampled[: last.stop])
@@ -126,7 +130,7 @@ def _until_last_answer(episode: Episode) -> Stream:
 
 @Factory
 def open_scorer(source: RewardSource | None, policy: Policy) -> RewardScorer | None:
-    """The scorer of the recipe; None where there is no reward model."""
+    """The scorer of `reward`; None without a reward model."""
     return RewardScorer(source, policy) if source is not None else None
 
 
@@ -158,14 +162,14 @@ class RunningStatistics:
                 self.squares += shift * (raw - self.mean)
 
     def correction(self, info: dict[str, Any]) -> float:
-        """What to add to a raw reward that was paid with `info`, so that it becomes the scaled one."""
+        """What to add to the raw reward of a turn with `info` to get the scaled one."""
         return self.scaled(info[RAW]) - info[RAW] if self.active and RAW in info else 0.0
 
     def scaled(self, raw: float) -> float:
         """`raw` by the mean and standard deviation so far."""
         assert self.source is not None
         if self.count < 2 or self.squares <= 0:
-            return 0.0  # all rewards so far are alike, and none of them is better than the mean
+            return 0.0  # all rewards so far are equal
         return scaled(raw, self.mean, math.sqrt(self.squares / (self.count - 1)), self.source.clip)
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,8 +180,54 @@ class RunningStatistics:
 
 
 @dataclass(frozen=True)
+class RewardShaping:
+    """Turns the rewards of episodes into reward streams: normalization, penalties for length, KL."""
+
+    rollout: RolloutRecipe
+    kl: KlRecipe
+    running: RunningStatistics
+    """Of the reward model's rewards, with `reward.normalize: running`."""
+
+    def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
+        """Reward streams of `episodes`. With KL in the reward, their `samples` need `ref_logprobs`."""
+        rewards = reward_streams(episodes)
+        for episode, streams in zip(episodes, rewards.values, strict=True):
+            last = episode.turns[-1]
+            end = streams[last.stream][last.stop - 1 : last.stop]
+            end += self.running.correction(last.info)
+            if last.stop_reason in CUT_OFF:
+                end -= self.rollout.missing_eos_penalty
+            if self.rollout.overlong_penalty is not None:
+                end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong_penalty)
+        if kl_coefficient > 0 and self.kl.apply_to == "reward":
+            rewards = apply_kl_penalty(rewards, self._kl_per_token(episodes, samples), kl_coefficient)
+        return rewards
+
+    def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:
+        """Group -> return of its greedy episode, in the units of the shaped rewards."""
+        return {
+            group: episode.total_reward + self.running.correction(episode.turns[-1].info)
+            for group, episode in greedy.items()
+        }
+
+    def _kl_per_token(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> PerToken:
+        """The KL estimate at each sampled token, zero elsewhere."""
+        remaining = iter(samples)
+        estimates: PerToken = []
+        for episode in episodes:
+            estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
+            for stream, kl in zip(episode.streams, estimates[-1], strict=True):
+                references = next(remaining).ref_logprobs
+                assert references is not None
+                kl[stream.sampled] = estimate_kl(
+                    self.kl.estimator, stream.rollout_logprobs[stream.sampled] - references
+                )
+        return estimates
+
+
+@dataclass(frozen=True)
 class _Tokenizer:
-    """What a scorer asks of a policy."""
+    """The part of a policy that a scorer uses."""
 
     tokenizer: object
 
@@ -193,12 +243,12 @@ class AnswerRewards:
             self._scorer = RewardScorer(source, _Tokenizer(tokenizer))  # type: ignore[arg-type]
         except InputError as error:
             raise InputError(str(error).replace("model.path", "--model", 1)) from error
-        # No policy sampled these answers, so there are no tokens but those of its own rendering.
+        # No policy sampled these answers, so the conversations are always rendered.
         self._scorer.same_tokens = False
-        kept = self._scorer.model.statistics
-        usable = kept is not None and math.isfinite(kept[0]) and 0 < kept[1] < math.inf
-        self.statistics: tuple[float, float] | None = kept if usable else None
-        """Mean and standard deviation of its rewards that are kept with it, None without any."""
+        stored = self._scorer.model.statistics
+        usable = stored is not None and math.isfinite(stored[0]) and 0 < stored[1] < math.inf
+        self.statistics: tuple[float, float] | None = stored if usable else None
+        """Mean and standard deviation of its rewards that are stored with it; None without any."""
 
     def scores(self, conversations: Sequence[list[Message]], cut_off: Sequence[bool]) -> list[float]:
         """The raw reward of each conversation, which ends with an answer; `cut_off` ones get no end token."""

@@ -1,30 +1,161 @@
-"""One step's episodes: tasks drawn in a fixed order, played in groups, filtered, and refilled where asked."""
+"""The episodes of a step: tasks in a fixed order, played in groups by an engine, filtered, and refilled where asked."""
 
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.engines.protocol import EngineCounters
+from posttrain.distributed.world import current
+from posttrain.engines.factory import open_engine
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.openai import chat_client
+from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome
-from posttrain.errors import InputError, RunError
+from posttrain.errors import InputError
 from posttrain.evaluation.summary import environment_scores, reports_success
-from posttrain.recipe.components import environment_class
-from posttrain.recipe.rollout import SamplingRecipe, SeedRange
-from posttrain.recipe.stages import EvaluateRecipe, RlRecipe
-from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
+from posttrain.models.policy import Policy
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe, VllmEngineRecipe, no_primer
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, SeedRange
+from posttrain.rollout.driver import (
+    EpisodeRequest,
+    EpisodeSharding,
+    RolloutWorker,
+    Scorer,
+    collect_episodes,
+    without_failures,
+)
 from posttrain.rollout.filters import has_signal, most_uncertain
+from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.seeds import random_stream
-from posttrain.training.trainer import Trainer
+
+# -- who plays ----------------------------------------------------------------------------------------------------------
+
+
+def sharding_of(engine: Engine) -> EpisodeSharding:
+    """How several processes share episodes: an engine in this process plays this process's groups, an engine outside
+    plays all of them for rank 0."""
+    if current().is_single_process:
+        return EpisodeSharding.NONE
+    return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
+
+
+class RolloutManager:
+    """An engine that samples with the weights of a policy, and the workers that play episodes with it."""
+
+    model_name = "model"
+    """Name of the evaluated model in the final table."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: LocalEngineRecipe | VllmEngineRecipe,
+        environment: EnvironmentRecipe,
+        rollout: RolloutRecipe,
+        scorer: Scorer | None = None,
+        sampling: SamplingRecipe | None = None,
+        logs: Path | None = None,
+    ) -> None:
+        """Start the engine.
+
+        Args:
+            scorer: adds a reward model's rewards to the episodes.
+            sampling: the settings for which log-probabilities must be exact; default `rollout.sampling`.
+            logs: directory for the logs of an engine in another process.
+        """
+        self.policy = policy
+        self.environment = environment
+        self.rollout = rollout
+        self.scorer = scorer
+        self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
+        self.engine_settings = engine
+        self.engine = open_engine(policy, engine, rollout.tokens_per_episode, sampling or rollout.sampling, logs)
+        self.lock = threading.Lock()
+        """Held while the engine is in use: with async rollouts, another thread also samples with it."""
+
+    def template_warnings(self) -> list[str]:
+        """What the chat template does to system messages and to earlier turns."""
+        warnings = self.renderer.warnings()
+        if self.renderer.rewrites_answers:
+            warnings.append("the chat template rewrites earlier answers, so every turn becomes a stream of its own")
+        elif self.renderer.rewrites_thoughts:
+            warnings.append(
+                "the chat template drops earlier thinking, so the turn after a thinking answer starts a new stream"
+            )
+        return warnings
+
+    @contextmanager
+    def worker(self, sampling: SamplingRecipe) -> Iterator[RolloutWorker]:
+        """A worker with the policy's current weights. Outside of the block the engine sleeps.
+
+        The KV cache starts empty, so samples do not depend on an earlier evaluation or on a resume.
+        """
+        with self.lock:
+            self.engine.load_weights(self.policy.version)
+            yield RolloutWorker(
+                engine=self.engine,
+                renderer=self.renderer,
+                environment=self.environment,
+                rollout=self.rollout,
+                sampling=sampling,
+                version=self.policy.version,
+                scorer=self.scorer,
+                sharding=sharding_of(self.engine),
+            )
+            self.engine.sleep()
+
+
+class RemoteRolloutManager:
+    """A client of a chat server, and the workers that play episodes with it. Loads no model."""
+
+    def __init__(
+        self, engine: OpenAIEngineRecipe, environment: EnvironmentRecipe, rollout: RolloutRecipe, episodes: int
+    ) -> None:
+        """Connect to the server.
+
+        Args:
+            episodes: how many will be played, of which `rollout.failures.max_share` may fail.
+
+        Raises:
+            InputError: the environment begins the answers itself, or the API key's variable is not set.
+        """
+        primer = environment_class(environment.type)(environment).primer
+        if primer:
+            raise InputError(no_primer(environment, primer))
+        self.engine = engine
+        self.environment = environment
+        self.rollout = rollout
+        self.episodes = episodes
+        self.model_name = engine.model
+        self.client = chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
+
+    @contextmanager
+    def worker(self, sampling: SamplingRecipe) -> Iterator[RemoteRolloutWorker]:
+        """A worker that counts failures from zero."""
+        yield RemoteRolloutWorker(
+            client=self.client,
+            engine=self.engine,
+            failure_monitor=FailureLimit(self.rollout.failures, self.episodes),
+            environment=self.environment,
+            rollout=self.rollout,
+            sampling=sampling,
+        )
+
+
+# -- which tasks --------------------------------------------------------------------------------------------------------
 
 
 class TaskOrder:
-    """Environment seeds in an order shuffled anew for each pass; `drawn` says how far it has come."""
+    """Environment seeds in an order that is shuffled anew for each pass. `drawn` counts the seeds taken so far."""
 
     def __init__(self, seeds: SeedRange, run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()) -> None:
         """`left_out`: seeds of the range that are never drawn."""
@@ -43,7 +174,7 @@ class TaskOrder:
         return taken
 
     def copy(self) -> "TaskOrder":
-        """One that goes on from here by itself."""
+        """An independent order that continues from here."""
         return TaskOrder(self.range, self.run_seed, self.drawn, self.left_out)
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,19 +187,83 @@ class TaskOrder:
         return random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
 
 
+def check_tasks(
+    environment: EnvironmentRecipe, training: range, held_out: Sequence[range], reward_model: bool
+) -> list[str]:
+    """Check the seeds before a model is loaded; returns the environment's warnings.
+
+    Raises:
+        InputError: a seed has no task, or nothing rewards the answers.
+    """
+    kind = environment_class(environment.type)
+    if not reward_model and not kind.has_reward(environment):
+        raise InputError(
+            "nothing scores the answers; name a function in environment.reward, a judge in environment.judge, or a reward "
+            "model in reward.path"
+        )
+    return kind.check_tasks(environment, training, list(held_out))
+
+
+def too_long(
+    environment: EnvironmentRecipe,
+    rollout: RolloutRecipe,
+    renderer: Renderer,
+    training: range,
+    held_out: Sequence[range],
+) -> tuple[frozenset[int], list[str]]:
+    """Seeds whose prompt leaves less than `tokens_per_turn` of the episode's tokens, and a summary of them.
+
+    Only tasks from the user's data are checked. They are left out of training and of evaluation.
+
+    Raises:
+        InputError: no seed of a range is left, too few training seeds are left for a step, or any is too long and the
+            environment is `strict`.
+    """
+    kind = environment_class(environment.type)
+    if kind.self_contained:
+        return frozenset(), []
+    room = rollout.tokens_per_episode - rollout.tokens_per_turn
+    problems = Problems()
+    left_out = set()
+    for seeds in (training, *held_out):
+        for seed in seeds:
+            task: Environment = kind(environment)
+            tokens = len(renderer.prompt(task.reset(seed).messages, task.primer))
+            if tokens > room:
+                left_out.add(seed)
+                detail = f"{tokens} tokens, and rollout.tokens_per_turn = {rollout.tokens_per_turn} for the answer"
+                problems.add(
+                    f"prompt leaves no room for an answer within rollout.tokens_per_episode = {rollout.tokens_per_episode}",
+                    kind.task_name(environment, seed),
+                    detail,
+                )
+        if len(seeds) and left_out.issuperset(seeds):
+            problems.require_any(f"seeds {seeds.start} to {seeds.stop - 1} of {environment.type}")
+    problems.raise_if(getattr(environment, "strict", False))
+    if len(training) and len(training) - len(left_out & set(training)) < rollout.groups_per_step:
+        raise InputError(
+            f"fewer than rollout.groups_per_step = {rollout.groups_per_step} training prompts leave room for an "
+            "answer; raise rollout.tokens_per_episode or `seeds.count`"
+        )
+    return frozenset(left_out), problems.summary()
+
+
+# -- the episodes of a step ---------------------------------------------------------------------------------------------
+
+
 @dataclass
 class RolloutBatch:
-    """What one step sampled."""
+    """The episodes that were sampled for one step."""
 
     episodes: list[Episode]
-    """Those that go on to the update, in the order of groups."""
+    """The episodes that the update learns from, in the order of groups."""
     sampled: list[Episode]
-    """All that were played, also those that a filter or a failure removed."""
+    """All episodes, including those that a filter or a failure removed."""
     greedy: dict[int, Episode] = field(default_factory=dict)
-    """The greedy episode of each group, for `remax`."""
-    messages: list[str] = field(default_factory=list)
+    """Group id -> its greedy episode, for `remax`."""
+    warnings: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    """What is to be logged of how it was sampled."""
+    """Metrics about how the batch was sampled."""
     counters: EngineCounters = field(default_factory=EngineCounters)
     """The engine's work for it."""
     seconds: float = 0.0
@@ -76,153 +271,119 @@ class RolloutBatch:
 
 
 Play = Callable[[RolloutWorker, Sequence[EpisodeRequest]], list[Episode]]
-"""Plays the episodes of places and returns them in that order, with all that they are paid."""
+"""Plays the requested episodes and returns them in that order, with all of their rewards."""
 
 
 def collect(
-    player: RolloutWorker, recipe: RlRecipe, tasks: TaskOrder, step: int, play: Play = collect_episodes
+    worker: RolloutWorker, tasks: TaskOrder, step: int, greedy: bool = False, play: Play = collect_episodes
 ) -> RolloutBatch:
-    """Sample a step's groups; with the `dynamic` filter, again until enough of them have signal or rounds run out."""
-    wanted = recipe.rollout.groups_per_step
-    collected = RolloutBatch([], [])
+    """Sample the groups of a step. The `dynamic` filter samples again until enough groups have signal.
+
+    Args:
+        greedy: also play one greedy episode per group, the baseline of `remax`.
+
+    Raises:
+        RunError: more episodes failed than `failures.max_share` allows.
+    """
+    rollout = worker.rollout
+    wanted, dynamic = rollout.groups_per_step, rollout.filter.type == "dynamic"
+    batch = RolloutBatch([], [])
     kept: list[list[Episode]] = []
-    rounds = recipe.rollout.filter.max_rounds if recipe.rollout.filter.type == "dynamic" else 1
+    rounds = rollout.filter.max_rounds if rollout.filter.type == "dynamic" else 1
     for _ in range(rounds):
-        seeds, first = tasks.take(wanted - len(kept)), len(collected.sampled)
-        groups = _play_groups(player, recipe, seeds, step, first, collected, play)
-        kept += [g for g in groups if has_signal(g)] if recipe.rollout.filter.type == "dynamic" else groups
+        groups = _play_groups(worker, tasks, wanted - len(kept), step, batch, greedy, play)
+        kept += [group for group in groups if has_signal(group)] if dynamic else groups
         if len(kept) == wanted:
             break
-    if recipe.rollout.filter.type == "dynamic" and len(kept) < wanted:
-        collected.messages.append(f"only {len(kept)} of {wanted} groups have signal after {rounds} rounds of sampling")
-    if recipe.rollout.filter.type == "uncertainty":
-        kept = most_uncertain(kept, recipe.rollout.filter.keep)
-    collected.episodes = [episode for group in kept for episode in group]
-    return collected
+    if dynamic and len(kept) < wanted:
+        batch.warnings.append(f"only {len(kept)} of {wanted} groups have signal after {rounds} rounds of sampling")
+    if rollout.filter.type == "uncertainty":
+        kept = most_uncertain(kept, rollout.filter.keep)
+    batch.episodes = [episode for group in kept for episode in group]
+    return batch
 
 
 def _play_groups(
-    player: RolloutWorker,
-    recipe: RlRecipe,
-    seeds: Sequence[int],
-    step: int,
-    first: int,
-    collected: RolloutBatch,
-    play: Play,
+    worker: RolloutWorker, tasks: TaskOrder, count: int, step: int, batch: RolloutBatch, greedy: bool, play: Play
 ) -> list[list[Episode]]:
-    """Play one group per seed; group ids go on from those already sampled in this step."""
-    size = recipe.rollout.episodes_per_group
-    ids = [first // size + i for i in range(len(seeds))]
-    places = [
-        EpisodeRequest(seed, group, index, (recipe.seed, "sampling", step, group, index))
-        for group, seed in zip(ids, seeds, strict=True)
+    """Play one group for each of the next `count` tasks. Group ids continue those of the batch."""
+    size, seed = worker.rollout.episodes_per_group, tasks.run_seed
+    first = len(batch.sampled) // size
+    groups = dict(enumerate(tasks.take(count), first))
+    requests = [
+        EpisodeRequest(task, group, index, (seed, "sampling", step, group, index))
+        for group, task in groups.items()
         for index in range(size)
     ]
-    episodes = play(player, places)
-    collected.sampled += episodes
-    usable = _apply_failure_policy(episodes, recipe, collected)
-    if recipe.credit.type == "remax":
-        greedy = replace(player, sampling=SamplingRecipe(temperature=0.0))
-        probes = [EpisodeRequest(s, g, size, (recipe.seed, "greedy", step, g)) for g, s in zip(ids, seeds, strict=True)]
-        baselines = play(greedy, probes)
-        collected.greedy |= {e.group: e for e in baselines if e.outcome is not Outcome.FAILED}
-        without = sorted(set(ids) - set(collected.greedy))
+    episodes = play(worker, requests)
+    batch.sampled += episodes
+    usable, message = without_failures(episodes, worker.rollout.failures)
+    batch.warnings += [message] if message else []
+    if greedy:
+        probes = [EpisodeRequest(task, group, size, (seed, "greedy", step, group)) for group, task in groups.items()]
+        baselines = play(replace(worker, sampling=SamplingRecipe(temperature=0.0)), probes)
+        batch.greedy |= {e.group: e for e in baselines if e.outcome is not Outcome.FAILED}
+        without = sorted(set(groups) - set(batch.greedy))
         if without:
-            collected.messages.append(
-                f"groups {without} are left out: the greedy episode that remax compares with failed"
-            )
+            batch.warnings.append(f"groups {without} are left out: the greedy episode that remax compares with failed")
             usable = [e for e in usable if e.group not in without]
-    return [[e for e in usable if e.group == group] for group in ids]
+    return [[e for e in usable if e.group == group] for group in groups]
 
 
-def _apply_failure_policy(episodes: list[Episode], recipe: RlRecipe, collected: RolloutBatch) -> list[Episode]:
-    """Drop failed episodes, or give them the recipe's reward; too many of them stop the run."""
-    failed = [e for e in episodes if e.outcome is Outcome.FAILED]
-    failures = recipe.rollout.failures
-    if failed:
-        collected.messages.append(
-            f"{len(failed)} of {len(episodes)} episodes failed, the first in group {failed[0].group} "
-            f"(environment seed {failed[0].seed}): {failed[0].failure}"
-        )
-    if len(failed) > failures.max_share * len(episodes):
-        raise RunError(
-            f"{collected.messages[-1]}; that is more than rollout.failures.max_share = {failures.max_share}, so the run "
-            "stops here; mend the environment and go on with --resume"
-        )
-    if failures.action != "score":
-        return [e for e in episodes if e.outcome is not Outcome.FAILED]
-    for episode in failed:
-        if episode.turns:
-            last = episode.turns[-1]
-            correction = failures.reward - episode.total_reward
-            last.reward += correction
-            episode.streams[last.stream].rewards[last.stop - 1] += correction
-    return [e for e in episodes if e.streams]
+class Rollouts(Protocol):
+    """The batches of a run, step by step. `running` is a context manager around the steps."""
+
+    phase: str
+    """Name of the time of `take` in the metrics."""
+
+    def running(self, step: int) -> Any:
+        """Context manager inside which batches are made, the first one for `step`."""
+        ...
+
+    def take(self, step: int) -> RolloutBatch:
+        """The batch that `step` learns from."""
+        ...
+
+    def learned(self, step: int) -> None:
+        """Called when the policy has the weights after `step`."""
+        ...
 
 
-def check_tasks(recipe: RlRecipe | EvaluateRecipe) -> list[str]:
-    """What the environment has to say of the recipe's seeds, before a model is loaded; InputError where one of them
-    has no task.
-    """
-    if recipe.reward is None and not environment_class(recipe.environment.type).has_reward(recipe.environment):
-        raise InputError(
-            "nothing scores the answers; name a rule or a judge in environment.rule or environment.judge, or a reward "
-            "model in reward.path"
-        )
-    training, held_out = _ranges(recipe)
-    return environment_class(recipe.environment.type).check_tasks(recipe.environment, training, held_out)
+class SyncRollouts:
+    """Samples the batch of a step when it is asked for it: `rollout.async_rollouts: 0`."""
+
+    phase = "rollout"
+
+    def __init__(self, manager: RolloutManager, tasks: TaskOrder, greedy: bool = False) -> None:
+        """`greedy`: as in `collect`."""
+        self.manager, self.tasks, self.greedy = manager, tasks, greedy
+
+    @contextmanager
+    def running(self, step: int) -> Iterator[None]:
+        yield
+
+    def take(self, step: int) -> RolloutBatch:
+        """Sample with the current weights. Several processes share the groups and get all of them."""
+        engine = self.manager.engine
+        begun, counters = time.perf_counter(), replace(engine.counters)
+        with self.manager.worker(self.manager.rollout.sampling) as worker:
+            batch = collect(worker, self.tasks, step, self.greedy)
+        work = asdict(engine.counters.since(counters))
+        of_ranks = current().gather([work])
+        batch.counters = EngineCounters(**{name: sum(each[name] for each in of_ranks) for name in work})
+        batch.seconds = time.perf_counter() - begun
+        return batch
+
+    def learned(self, step: int) -> None:
+        pass
 
 
-def too_long(recipe: RlRecipe | EvaluateRecipe, renderer: Renderer) -> tuple[frozenset[int], list[str]]:
-    """Seeds whose prompt leaves less than `tokens_per_turn` of the episode's tokens, and one summary that names them.
-
-    Only tasks from the user's data are looked at, and they are left out of training and evaluation; InputError if
-    nothing is left of either, or, where the environment is `strict`, if any is too long.
-    """
-    kind = environment_class(recipe.environment.type)
-    if kind.self_contained:
-        return frozenset(), []
-    rollout = recipe.rollout
-    room = rollout.tokens_per_episode - rollout.tokens_per_turn
-    problems = Problems()
-    left_out = set()
-    training, held_out = _ranges(recipe)
-    for seeds in (training, *held_out):
-        for seed in seeds:
-            environment: Environment = kind(recipe.environment)
-            tokens = len(renderer.prompt(environment.reset(seed).messages, environment.primer))
-            if tokens > room:
-                left_out.add(seed)
-                detail = f"{tokens} tokens, and rollout.tokens_per_turn = {rollout.tokens_per_turn} for the answer"
-                problems.add(
-                    f"prompt leaves no room for an answer within rollout.tokens_per_episode = {rollout.tokens_per_episode}",
-                    kind.task_name(recipe.environment, seed),
-                    detail,
-                )
-        if len(seeds) and left_out.issuperset(seeds):
-            problems.require_any(f"seeds {seeds.start} to {seeds.stop - 1} of {recipe.environment.type}")
-    problems.raise_if(getattr(recipe.environment, "strict", False))
-    if isinstance(recipe, RlRecipe) and len(training) - len(left_out & set(training)) < recipe.rollout.groups_per_step:
-        raise InputError(
-            f"fewer than rollout.groups_per_step = {recipe.rollout.groups_per_step} training prompts leave room for an "
-            "answer; raise rollout.tokens_per_episode or `seeds.count`"
-        )
-    return frozenset(left_out), problems.summary()
+# -- metrics ------------------------------------------------------------------------------------------------------------
 
 
-def _ranges(recipe: RlRecipe | EvaluateRecipe) -> tuple[range, list[range]]:
-    """Training and held-out seeds that the recipe plays."""
-    evaluation = recipe.evaluation
-    final = range(evaluation.final_seeds.start, evaluation.final_seeds.stop)
-    if isinstance(recipe, EvaluateRecipe):
-        return range(0), [final]
-    curve = range(evaluation.seeds.start, evaluation.seeds.stop)
-    return range(recipe.seeds.start, recipe.seeds.stop), [curve, final]
-
-
-def rollout_metrics(collected: RolloutBatch, recipe: RlRecipe) -> dict[str, float]:
-    """Success, return, lengths and spread over all sampled episodes, those that a filter removed included."""
-    episodes = collected.sampled
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Success, return, lengths, spread and speed over all sampled episodes, including those that a filter removed."""
+    episodes = batch.sampled
     played = [e for e in episodes if e.outcome is not Outcome.FAILED]
     turns = [turn for e in episodes for turn in e.turns]
     by_group: dict[int, list[float]] = defaultdict(list)
@@ -233,12 +394,16 @@ def rollout_metrics(collected: RolloutBatch, recipe: RlRecipe) -> dict[str, floa
     pairs = sum(count for _, count in repeats)
     metrics = {
         "rollout/episodes": float(len(episodes)),
-        "rollout/kept": float(len(collected.episodes)),
+        "rollout/kept": float(len(batch.episodes)),
         "rollout/failed": float(len(episodes) - len(played)),
         "rollout/turns": _mean([len(e.turns) for e in played]),
         "rollout/tokens_per_answer": _mean([turn.stop - turn.start for turn in turns]),
         "rollout/rejected_share": _mean([bool(turn.info.get("rejected")) for turn in turns]),
         "policy/repeated_share": sum(repeated for repeated, _ in repeats) / max(pairs, 1),
+        "tokens/sampled": float(batch.counters.sampled),
+        "tokens/prefilled": float(batch.counters.prefilled),
+        "tokens/reused": float(batch.counters.reused),
+        "speed/tokens_per_second": batch.counters.sampled / batch.seconds if batch.seconds else 0.0,
     }
     if reports_success(episodes):
         metrics["rollout/success"] = _mean([e.success for e in episodes])
@@ -246,32 +411,12 @@ def rollout_metrics(collected: RolloutBatch, recipe: RlRecipe) -> dict[str, floa
     for episode in played:
         for name, value in environment_scores(episode).items():
             by_name[name].append(value)
-    metrics |= {f"rollout/score/{name}": _mean(found) for name, found in by_name.items()}
+    metrics |= {f"rollout/score/{name}": _mean(values) for name, values in by_name.items()}
     if played:
         metrics["rollout/return"] = _mean([e.total_reward for e in played])
     if spreads:
         metrics["reward/group_spread"] = _mean(spreads)
-    return metrics | collected.metrics
-
-
-class StepCounters:
-    """What the engine does for a step and the learner from here on, in tokens, and how fast."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self._trained = trainer.learner.trained_tokens
-
-    def metrics(self, collected: RolloutBatch) -> dict[str, float]:
-        """Counts of the step that learns from `collected`; the speed is sampled tokens per second of sampling."""
-        engine, seconds = collected.counters, collected.seconds
-        return {
-            "tokens/sampled": float(engine.sampled),
-            "tokens/prefilled": float(engine.prefilled),
-            "tokens/reused": float(engine.reused),
-            "tokens/trained": float(self.trainer.learner.trained_tokens - self._trained),
-            "speed/tokens_per_second": engine.sampled / seconds if seconds else 0.0,
-            "optimizer/learning_rate": self.trainer.optimizer.learning_rate,
-        }
+    return metrics | batch.metrics
 
 
 def _repeats(ids: np.ndarray, sampled: np.ndarray) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
 from posttrain.episode import Stream
 from posttrain.errors import InputError
-from posttrain.recipe.data import DataRecipe
+from posttrain.recipe.data import DataRecipe, PtxRecipe
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.batches import PreferenceSide, Sample
@@ -246,3 +246,23 @@ def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:
         )
         for stream, side in zip(row.streams, sides, strict=True)
     ]
+
+
+class PtxRows:
+    """Supervised rows that join every update of the policy in reinforcement learning.
+
+    Attributes:
+        warnings: a summary of rows that cannot be used.
+    """
+
+    def __init__(self, settings: PtxRecipe, renderer: Renderer, seed: int) -> None:
+        """Read the rows. Raises InputError where there are none."""
+        self.data = load_data("conversation", settings.data, renderer, settings.loss_on, settings.rows_per_update, seed)
+        self.warnings = self.data.problems.summary()
+
+    def batch(self, update: int) -> list[Sample]:
+        """The samples of the run's update `update`, counted from 0."""
+        samples = [sample for row in self.data.train.batch(update) for sample in samples_of_row(row)]
+        for sample in samples:
+            sample.ptx = True
+        return samples

@@ -1,26 +1,32 @@
 """Supervised fine-tuning on rows of text or on the traces of an environment's expert."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from rich.console import Console
 
 from posttrain.data.rendering import Renderer
-from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.stages import SftRecipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample
-from posttrain.training.evaluators import LossEvaluator
-from posttrain.training.experts import expert_episodes
+from posttrain.training.batches import Sample, samples_of_episodes
+from posttrain.training.evaluators import EpisodeEvaluator, Evaluator, LossEvaluator
+from posttrain.training.experts import expert_episodes, settings_warnings
 from posttrain.training.objectives import SupervisedObjective, token_forward
-from posttrain.training.rl import samples_of
-from posttrain.training.rollout_manager import RolloutManager
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.rollouts import RolloutManager
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, SampleBatches, train_on
-from posttrain.training.trainer import Trainer
+from posttrain.training.trainer import Callback, LoopSettings, Trainer
+from posttrain.training.updater import Updater
 
 
-def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) -> None:
+def train(
+    recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
+) -> None:
     """Train the policy; one step is one update on `rows_per_update` rows or traces."""
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
@@ -31,19 +37,37 @@ def train(recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console) 
         data = load_data("conversation", recipe.data, renderer, recipe.loss_on, recipe.rows_per_update, recipe.seed)
         batches = Batches(data, lambda number, row: samples_of_row(row))
     total = recipe.steps or recipe.epochs * batches.updates_per_epoch
-    trainer: Trainer[TokenScores] = Trainer(recipe, run, policy, token_forward(policy, recipe.learner), total, total)
+    optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
+    learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
+    warnings, evaluators = recipe_warnings(recipe), list[Evaluator]()
+    best_by: Callable[[dict[str, Any]], float] | None = None
     if data is not None:
-        trainer.messages = [*data.problems.summary(), *renderer.warnings()]
+        warnings += [*data.problems.summary(), *renderer.warnings()]
         if data.validation or data.test:
-            trainer.evaluators.append(LossEvaluator(trainer.learner, recipe, data))
+            evaluators.append(LossEvaluator(learner, data, recipe.name))
     if recipe.environment is not None:
-        playing = RolloutManager(recipe, policy, run)
-        trainer.evaluators.append(playing)
-        trainer.messages += [text for text in playing.about_the_template() if text not in trainer.messages]
-        metric = recipe.evaluation.metric
-        trainer.choice = playing.choice(metric if metric != "loss" else None)
+        evaluation, metric = recipe.evaluation, recipe.evaluation.metric
+        manager = RolloutManager(
+            policy, recipe.engine, recipe.environment, recipe.rollout, sampling=evaluation.sampling, logs=run.logs
+        )
+        evaluator = EpisodeEvaluator(manager, evaluation, recipe.seed, run.episodes, recipe.name)
+        evaluators.append(evaluator)
+        best_by = evaluator.choice(metric if metric != "loss" else None)
+        warnings += [text for text in manager.template_warnings() if text not in warnings]
+        if recipe.data is not None:
+            warnings += settings_warnings(recipe.environment, recipe.data.train)
     if recipe.chosen_by_loss:
-        trainer.choice = lambda values: -values["validation/loss"]
+        best_by = lambda values: -values["validation/loss"]  # noqa: E731
+    trainer = Trainer(
+        LoopSettings.of(recipe, total),
+        run,
+        policy,
+        learner,
+        evaluators=evaluators,
+        best_by=best_by,
+        warnings=warnings,
+        callbacks=callbacks,
+    )
     objective = SupervisedObjective()
     train_on(trainer, batches, lambda samples: objective, resume, console)
 
@@ -55,7 +79,7 @@ class _Traces:
         episodes = expert_episodes(recipe, renderer)
         write_episodes(run.episodes, 0, "train", episodes, None)
         self.recipe = recipe
-        self.samples = [samples_of([episode], 0) for episode in episodes]
+        self.samples = [samples_of_episodes([episode], 0) for episode in episodes]
         self.updates_per_epoch = -(-len(episodes) // recipe.rows_per_update)
 
     def batch(self, step: int) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""The training loop of the stages that learn from rows: one update per batch, in a fixed order."""
+"""The training loop of sft, dpo and reward: batches of rows in a fixed order, one update each."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -6,11 +6,8 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 
 from posttrain.data.tokens import TokenRow
-from posttrain.recipe.stages import RewardRecipe, SftRecipe
 from posttrain.training.batches import Sample
-from posttrain.training.experts import settings_warnings
-from posttrain.training.results import finish, measure_start
-from posttrain.training.rows import DataSet, check_margins
+from posttrain.training.rows import DataSet
 from posttrain.training.trainer import Trainer
 from posttrain.training.updater import Objective, means
 
@@ -27,7 +24,7 @@ class SampleBatches(Protocol):
         ...
 
     def warnings(self) -> list[str]:
-        """Return the problems of rows read during training, after the last update."""
+        """Problems of rows that were read during training. Called after the last update."""
         ...
 
 
@@ -56,35 +53,29 @@ def train_on(
     resume: bool,
     console: Console,
 ) -> None:
-    """Make the run's updates, measure and save as the recipe says, and finish.
+    """Make the run's updates, evaluate and save on schedule, and finish.
 
-    `objective_for` gives what to minimise on the samples of an update; it may complete them first, for example with
-    reference log-probabilities.
+    `objective_for` returns the objective of an update's samples. It may complete them first, for example with reference
+    log-probabilities.
     """
-    if isinstance(trainer.recipe, RewardRecipe) and isinstance(batches, Batches):
-        trainer.messages += check_margins(trainer.recipe, batches.data)
-    if isinstance(trainer.recipe, SftRecipe) and trainer.recipe.data is not None and trainer.recipe.environment:
-        trainer.messages += settings_warnings(trainer.recipe.environment, trainer.recipe.data.train)
+    learner, steps = trainer.learner, trainer.settings.steps
     if resume:
         trainer.resume()
-    with trainer.working(f"{trainer.recipe.stage} {trainer.recipe.name}"):
-        if trainer.evaluated < 0:
-            measure_start(trainer)
+    with trainer.working():
         trainer.begin()
-        while trainer.step < trainer.total_steps:
+        while trainer.step < steps:
             with trainer.phase("rows"):
                 samples = batches.batch(trainer.step)
                 objective = objective_for(samples)
             with trainer.interrupts.critical():
-                before = trainer.learner.trained_tokens
+                before = learner.trained_tokens
                 with trainer.phase("update"):
-                    totals = trainer.learner.update(samples, objective)
-                metrics = means(totals) | {"optimizer/learning_rate": trainer.optimizer.learning_rate}
-                metrics["tokens/trained"] = float(trainer.learner.trained_tokens - before)
+                    totals = learner.update(samples, objective)
+                metrics = means(totals) | {"optimizer/learning_rate": learner.optimizer.learning_rate}
+                metrics["tokens/trained"] = float(learner.trained_tokens - before)
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]
                 trainer.finish_step(metrics)
-                over = trainer.step == trainer.total_steps
-                trainer.warn([*trainer.learner.take_messages(), *(batches.warnings() if over else [])])
+                over = trainer.step == steps
+                trainer.warn([*learner.take_warnings(), *(batches.warnings() if over else [])])
             trainer.evaluate_and_save()
-        trainer.conclude()
-        finish(trainer, console)
+        trainer.finish(console)

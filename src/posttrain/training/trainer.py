@@ -1,10 +1,11 @@
-"""What every training stage shares: the learner, the measurements, the metrics, checkpoints, and the end."""
+"""Shared state of a training loop: evaluation, checkpoints, logging, interruption, and the end of the run."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,23 +15,23 @@ from rich.console import Console
 
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import current
+from posttrain.episode import Episode
 from posttrain.models.base import TrainedModel
+from posttrain.plugins import pip_command
+from posttrain.recipe.run import SinkName
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
-from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog
 from posttrain.runs.progress import Progress
 from posttrain.seeds import derive_seed
-from posttrain.training.batches import Sample
 from posttrain.training.checkpoint import Checkpoints
-from posttrain.training.evaluators import Evaluator
+from posttrain.training.evaluators import START, TRAINED, Evaluator
 from posttrain.training.interrupts import Interrupts
-from posttrain.training.optimizer import Optimizer
+from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
 
-TrainingRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
 Output = TypeVar("Output")
 
 
@@ -42,87 +43,148 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Checkpointable(Protocol):
-    """Something whose state belongs in a checkpoint, as tensors and, besides, as plain JSON."""
+class Checkpointable(Stateful, Protocol):
+    """Something whose state belongs in a checkpoint, as tensors and as plain JSON."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its own tensors, to be written, or read into."""
+        """Its tensors, to be written or to be read into."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+class Callback:
+    """Functions of yours that a training run calls. Subclass it and override what you need.
+
+    With several processes, rank 0 alone makes the calls. An exception stops the run.
+    """
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Called after each step, counted from 1, with the values of its line in the metrics log."""
+
+    def on_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """Called after each evaluation of the learning curve. Step 0 is the model before training."""
+
+    def on_episodes(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Called after the rollouts of each step of `rl`, with all sampled episodes, before the update."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The settings of a recipe that every training loop reads."""
+
+    stage: str
+    name: str
+    seed: int
+    steps: int
+    """Steps of the whole run."""
+    evaluate_every: int
+    """Steps between evaluations; 0 evaluates before and after training only."""
+    save_every: int
+    """Steps between checkpoints."""
+    keep: int
+    """Latest checkpoints that are kept."""
+    sinks: Sequence[SinkName] = ()
+
+    @classmethod
+    def of(cls, recipe: RlRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
+        """Those of `recipe`, for a run of `steps` steps."""
+        return cls(
+            recipe.stage,
+            recipe.name,
+            recipe.seed,
+            steps,
+            recipe.evaluation.every,
+            recipe.checkpoint.every,
+            recipe.checkpoint.keep,
+            recipe.sinks,
+        )
 
 
 @dataclass
 class Best:
-    """The best checkpoint so far, by the recipe's metric on the held-out seeds of the learning curve."""
+    """The best checkpoint so far, by the metric of the learning curve."""
 
     step: int
     value: float
 
 
 class Trainer(Generic[Output]):
-    """The workshop of one training run. `step` is the number of finished steps."""
+    """Shared state of a training loop: optimizer, evaluation, checkpoints, logging.
+
+    Attributes:
+        step: number of finished steps.
+        evaluated: the last step that was evaluated for the learning curve; -1 before any.
+        best: the best checkpoint so far; None before any, and without `best_by`.
+    """
 
     def __init__(
         self,
-        recipe: TrainingRecipe,
+        settings: LoopSettings,
         run: RunDirectory,
         model: TrainedModel,
-        forward: Callable[[Sequence[Sample]], Output],
-        total_steps: int,
-        total_updates: int,
+        learner: Updater[Output],
+        *,
+        evaluators: Sequence[Evaluator] = (),
+        best_by: Callable[[dict[str, Any]], float] | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
+        checkpointables: Mapping[str, Checkpointable] | None = None,
+        warnings: Sequence[str] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
-        """`forward` is what the model computes for the learner; `total_updates` are those of the whole run."""
-        self.recipe = recipe
+        """Create a trainer.
+
+        Args:
+            model: the model that `learner` trains.
+            evaluators: measure the model on held-out data, for the learning curve and for the final table.
+            best_by: the number by which an evaluation's values choose the best checkpoint (larger is better). None keeps
+                the last checkpoint.
+            stateful: what else belongs in a checkpoint, by name.
+            checkpointables: the same for what has tensors. They may change only inside `interrupts.critical()`.
+            warnings: sentences for the user, reported before the first step.
+            callbacks: called after each step, evaluation and rollout.
+        """
+        self.settings = settings
         self.run = run
-        self.total_steps = total_steps
         self.model = model
-        self.optimizer = Optimizer(model.trainable(), recipe.optimizer, total_updates)
-        self.learner = Updater(model, self.optimizer, recipe.learner, forward)
-        self.evaluators: list[Evaluator] = []
-        """What is measured on held-out data, for the learning curve and for the final table."""
-        self.choice: Callable[[dict[str, Any]], float] | None = None
-        """From an evaluation's values, what chooses the best checkpoint (larger is better); None keeps the last."""
-        self.messages: list[str] = []
-        """What the user should know before the first step."""
-        self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint.keep)
+        self.learner = learner
+        self.evaluators = list(evaluators)
+        self.best_by = best_by
+        self.stateful = dict(stateful or {})
+        self.checkpointables = dict(checkpointables or {})
+        self.warnings = list(warnings)
+        self.callbacks = list(callbacks)
+        self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], settings.keep)
         self.interrupts = Interrupts()
-        self.world = current()
-        self.log: MetricsLog | NoLog = NoLog()
-        self.world.on_rank0(lambda: self._open_log(recipe))
         self.step = 0
-        self.finished = False
-        """All steps are made: the newest checkpoint is the last one, and the weights may be swapped for the best."""
-        self.best: Best | None = None
         self.evaluated = -1
-        """The last step that was evaluated for the learning curve."""
-        self.stateful: dict[str, Stateful] = {}
-        self.checkpointables: dict[str, Checkpointable] = {}
-        """Models that learn beside the one that is trained; they may change only where no signal interrupts."""
-        self._state: dict[str, Any] = {}
+        self.best: Best | None = None
         self.seconds: dict[str, float] = defaultdict(float)
+        """Time of each phase of the current step."""
+        self._world = current()
+        self._log: MetricsLog | NoLog = NoLog()
+        self._world.on_rank0(self._open_log)
+        self._finished = False
+        """Whether all steps are made. The newest checkpoint is then the last one, and the weights may be the best ones."""
+        self._state: dict[str, Any] = {}
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, or from the start where there is none yet."""
-        steps = self.world.broadcast(self.checkpoints.steps())
+        """Continue from the newest checkpoint, or from the start if there is none yet."""
+        steps = self._world.broadcast(self.checkpoints.steps())
         if not steps:
-            self.world.on_rank0(lambda: self._forget_after(-1))
+            self._world.on_rank0(lambda: self._forget_after(-1))
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
-        own, random = self._tensors(), f"random/{self.world.rank}"
-        if state["processes"] != self.world.size:
-            # Draws of dropout alone, and of processes that are not the same ones.
-            torch.manual_seed(derive_seed(self.recipe.seed, "processes", steps[-1], self.world.rank))
-            own.pop(random)
-        read_tensors(tensors, own)
-        if random in own:
-            torch.set_rng_state(own[random])
-        self.optimizer.load_state_dict(state["optimizer"])
+        targets, random = self._tensors(), f"random/{self._world.rank}"
+        if state["processes"] != self._world.size:
+            # Only dropout draws from this generator, and the processes are not the same ones.
+            torch.manual_seed(derive_seed(self.settings.seed, "processes", steps[-1], self._world.rank))
+            targets.pop(random)
+        read_tensors(tensors, targets)
+        if random in targets:
+            torch.set_rng_state(targets[random])
+        self.learner.optimizer.load_state_dict(state["optimizer"])
         for name, checkpointable in self.checkpointables.items():
             checkpointable.load_state_dict(state["checkpointables"][name])
         self.step, self.evaluated = state["step"], state["evaluated"]
@@ -131,30 +193,53 @@ class Trainer(Generic[Output]):
         self.best = Best(**state["best"]) if state["best"] else None
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        self.world.on_rank0(lambda: self._forget_after(self.step))
+        self._world.on_rank0(lambda: self._forget_after(self.step))
         self._remember()
 
-    def _open_log(self, recipe: TrainingRecipe) -> None:
-        self.log = MetricsLog(self.run, recipe.sinks)
+    def _open_log(self) -> None:
+        self._log = MetricsLog(self.run, self.settings.sinks)
 
     def _forget_after(self, step: int) -> None:
-        self.log.truncate_after(step)
+        self._log.truncate_after(step)
         remove_episodes_after(self.run.episodes, step)
 
     @contextmanager
-    def working(self, title: str) -> Iterator[None]:
-        """Signals, display and log around the loop. A stop that was asked for ends with a checkpoint."""
-        console = None if self.world.is_rank0 else Console(file=StringIO())
-        with self.interrupts, self.log, Progress(self.total_steps, title, self.step, console) as self.progress:
+    def working(self) -> Iterator[None]:
+        """Signals, display and log around the loop. A requested stop saves a checkpoint."""
+        console = None if self._world.is_rank0 else Console(file=StringIO())
+        title = f"{self.settings.stage} {self.settings.name}"
+        with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
             try:
-                self.warn([] if self.evaluated >= 0 else [*recipe_warnings(self.recipe), *self.messages])
+                self.warn([] if self.evaluated >= 0 else self.warnings)
                 yield
             except KeyboardInterrupt as stop:
                 with self.interrupts.critical():
-                    saved = "" if self.finished or not self._state else f", saved as {self.save().name}"
-                command = f"posttrain {self.recipe.stage} --resume {self.run.path}"
+                    saved = "" if self._finished or not self._state else f", saved as {self.save().name}"
+                command = f"posttrain {self.settings.stage} --resume {self.run.path}"
                 self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
                 raise
+            finally:
+                self.warn(events.drain())
+
+    def begin(self) -> None:
+        """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one still owed."""
+        if self.evaluated < 0:
+            self._measure_start()
+        evaluated = self.evaluated
+        self._evaluate_if_due()
+        if self.evaluated != evaluated:
+            self.save()
+
+    def _measure_start(self) -> None:
+        """Log what the run is compared with on the final data: baseline policies, and the model before training."""
+        values: dict[str, Any] = {}
+        for evaluator in self.evaluators:
+            for player, baseline in evaluator.baselines().items():
+                self._log.write(0, "baseline", {"policy": player, **baseline})
+            self.progress.message(f"{evaluator.cost()} with the model as it is")
+            values |= evaluator.final(0)
+        if values:
+            self._log.write(0, "baseline", {"policy": START, **values})
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -167,81 +252,82 @@ class Trainer(Generic[Output]):
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def begin(self) -> None:
-        """The evaluation that is due before the next step, if an interrupted run still owes it, and its checkpoint."""
-        owed = self.evaluated
-        self.evaluate_if_due()
-        if self.evaluated != owed:
-            self.save()
+    def sampled(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Pass the episodes of a step's rollouts to the callbacks."""
+        self._call(lambda callback: callback.on_episodes(step, episodes))
 
     def finish_step(self, metrics: dict[str, Any]) -> None:
-        """Count the step, write its line, and remember the state it left. Call it where no signal interrupts."""
+        """Count the step, log its metrics, and keep its state for the next checkpoint. Call it inside `critical()`."""
         self.step += 1
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = sum(self.seconds.values())
         self.seconds.clear()
-        self.log.write(self.step, "train", metrics)
+        self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
         self.warn(events.drain())
+        self._call(lambda callback: callback.on_step(self.step, metrics))
 
     def warn(self, messages: Sequence[str]) -> None:
-        """Show and log what the user should know of the step that was just counted."""
+        """Show and log sentences about the step that was just counted."""
         for message in messages:
             self.progress.message(f"step {self.step}: {message}")
-            self.log.write(self.step, "warning", {"message": message})
+            self._log.write(self.step, "warning", {"message": message})
 
     def evaluate_and_save(self) -> None:
-        """What is due after the step: evaluation, then a checkpoint, which so always holds the evaluation too."""
-        improved = self.evaluate_if_due()
-        if improved or self.step % self.recipe.checkpoint.every == 0 or self.step == self.total_steps:
+        """Evaluate and save a checkpoint, each if it is due after this step. The checkpoint includes the evaluation."""
+        improved = self._evaluate_if_due()
+        if improved or self.step % self.settings.save_every == 0 or self.step == self.settings.steps:
             with self.phase("checkpoint"):
                 self.save()
 
-    def evaluate_if_due(self) -> bool:
-        """Evaluate for the learning curve if this step asks for it and has not been; says whether it is the best yet."""
-        every = self.recipe.evaluation.every
-        due = self.step in (0, self.total_steps) or (every > 0 and self.step % every == 0)
-        return due and self.evaluated != self.step and self._evaluate_curve()
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate for the learning curve if it is due; returns whether the result is the best so far."""
+        every = self.settings.evaluate_every
+        due = self.step in (0, self.settings.steps) or (every > 0 and self.step % every == 0)
+        return due and self.evaluated != self.step and self._evaluate()
 
-    def _evaluate_curve(self) -> bool:
+    def _evaluate(self) -> bool:
         values: dict[str, Any] = {}
         with self.phase("evaluation"):
-            for measure in self.evaluators:
-                values |= measure.curve(self.step)
-        value = self.choice(values) if self.choice is not None else 0.0
-        improved = self.choice is not None and (self.best is None or value > self.best.value)
+            for evaluator in self.evaluators:
+                values |= evaluator.curve(self.step)
+        value = self.best_by(values) if self.best_by is not None else 0.0
+        improved = self.best_by is not None and (self.best is None or value > self.best.value)
         with self.interrupts.critical():
             if values:
-                self.log.write(self.step, "evaluation", values)
+                self._log.write(self.step, "evaluation", values)
                 self.progress.update(self.step, values)
             self.evaluated = self.step
             if improved:
                 self.best = Best(self.step, value)
             self._remember()
+        self._call(lambda callback: callback.on_evaluation(self.step, values))
         return improved
+
+    def _call(self, function: Callable[[Callback], None]) -> None:
+        for callback in self.callbacks if self._world.is_rank0 else ():
+            function(callback)
 
     def save(self) -> Path:
         """Write a checkpoint of the last finished step."""
         best = self.best.step if self.best else None
         state = self._state | {
-            "processes": self.world.size,
-            "optimizer": self.optimizer.state_dict(),
-            "checkpointables": {
-                name: checkpointable.state_dict() for name, checkpointable in self.checkpointables.items()
-            },
+            "processes": self._world.size,
+            "optimizer": self.learner.optimizer.state_dict(),
+            "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
         return self.checkpoints.save(self.step, self.model, self._tensors(), state, best)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of a checkpoint but the model's; random numbers are those of this process."""
-        found = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        """All tensors of a checkpoint except the model's. The random state is that of this process."""
+        tensors = {f"optimizer/{name}": tensor for name, tensor in self.learner.optimizer.tensors().items()}
         for owner, checkpointable in self.checkpointables.items():
-            found |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
-        return found | {f"random/{self.world.rank}": torch.get_rng_state()}
+            tensors |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
+        return tensors | {f"random/{self._world.rank}": torch.get_rng_state()}
 
     def _remember(self) -> None:
-        """Freeze the state between two steps: a rollout that is given up must leave no trace in a checkpoint."""
+        """Copy the state between two steps, so that an interrupted rollout leaves no trace in a checkpoint."""
         self._state = {
             "step": self.step,
             "evaluated": self.evaluated,
@@ -251,24 +337,40 @@ class Trainer(Generic[Output]):
             **{name: part.state_dict() for name, part in self.stateful.items()},
         }
 
-    def conclude(self) -> None:
-        """Evaluate and save a last step that came before its time, by a guard or by the clock."""
-        if self.evaluated != self.step:
-            self._evaluate_curve()
-            self.save()
-
     def out_of_time(self, minutes: float | None) -> bool:
-        """Whether the run has worked for `minutes`, interruptions left out; says so once it has."""
-        if minutes is None or not self.world.broadcast(self.log.seconds >= 60 * minutes):
+        """Whether the run has worked for `minutes`, interruptions excluded."""
+        if minutes is None or not self._world.broadcast(self._log.seconds >= 60 * minutes):
             return False
         self.progress.message(f"max_minutes = {minutes:g} are over after step {self.step}")
         return True
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def restore_best(self) -> int:
-        """Put the best checkpoint's weights into the policy; returns its step."""
-        self.finished = True
+    def finish(self, console: Console) -> None:
+        """Evaluate the best checkpoint on the final data, export it, and write tables, plots and report."""
+        if self.evaluated != self.step:  # a guard or the clock ended the run early
+            self._evaluate()
+            self.save()
+        step, values = self._restore_best(), dict[str, Any]()
+        which = "best" if self.best_by is not None else "last"
+        for evaluator in self.evaluators:
+            self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
+            values |= evaluator.final(self.step)
+        self.warn(events.drain())
+        if values:
+            chosen = "best on the curve's data" if self.best_by is not None else "the last one"
+            self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
+        if find_spec("matplotlib") is None:
+            self.warn(
+                [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
+            )
+        directory = self.run.path / "model"
+        self.model.export(directory)
+        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console))
+
+    def _restore_best(self) -> int:
+        """Load the best checkpoint's weights into the model; returns its step."""
+        self._finished = True
         step = self.best.step if self.best else self.step
         if step != self.step:
             directory, _, _ = self.checkpoints.load(step)

@@ -1,4 +1,4 @@
-"""Credit of units in training: a step's episodes are cut into units, valued, and their credit joins that of outcomes."""
+"""Unit credit in training: cut a step's episodes into units, value them, and add their credit to that of outcomes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,6 @@ from posttrain.episode import Advantages, Episode, RewardStreams, Stream
 from posttrain.errors import InputError, RunError
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.units import (
     CompatibleCredit,
     EntropyUnits,
@@ -189,78 +188,104 @@ class UnitValuer:
 
 
 @dataclass(frozen=True)
-class StepUnits:
-    """The units of a step's episodes; None for an episode that the reward model did not score."""
+class StepCredit:
+    """The credit of a step's episodes."""
 
-    recipe: UnitCreditRecipe | None = None
-    """None where credit is not of units; then nothing changes."""
+    advantages: Advantages
     units: Sequence[CreditedUnits | None] = ()
+    """The units of each episode, None for an episode that the reward model did not score; empty without unit credit."""
     metrics: dict[str, float] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
-
-    def in_rewards(self, episodes: Sequence[Episode], rewards: RewardStreams) -> RewardStreams:
-        """`rewards` with those of the units; as they are where the credit is an advantage."""
-        recipe = self.recipe
-        if recipe is None or isinstance(recipe, HindsightCredit):
-            return rewards
-        placement = "even" if isinstance(recipe, CompatibleCredit) else recipe.placement
-        return with_unit_rewards(episodes, rewards, self.units, recipe.beta, placement)  # type: ignore[arg-type]
-
-    def in_advantages(self, episodes: Sequence[Episode], credit: Advantages) -> Advantages:
-        """`credit` with that of the units; as it is where they were rewarded."""
-        recipe = self.recipe
-        if not isinstance(recipe, HindsightCredit):
-            return credit
-        how = (recipe.beta, recipe.statistics, recipe.clip)
-        return with_unit_advantages(episodes, credit, self.units, *how)  # type: ignore[arg-type]
+    warnings: list[str] = field(default_factory=list)
 
 
 class UnitCreditor:
-    """Finds the units of episodes and what each of them did for the reward model's reward."""
+    """Cuts episodes into units and credits each with its part of the reward model's reward."""
 
-    def __init__(self, recipe: RlRecipe, unit_credit: UnitCreditRecipe, scorer: RewardScorer, policy: Policy) -> None:
-        """`InputError` where the reward model cannot give such credit."""
-        self.run, self.recipe, self.scorer, self.policy = recipe, unit_credit, scorer, policy
-        path = scorer.source.path
+    def __init__(
+        self,
+        settings: UnitCreditRecipe,
+        scorer: RewardScorer,
+        policy: Policy,
+        running: RunningStatistics,
+        tokens_per_batch: int,
+        seed: int,
+        max_turns: int,
+    ) -> None:
+        """Create a creditor.
+
+        Args:
+            running: statistics by which rewards are normalized with `reward.normalize: running`.
+            tokens_per_batch: most tokens of a forward pass of the policy.
+            max_turns: turns of an episode.
+
+        Raises:
+            InputError: the reward model cannot give such credit.
+        """
+        self.settings, self.scorer, self.policy, self.running = settings, scorer, policy, running
+        self.tokens_per_batch, self.seed = tokens_per_batch, seed
+        path, model = scorer.source.path, policy.recipe.path
         if not scorer.same_tokens:
             raise InputError(
-                f"unit_credit: {path} has another tokenizer or template than {recipe.model.path}, so units of sampled "
+                f"unit_credit: {path} has another tokenizer or template than {model}, so units of sampled "
                 "tokens are no units of what it reads; start the reward model from a model of the same family"
             )
         of_units = scorer.reader is not None
-        if isinstance(unit_credit, LearnedCredit) and not of_units:
+        if isinstance(settings, LearnedCredit) and not of_units:
             raise InputError(
                 f"unit_credit.type: {path} rewards whole answers; train one with `units` for `unit_rewards`, or use `prefix`"
             )
-        if not isinstance(unit_credit, LearnedCredit) and of_units:
+        if not isinstance(settings, LearnedCredit) and of_units:
             raise InputError(
                 f"unit_credit.type: {path} rewards units, so an answer without some of them has other units; use "
                 "`unit_rewards`, or a reward model of whole answers"
             )
-        turns = recipe.environment.max_turns
-        if turns > 1 and (scorer.renderer.rewrites_answers or scorer.renderer.rewrites_thoughts):
+        if max_turns > 1 and (scorer.renderer.rewrites_answers or scorer.renderer.rewrites_thoughts):
             raise InputError(
-                f"unit_credit: the chat template of {recipe.model.path} rewrites earlier turns, so an episode of "
+                f"unit_credit: the chat template of {model} rewrites earlier turns, so an episode of "
                 "`environment.max_turns` above 1 is no one text with units; use another template, or one turn"
             )
-        self.normalizer, self.messages = open_normalizer(unit_credit, scorer)
+        self.normalizer, self.warnings = open_normalizer(settings, scorer)
         self.decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def credit(
-        self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int, running: RunningStatistics
-    ) -> StepUnits:
-        """The units of `episodes`, whose `samples` they are. `running` already knows their rewards.
+        self,
+        episodes: Sequence[Episode],
+        samples: Sequence[Sample],
+        step: int,
+        rewards: RewardStreams,
+        assign: Callable[[RewardStreams], Advantages],
+    ) -> StepCredit:
+        """The advantages of `episodes` with the credit of their units.
 
-        RunError for an episode in several streams, which the reward model does not read as a whole.
+        Causal unit credit is added to `rewards` before `assign` turns them into advantages. Hindsight unit credit is added
+        to the advantages that `assign` returns.
+
+        Args:
+            samples: the samples of `episodes`.
+            rewards: the rewards of outcomes. `running` must include these episodes already.
+
+        Raises:
+            RunError: an episode is in several token streams, so the reward model does not read it as a whole.
         """
+        settings = self.settings
         with self.scorer.lock:
-            return self._credit(episodes, samples, step, running)
+            units, metrics, warnings = self._units(episodes, samples, step)
+        if isinstance(settings, HindsightCredit):
+            how = (settings.beta, settings.statistics, settings.clip)
+            advantages = with_unit_advantages(episodes, assign(rewards), units, *how)  # type: ignore[arg-type]
+        else:
+            placement = "even" if isinstance(settings, CompatibleCredit) else settings.placement
+            advantages = assign(
+                with_unit_rewards(episodes, rewards, units, settings.beta, placement)  # type: ignore[arg-type]
+            )
+        return StepCredit(advantages, units, metrics, warnings)
 
-    def _credit(
-        self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int, running: RunningStatistics
-    ) -> StepUnits:
+    def _units(
+        self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int
+    ) -> tuple[list[CreditedUnits | None], dict[str, float], list[str]]:
+        """The units of each episode with their credit, metrics, and warnings."""
         begun = time.perf_counter()
-        scale = running.scaled if running.active else self._stored
+        scale = self.running.scaled if self.running.active else self._stored
         valuer = UnitValuer(self.scorer.model, self.scorer.source.tokens_per_batch, scale, self.scorer.source.clip)
         scored = [number for number, e in enumerate(episodes) if e.turns and RAW in e.turns[-1].info]
         for number in scored:
@@ -279,7 +304,7 @@ class UnitCreditor:
             for e, own in zip(chosen, spans, strict=True)
         ]
         credits, empty = self._values(chosen, answers, valuer, step)
-        kind = UnitAdvantages if isinstance(self.recipe, HindsightCredit) else UnitRewards
+        kind = UnitAdvantages if isinstance(self.settings, HindsightCredit) else UnitRewards
         units: list[CreditedUnits | None] = [None] * len(episodes)
         for number, answer, own, nothing in zip(scored, answers, credits, empty, strict=True):
             if not np.isfinite([*own, nothing]).all():
@@ -295,9 +320,7 @@ class UnitCreditor:
             "time/units": time.perf_counter() - begun,
         }
         missing = [f"no units were found in any of the {len(scored)} episodes; look at unit_credit.segmenter"]
-        return StepUnits(
-            self.recipe, units, metrics, [] if any(u is not None and u.has_units for u in units) else missing
-        )
+        return units, metrics, [] if any(u is not None and u.has_units for u in units) else missing
 
     def _stored(self, raw: float) -> float:
         return scaled(raw, *self.scorer.statistics, self.scorer.source.clip)
@@ -309,15 +332,14 @@ class UnitCreditor:
         return [samples[first[number]] for number in scored]
 
     def _spans(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> list[Spans]:
-        if isinstance(self.recipe, LearnedCredit):
+        if isinstance(self.settings, LearnedCredit):
             return [_kept_units(episode) for episode in episodes]
-        segmenter = self.recipe.segmenter
+        segmenter = self.settings.segmenter
         entropies: Sequence[np.ndarray | None] = [None] * len(episodes)
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
-                own_model, budget = self.policy.model, self.run.learner.tokens_per_batch
-                found = self.policy.compute(entropies_under, own_model, samples, budget)
-            entropies = [on_stream(own, s.stream.sampled) for own, s in zip(found, samples, strict=True)]
+                of_samples = self.policy.compute(entropies_under, self.policy.model, samples, self.tokens_per_batch)
+            entropies = [on_stream(own, s.stream.sampled) for own, s in zip(of_samples, samples, strict=True)]
         return [
             segment(segmenter, episode_answers(e, self.decode, None if own is None else [own]), self.decode)
             for e, own in zip(episodes, entropies, strict=True)
@@ -327,7 +349,7 @@ class UnitCreditor:
         self, episodes: Sequence[Episode], answers: Sequence[JudgedAnswer], valuer: UnitValuer, step: int
     ) -> tuple[list[np.ndarray], list[float]]:
         """Credits [K] and the value of an empty answer, of each."""
-        recipe = self.recipe
+        recipe = self.settings
         if isinstance(recipe, PrefixCredit | TruncationCredit):
             values = valuer.prefixes(answers, recipe.probe == "one_pass")
             estimate = estimators.prefix if isinstance(recipe, PrefixCredit) else estimators.trunc
@@ -341,7 +363,7 @@ class UnitCreditor:
             ]
         if isinstance(recipe, ShapleyCredit):
             names = [("shapley", step, e.group, e.index) for e in episodes]
-            randoms = [random_stream(self.run.seed, *name) for name in names]
+            randoms = [random_stream(self.seed, *name) for name in names]
             chosen = [
                 estimators.sample_orders(len(a.units), recipe.permutations, r)
                 for a, r in zip(answers, randoms, strict=True)
@@ -394,13 +416,6 @@ def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
         "units/negative": float((credits < 0).mean()),
         "units/residual": float(np.mean([abs(own.residual) for own in found])),
     }
-
-
-def open_creditor(recipe: RlRecipe, scorer: RewardScorer | None, policy: Policy) -> UnitCreditor | None:
-    """The creditor of the recipe; None where credit is not of units."""
-    if recipe.unit_credit is None or scorer is None:
-        return None
-    return UnitCreditor(recipe, recipe.unit_credit, scorer, policy)
 
 
 def _kept_units(episode: Episode) -> Spans:

@@ -20,7 +20,7 @@ from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
 from posttrain.training.batches import Sample, pack
-from posttrain.training.objectives import Judgement, RewardObjective
+from posttrain.training.objectives import Comparisons, RewardObjective
 from posttrain.training.updater import Totals
 
 _POSITIONS_PER_CHUNK = 512
@@ -150,21 +150,21 @@ def unit_rewards(
 
 
 class UnitRewardObjective(RewardObjective):
-    """Bradley-Terry on the mean rewards of the units of two answers, + coefficient x unit_entropy_penalty of both."""
+    """Bradley-Terry on the mean rewards of the units of two answers, + coefficient x unevenness of both."""
 
     def __init__(self, loss: RewardLossRecipe, units: UnitRewardsRecipe) -> None:
         super().__init__(loss)
         self.units = units
 
-    def judge(self, output: UnitValues, samples: Sequence[Sample]) -> Judgement:  # type: ignore[override]
+    def compare(self, output: UnitValues, samples: Sequence[Sample]) -> Comparisons:  # type: ignore[override]
         """Losses without the regulariser."""
-        return super().judge(unit_means(output.rewards, output.stream, output.streams), samples)
+        return super().compare(unit_means(output.rewards, output.stream, output.streams), samples)
 
     def __call__(  # type: ignore[override]
         self, output: UnitValues, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        judged = self.judge(output, samples)
-        loss, totals = judged.losses.sum(), self.totals(judged)
+        compared = self.compare(output, samples)
+        loss, totals = compared.losses.sum(), self.totals(compared)
         parts = (output.rewards, output.stream, output.streams)
         with torch.no_grad():
             answers = float(output.streams)
@@ -174,5 +174,5 @@ class UnitRewardObjective(RewardObjective):
         if self.units.entropy_coefficient:
             uneven = unit_entropy_penalty(*parts, self.units.entropy_form).sum()
             loss = loss + self.units.entropy_coefficient * uneven
-            totals["loss/unevenness"] = (float(uneven.detach()), float(len(judged.rows)))
+            totals["loss/unevenness"] = (float(uneven.detach()), float(len(compared.rows)))
         return loss, totals

@@ -12,7 +12,7 @@ from posttrain.credit.units.mixing import (
     CreditedUnits,
     UnitAdvantages,
     UnitRewards,
-    placed,
+    distribute,
     with_unit_advantages,
     with_unit_rewards,
 )
@@ -71,7 +71,7 @@ def same_bits(one, other):
 def test_a_units_tokens_sum_to_its_credit(units, seed):
     _, cuts, values = played(seed, units)
     for placement in ("end", "even"):
-        found = placed(cuts, prefix(values), placement)
+        found = distribute(cuts, prefix(values), placement)
         assert found.shape == (cuts.tokens,)
         sums = [found[start:stop].sum() for start, stop in cuts]
         np.testing.assert_allclose(sums, prefix(values), atol=1e-12)
@@ -79,13 +79,13 @@ def test_a_units_tokens_sum_to_its_credit(units, seed):
 
 def test_placement_by_hand():
     cuts = Spans.from_cuts(6, np.array([1, 3]))
-    np.testing.assert_array_equal(placed(cuts, np.array([1.0, 4.0, -3.0]), "end"), [1, 0, 4, 0, 0, -3])
-    np.testing.assert_array_equal(placed(cuts, np.array([1.0, 4.0, -3.0]), "even"), [1, 2, 2, -1, -1, -1])
+    np.testing.assert_array_equal(distribute(cuts, np.array([1.0, 4.0, -3.0]), "end"), [1, 0, 4, 0, 0, -3])
+    np.testing.assert_array_equal(distribute(cuts, np.array([1.0, 4.0, -3.0]), "even"), [1, 2, 2, -1, -1, -1])
 
 
 def test_every_token_of_a_unit_sees_all_of_it_only_where_it_is_paid_at_the_end():
     cuts, credits = Spans.from_cuts(6, np.array([1, 3])), np.array([1.0, 4.0, -3.0])
-    ahead = {p: np.cumsum(placed(cuts, credits, p)[::-1])[::-1] for p in ("end", "even")}
+    ahead = {p: np.cumsum(distribute(cuts, credits, p)[::-1])[::-1] for p in ("end", "even")}
     np.testing.assert_array_equal(ahead["end"], [2, 1, 1, -3, -3, -3])
     np.testing.assert_array_equal(ahead["even"], [2, 1, -1, -3, -2, -1])
 
@@ -298,9 +298,9 @@ def test_a_batch_where_no_units_are_found_is_as_it_was():
 def test_credit_of_one_kind_is_no_credit_of_the_other(beta):
     one, cuts, values = played(0, 3)
     rewards, advantages = reward_streams([one]), reward_streams_of_zero([one])
-    with pytest.raises(TypeError, match="UnitAdvantages is no reward"):
+    with pytest.raises(TypeError, match="UnitAdvantages is not a reward"):
         with_unit_rewards([one], rewards, [judged(one, cuts, values)], beta, "end")
-    with pytest.raises(TypeError, match="UnitRewards is no advantage"):
+    with pytest.raises(TypeError, match="UnitRewards is not an advantage"):
         with_unit_advantages([one], advantages, [rewarded(one, cuts, values)], beta, "batch", 5.0)
     neither = CreditedUnits(cuts, prefix(values), 1.0, 0.0)
     with pytest.raises(TypeError):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from posttrain.data.rationales.policies import DECISIONS, Attribute, Policy, Question, Rule
 from posttrain.data.rationales.procedures import Procedure, Step, best_procedure, fewest_questions, parse, write
 from posttrain.data.rationales.verifier import OTHER_FAULTS, UNSOUND, reward, verify
-from posttrain.environments.rules import load_rule
+from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from tests.data.rationales.made import BEST, OLD, USED, text
 
@@ -160,16 +160,15 @@ def test_any_procedure_against_doing_the_cases_one_by_one(steps):
         assert round(verdict.logical_soundness * 2 * len(steps)) <= len(taken)
 
 
-def test_the_rule_reads_the_policy_of_the_row():
-    rule = load_rule("posttrain.data.rationales.verifier:reward")
-    assert rule is reward
-    assert rule(write(BEST), {"label": USED.to_json()}) == 1.0
-    assert rule("", {"label": USED.to_json()}) == 0.0
-    assert 0 < rule(text(A, B), {"label": USED.to_json()}) < 1
+def test_the_reward_reads_the_policy_of_the_row():
+    assert load_reward("posttrain.data.rationales.verifier:reward").function is reward
+    assert reward(write(BEST), USED.to_json()) == 1.0
+    assert reward("", USED.to_json()) == 0.0
+    assert 0 < reward(text(A, B), USED.to_json()) < 1
     with pytest.raises(ValueError, match="no text `label`"):
-        rule(write(BEST), {})
+        reward(write(BEST))
     with pytest.raises(InputError, match="not a policy in JSON"):
-        rule(write(BEST), {"label": "APPROVE"})
+        reward(write(BEST), "APPROVE")
 
 
 def test_questions_are_told_apart_by_their_letters_only():

@@ -1,7 +1,7 @@
-"""Credit from the values of an answer's beginnings.
+"""Estimators of unit credit from reward-model values.
 
-`values` [K + 1] everywhere: Phi_0 of the empty answer, Phi_k of the answer up to and with unit k, and Phi_K = R of the
-whole answer, as the reward model gives them, normalized.
+`values` [K + 1] are the normalized values of an answer's prefixes: Phi_0 of the empty answer, Phi_k of the answer up to
+and including unit k, and Phi_K = R of the whole answer. A coalition of units is an int whose bit k is set for unit k.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ import numpy as np
 def prefix(values: np.ndarray) -> np.ndarray:
     """d_k = Phi_k - Phi_(k-1): [K] float64, a reward stream that sums to R - Phi_0.
 
-    Potential-based shaping with the potential Phi (Ng, Harada, Russell 1999), so it moves when reward arrives and not
-    which policy is best; beginnings of answers are rare in the training of a reward model that reads ends.
-    Unbiased, paid at the end of units, whatever Phi is: the return from unit k on is R - beta Phi_(k-1), a baseline of
-    what stood before. Biased as an advantage, which would not see what a unit does to later ones.
+    Potential-based shaping with the potential Phi (Ng, Harada, Russell 1999): it changes when reward arrives, but not
+    which policy is optimal. Reward models trained on whole answers rarely see such prefixes.
+    Unbiased for any Phi if paid at the end of units: the return from unit k on is R - beta Phi_(k-1), which is a
+    baseline that depends on the past only. Biased as an advantage, which would ignore effects on later units.
     """
     return np.diff(np.asarray(values, dtype=np.float64))
 
 
 def trunc(values: np.ndarray) -> np.ndarray:
-    """d_k = R - Phi_(k-1): [K] float64, an advantage: the return minus a baseline that knows what stood before unit k.
+    """d_k = R - Phi_(k-1): [K] float64, an advantage: the return minus a baseline that depends on the past of unit k.
 
-    Unbiased, whatever Phi is, as long as the cut before unit k is made by what stood before it. As a reward, where it is
-    biased, it would pay unit j of additive worth w_j j times over.
+    Unbiased for any Phi, provided that the start of unit k depends on the text before it only. Biased as a reward, which
+    would pay unit j of additive worth w_j j times.
     """
     values = np.asarray(values, dtype=np.float64)
     return values[-1] - values[:-1]
@@ -44,84 +44,84 @@ def last(outcome: float, units: int) -> np.ndarray:
 
 
 def attention(outcome: float, weights: np.ndarray) -> np.ndarray:
-    """d_k = R a_k / sum of a, for attention a [K] >= 0 that the reward model pays to each unit where it reads R.
+    """d_k = R a_k / sum of a, for the attention a [K] >= 0 from the token where the reward model reads R to each unit.
 
-    Source: Chan et al. 2024, "Dense reward for free in RLHF" (ABC), arXiv 2402.00782. Even where no unit is attended
-    to.
+    Source: Chan et al. 2024, "Dense reward for free in RLHF" (ABC), arXiv 2402.00782. Equal shares if
+    all weights are 0.
     """
     total = float(np.sum(weights))
     return even(outcome, len(weights)) if total <= 0 else outcome * np.asarray(weights, dtype=np.float64) / total
 
 
 def full_coalition(units: int) -> int:
-    """The coalition of all K units."""
+    """The coalition of all units."""
     return (1 << units) - 1
 
 
 def leave_one_out_coalitions(units: int) -> list[int]:
-    """[K]: the coalitions that lack unit 0, 1, ..., K - 1."""
+    """[K]: the coalitions without unit 0, 1, ..., K - 1."""
     return [full_coalition(units) & ~(1 << k) for k in range(units)]
 
 
 def loo(outcome: float, without: np.ndarray) -> np.ndarray:
     """d_k = R - Phi(answer without unit k): [K] float64 for `without` [K].
 
-    Does not sum to R - Phi_0: of two units of which either is enough, both get 0; where both are needed, both get all.
-    Unbiased where units do not depend on each other; else biased, for the answer without unit k holds later units that
-    would have been others without it.
+    Does not sum to R - Phi_0: if either of two units suffices, both get 0; if both are needed, both get everything.
+    Unbiased if units do not depend on each other. Otherwise biased, because the answer without unit k still contains
+    later units that were sampled given unit k.
     """
     return outcome - np.asarray(without, dtype=np.float64)
 
 
 def sample_orders(units: int, permutations: int, random: np.random.Generator) -> list[np.ndarray] | None:
-    """Orders [K] in which units join; each second one is the one before it backwards, which lowers the variance.
+    """Random orders [K] of units, in antithetic pairs (each second one reverses the one before) for lower variance.
 
-    None where all 2^K coalitions cost no more than those of the orders: then every coalition is to be valued.
-    Source of the pairs: Mitchell et al. 2022, "Sampling permutations for Shapley value estimation".
+    None if all 2^K coalitions cost no more than those of the orders, so that the values can be exact. Source of the
+    pairs: Mitchell et al. 2022, "Sampling permutations for Shapley value estimation".
     """
     if units <= 1 or 2**units - 2 <= permutations * (units - 1):
         return None
-    found: list[np.ndarray] = []
-    while len(found) < permutations:
+    chosen: list[np.ndarray] = []
+    while len(chosen) < permutations:
         order = random.permutation(units)
-        found += [order, order[::-1]]
-    return found[:permutations]
+        chosen += [order, order[::-1]]
+    return chosen[:permutations]
 
 
 def coalitions(units: int, chosen: Sequence[np.ndarray] | None) -> list[int]:
-    """The coalitions to be valued, rising, without the empty and the whole one: those on the way of the `orders`."""
+    """The coalitions to evaluate, ascending, without the empty and the full one: the prefixes of the orders `chosen`."""
     if chosen is None:
         return list(range(1, full_coalition(units)))
-    found: set[int] = set()
+    needed: set[int] = set()
     for order in chosen:
         joined = 0
         for unit in order.tolist()[:-1]:
             joined |= 1 << unit
-            found.add(joined)
-    return sorted(found)
+            needed.add(joined)
+    return sorted(needed)
 
 
 def shapley(units: int, chosen: Sequence[np.ndarray] | None, values: Mapping[int, float]) -> np.ndarray:
-    """phi_k = the mean of Phi(S with k) - Phi(S) over the ways in which k may join: [K] float64, sums to R - Phi_0.
+    """phi_k = mean of Phi(S with k) - Phi(S) over the orders in which units join: [K] float64, sums to R - Phi_0.
 
-    Biased, for a share of the outcome is no return: unbiased only where worth adds up and units do not depend on each
-    other. With sampled orders right on average.
-    `chosen`: the `orders`; with None over all of them, exactly: sum over S without k of |S|! (K - |S| - 1)! / K! times
-    the difference. `values`: of the `coalitions`, the empty (0) and the whole one.
+    Biased, because a share of the outcome is not a return; unbiased only for additive worth and independent units.
+    `chosen`: result of `sample_orders`, which estimates the values without bias. None computes them exactly: the sum
+    over S without k of |S|! (K - |S| - 1)! / K! times the difference. `values`: coalition -> value, for the result of
+    `coalitions`, the empty (0) and the full coalition.
     Source: Shapley 1953; for sampled orders Castro et al. 2009, "Polynomial calculation of the Shapley value".
     """
-    found = np.zeros(units)
+    credits = np.zeros(units)
     if chosen is None:
         weights = [factorial(s) * factorial(units - s - 1) / factorial(units) for s in range(units)]
         for members in range(1 << units):
             for unit in range(units):
                 if not members >> unit & 1:
                     gain = values[members | 1 << unit] - values[members]
-                    found[unit] += weights[members.bit_count()] * gain
-        return found
+                    credits[unit] += weights[members.bit_count()] * gain
+        return credits
     for order in chosen:
         joined = 0
         for unit in order.tolist():
-            found[unit] += values[joined | 1 << unit] - values[joined]
+            credits[unit] += values[joined | 1 << unit] - values[joined]
             joined |= 1 << unit
-    return found / len(chosen)
+    return credits / len(chosen)

@@ -1,4 +1,4 @@
-"""An answer without some of its units, as token ids: nothing is decoded, so what stays is what was sampled."""
+"""Token ids of an answer without some of its units. Nothing is decoded, so the kept tokens are those sampled."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ Rendering = Literal["delete", "placeholder", "blank"]
 
 @dataclass(frozen=True)
 class RenderingTokens:
-    """The token ids that renderings need."""
+    """Special token ids."""
 
     end: int
-    """Ends an answer."""
+    """The end token to append to an answer."""
     ends: Collection[int]
-    """All tokens that end one."""
+    """All tokens that end an answer."""
     placeholder: list[int]
-    """`[omitted]`."""
+    """The text `[omitted]`."""
     blank: int
     """A space."""
 
 
 def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering, tokens: RenderingTokens) -> np.ndarray:
-    """`stream` with the units alone whose bit is set in `members`: ids [T'] int64.
+    """`stream` with only the units whose bit is set in `members`: ids [T'] int64.
 
-    What nobody sampled stays, and so do end tokens that close a turn. The last unit carries the ending: without it an
-    answer that was cut off gets the end token; with it, it has none.
+    Tokens that were not sampled and end tokens that close a turn are kept. The last unit determines the end: without it,
+    a truncated answer gets an end token; with it, the answer stays truncated.
     """
     sampled = np.flatnonzero(stream.sampled)
     closes = np.append(np.diff(sampled) > 1, True) & np.isin(stream.ids[sampled], list(tokens.ends))
@@ -56,16 +56,16 @@ def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering,
 
 
 def prefix_lengths(stream: Stream, units: Spans) -> np.ndarray:
-    """[K] int64: tokens of the stream before unit 0, 1, ..., K - 1, what stands between a unit and the next counted to
-    the next; the first of them is the prompt."""
+    """[K] int64: length of the stream before unit 0, 1, ..., K - 1; the first is the prompt's. Tokens between two units
+    count to the later one."""
     sampled = np.flatnonzero(stream.sampled)
     first = sampled[:1]
     return np.concatenate([first, sampled[units.cuts[1:-1] - 1] + 1])
 
 
 def blanked_prefix(stream: Stream, start: int, stop: int, tokens: RenderingTokens) -> np.ndarray:
-    """The published counterfactual of a unit of sampled tokens [start, stop): what stood before it, as many blanks as it
-    has tokens, and the end token. What came after it is gone as well."""
+    """The published counterfactual of the unit of sampled tokens [start, stop): the tokens before it, one blank per token,
+    and the end token. The tokens after it are removed as well."""
     place = int(np.flatnonzero(stream.sampled)[start])
     blanks = np.full(stop - start, tokens.blank)
     return np.concatenate([stream.ids[:place], blanks, [tokens.end]]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The one abstraction of units: spans that partition the sampled tokens of an answer or an episode."""
+"""Spans that partition the sampled tokens of an answer or an episode into units."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,17 @@ import numpy as np
 class Spans:
     """K units over n sampled tokens: unit k is the tokens from `cuts[k]` up to, not including, `cuts[k + 1]`.
 
-    Sorted, disjoint and covering by construction: `ValueError` for cuts that do not rise from 0. Tokens are counted
-    over the sampled tokens alone, in the order in which they were sampled. The published code has units that overlap
-    nothing but also miss tokens (before the first label, the end token, the last token of an answer that was cut off);
-    what is in no unit can get no credit, so here such tokens are units of their own with `found` false, and the end
-    token belongs to the last unit.
+    Sorted, disjoint and covering by construction: `ValueError` for cuts that do not increase from 0. Positions count
+    sampled tokens only, in the order of sampling. In the published code, some tokens belong to no unit (those before the
+    first label, the end token, the last token of a truncated answer) and get no credit. Here such tokens form spans of
+    their own with `is_unit` false, and the end token belongs to the last unit.
     """
 
     cuts: np.ndarray
-    """[K + 1] int64: 0, the inner cuts, n; [0] where there are no tokens."""
+    """[K + 1] int64: 0, the inner cuts, n; [0] without tokens."""
     is_unit: np.ndarray
-    """[K] bool: the segmenter's own find; false for thinking blocks, what stands before the first label or after the
-    steps, and answers in which no step was found. Where none is found, credit is that of the outcome."""
+    """[K] bool: whether the segmenter marked the span as a unit. False for thinking blocks, text before the first label or
+    after the steps, and answers without steps. An episode without units gets the credit of its outcome."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) == 0 or self.cuts[0] != 0 or (np.diff(self.cuts) <= 0).any():

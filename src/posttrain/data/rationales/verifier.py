@@ -190,23 +190,22 @@ class _Graph:
 _policy = lru_cache(maxsize=1024)(Policy.from_json)
 
 
-def reward(answer: str, row: dict[str, Any]) -> float:
-    """Return the reward of `answer` in [0, 1] (see the module); `row["label"]` is the policy as JSON.
+def reward(answer: str, label: Any = None) -> float:
+    """Return the reward of `answer` in [0, 1] (see the module); `label` is the policy of the row as JSON.
 
-    ValueError where the row has no text `label`, InputError where it is not a policy.
+    ValueError where `label` is not text, InputError where it is not a policy.
     """
-    return _verdict(answer, row).reward
+    return _verdict(answer, label).reward
 
 
-def scores(answer: str, row: dict[str, Any]) -> dict[str, float]:
+def scores(answer: str, label: Any = None) -> dict[str, float]:
     """Return the reward as `score`, and the three numbers that it consists of."""
-    verdict = _verdict(answer, row)
+    verdict = _verdict(answer, label)
     parts = ("factual_accuracy", "logical_soundness", "efficiency")
     return {"score": verdict.reward} | {name: getattr(verdict, name) for name in parts}
 
 
-def _verdict(answer: str, row: dict[str, Any]) -> Verdict:
-    label = row.get("label")
+def _verdict(answer: str, label: Any) -> Verdict:
     if not isinstance(label, str):
         raise ValueError("the row has no text `label` with its policy; use prompts of `posttrain data rationales`")
     return verify(answer, _policy(label))

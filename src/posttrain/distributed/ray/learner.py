@@ -12,7 +12,6 @@ from posttrain.distributed.ray.actors import Worker, recipe_from
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerGroup, WorkerHandle
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
-from posttrain.factory import become_learner
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.runs import events
 
@@ -69,17 +68,16 @@ class LearnerWorker(Worker):
     def run(self, job: Job) -> LearnerExit:
         """Run the stage to its end. Errors of posttrain are returned, all others raised."""
         from posttrain.distributed.world import AlreadyReported, RankLost
-        from posttrain.stages import run_stage
+        from posttrain.training.stage import run_in_process
 
         os.environ.update(job.variables)
-        become_learner()
         for sentence in job.past_events:
             events.record(sentence)
         recipe = recipe_from(job.document)
         try:
             with ExitStack() as stack:
                 self._use_workers(recipe, job.workers, stack)
-                run_stage(recipe, resume=job.resume, overwrite=job.overwrite)
+                run_in_process(recipe, job.resume, job.overwrite)
         except KeyboardInterrupt:
             return LearnerExit(INTERRUPTED)
         except AlreadyReported as error:

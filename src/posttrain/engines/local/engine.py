@@ -8,6 +8,7 @@ whatever the timing of its environments.
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from posttrain.episode import StopReason
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.policy import Policy
+from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
 
@@ -66,9 +68,16 @@ class _Sequence:
 
 
 class LocalEngine:
-    """An `Engine` over a `Policy` in this process."""
+    """Engine over a `Policy` in this process. It samples with the policy's own weights.
 
-    def __init__(self, policy: Policy, recipe: LocalEngineRecipe) -> None:
+    engine = LocalEngine(policy, slots=64)
+    """
+
+    def __init__(self, policy: Policy, recipe: LocalEngineRecipe | None = None, **settings: Any) -> None:
+        """`settings`: keys of the `engine` section by name, instead of `recipe`: `slots`, the sequences held in the
+        key/value cache, and `tokens_per_forward`. InputError where one is wrong.
+        """
+        recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
             keep_freed_memory()
         self.policy = policy

@@ -36,6 +36,7 @@ from posttrain.episode import StopReason
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
+from posttrain.recipe.compose import section
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs import events
@@ -106,10 +107,31 @@ class _ReplicaState:
 
 
 class VllmEngine:
-    """An `Engine` over vLLM replicas. Weights of `policy` are read in the thread that calls `load_weights`."""
+    """Engine over vLLM, which gets the weights of `policy` at each `load_weights`, in the thread that calls it.
 
-    def __init__(self, policy: Policy, recipe: VllmEngineRecipe, replicas: Sequence[Replica]) -> None:
-        """Start the replicas. Raises RunError if one does not start."""
+    engine = VllmEngine(policy, mode="in_process", gpu_memory_utilization=0.4)
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        recipe: VllmEngineRecipe | None = None,
+        replicas: Sequence[Replica] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Start vLLM, which takes about a minute.
+
+        Args:
+            recipe: the complete settings; or give `settings`, keys of `engine` with `type: vllm` in a recipe, by name.
+            replicas: the engines to use instead of those that the settings describe.
+
+        Raises:
+            InputError: a setting is wrong, or the policy does not fit vLLM.
+            RunError: an engine does not start.
+        """
+        recipe = section(VllmEngineRecipe, recipe, **settings)
+        if replicas is None:
+            replicas = _make_replicas(recipe, settings_of(policy, recipe), None) if current().is_rank0 else []
         self.policy = policy
         self.recipe = recipe
         self.counters = EngineCounters()

@@ -1,0 +1,218 @@
+"""What a reader of one training step has to open: files, functions and calls between files; and the size of the source.
+
+A step of `rl`, `sft` and `dpo` is traced on a small random model with `sys.setprofile`. A *hop* is a call from a function of
+one file of the package to a function of another one, counted once for each pair of functions.
+"""
+
+import argparse
+import ast
+import io
+import json
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from harness.models import model_directory
+from harness.table import show
+
+from posttrain.training.trainer import Callback
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+CORE, PLUGIN = SOURCE / "posttrain", SOURCE / "posttrain_memory"
+STAGES = ("rl", "sft", "dpo")
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--stages", default=",".join(STAGES), help="stages to trace, separated by commas; '' for none")
+    parser.add_argument("--files", action="store_true", help="also list the files that each step enters")
+    parser.add_argument("--json", metavar="FILE", help="also write the tables there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trace the stages, count the source, and print both tables."""
+    chosen = options()
+    rows = []
+    for stage in [name for name in chosen.stages.split(",") if name]:
+        trace = traced_step(stage)
+        rows.append({"step of": stage, "files": len(trace.files), "functions": len(trace.functions)})
+        rows[-1] |= {"hops": len(trace.hops), "calls between files": sum(trace.hops.values())}
+        if chosen.files:
+            print(f"{stage}:", *(f"{name} ({count})" for name, count in sorted(trace.files.items())), sep="\n  ")
+    if rows:
+        show("One training step, on a small random model", rows)
+    source = source_counts()
+    show("The source", [{"what": name, "count": count} for name, count in source.items() if name != "circles"])
+    for circle in source["circles"]:
+        print("import circle:", " -> ".join(circle))
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps({"steps": rows, "source": source}, indent=1) + "\n")
+
+
+# -- one step -----------------------------------------------------------------------------------------------------------
+
+
+class Trace(Callback):
+    """Counts what the second step enters of the package. A callback of the run switches the profile function on and off."""
+
+    def __init__(self) -> None:
+        self.functions: set[CodeType] = set()
+        self.hops: dict[tuple[CodeType, CodeType], int] = defaultdict(int)
+        """(caller, called) -> calls, for functions of two files."""
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Trace from the end of the first step to the end of the second one."""
+        profile = self._profile if step == 1 else None
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(str(CORE)):
+            return
+        self.functions.add(code)
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(str(CORE)):
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_filename != code.co_filename:
+            self.hops[caller.f_code, code] += 1
+
+    @property
+    def files(self) -> dict[str, int]:
+        """File of the package -> functions of it that were entered."""
+        found: dict[str, int] = defaultdict(int)
+        for code in self.functions:
+            found[str(Path(code.co_filename).relative_to(CORE))] += 1
+        return dict(found)
+
+
+def traced_step(stage: str) -> Trace:
+    """What the second of two steps of a small run of `stage` enters."""
+    from pydantic import TypeAdapter
+    from rich.console import Console
+
+    from posttrain.recipe.stages import Recipe
+    from posttrain.stages import run_stage
+
+    trace = Trace()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = TypeAdapter(Recipe).validate_python(recipe_values(stage, Path(folder)))
+        with redirect_stdout(io.StringIO()):
+            run_stage(recipe, console=Console(file=io.StringIO()), callbacks=[trace])
+    return trace
+
+
+def recipe_values(stage: str, folder: Path) -> dict[str, Any]:
+    """A run of two steps with the defaults of the stage, but for its sizes."""
+    values: dict[str, Any] = {"stage": stage, "runs": str(folder), "model": {"path": str(model_directory("qwen3"))}}
+    values["checkpoint"] = {"every": 2}
+    if stage == "rl":
+        held_out = {"seeds": {"start": 1_000_000, "count": 1}, "final_seeds": {"start": 2_000_000, "count": 1}}
+        return values | {
+            "environment": {"type": "bandit"},
+            "steps": 2,
+            # So that the policy learns although a random model's answers all have the same reward.
+            "entropy_coefficient": 0.01,
+            "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 8},
+            "evaluation": {"every": 0, **held_out},
+        }
+    rows = folder / "rows.jsonl"
+    lines = [(f"Question {number}?", f"Answer {number}.", "No.") for number in range(8)]
+    if stage == "sft":
+        written = [{"messages": _turns(question, answer)} for question, answer, _ in lines]
+    else:
+        written = [
+            {"prompt": _turns(question), "chosen": _reply(good), "rejected": _reply(bad)}
+            for question, good, bad in lines
+        ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in written))
+    return values | {"data": {"train": [str(rows)]}, "steps": 2, "rows_per_update": 4, "evaluation": {"every": 0}}
+
+
+def _turns(question: str, answer: str | None = None) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, *(_reply(answer) if answer is not None else [])]
+
+
+def _reply(answer: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": answer}]
+
+
+# -- the source ---------------------------------------------------------------------------------------------------------
+
+
+def source_counts() -> dict[str, Any]:
+    """Files and lines of the core and of the plug-in, and the circles among the packages of the core."""
+    core, plugin = (sorted(folder.rglob("*.py")) for folder in (CORE, PLUGIN))
+    return {
+        "files of the core": len(core),
+        "lines of the core": sum(map(_lines, core)),
+        "files of the memory agent": len(plugin),
+        "lines of the memory agent": sum(map(_lines, plugin)),
+        "import circles": len(circles := import_circles()),
+        "circles": circles,
+    }
+
+
+def _lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def imports_of_packages() -> dict[str, set[str]]:
+    """Package of the core -> packages of the core that any of its files imports, at the top or inside a function.
+
+    `distributed.ray` is a package of its own: it runs stages, and `distributed` is below the models.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for file in CORE.rglob("*.py"):
+        package = _package(file.relative_to(CORE).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                # `from posttrain import x` names the package x, if there is one.
+                names = [f"posttrain.{a.name}" for a in node.names] if node.module == "posttrain" else [node.module]
+            for name in names:
+                parts = name.split(".")
+                if parts[0] == "posttrain" and len(parts) > 1 and _package(parts[1:]) != package:
+                    found[package].add(_package(parts[1:]))
+    return found
+
+
+def _package(parts: Sequence[str]) -> str:
+    return "distributed.ray" if list(parts[:2]) == ["distributed", "ray"] else parts[0]
+
+
+def import_circles() -> list[list[str]]:
+    """The shortest circle through each pair of packages that import each other, directly or through others, once each."""
+    imports = imports_of_packages()
+    found: dict[frozenset[str], list[str]] = {}
+    for package in sorted(imports):
+        circle = _way_back(package, imports)
+        if circle is not None:
+            found.setdefault(frozenset(circle), circle)
+    return list(found.values())
+
+
+def _way_back(package: str, imports: dict[str, set[str]]) -> list[str] | None:
+    """The shortest chain of imports from `package` to itself; None where there is none."""
+    seen, ways = set(), [[package]]
+    while ways:
+        way = ways.pop(0)
+        for other in sorted(imports.get(way[-1], ())):
+            if other == package:
+                return [*way, package]
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return None
+
+
+if __name__ == "__main__":
+    main()

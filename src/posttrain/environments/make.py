@@ -1,0 +1,39 @@
+"""Environments from plain arguments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.environments.protocol import Environment, open_environment
+from posttrain.recipe.components import EnvironmentRecipe, environment_class, register_environment
+from posttrain.recipe.compose import section
+
+
+@dataclass(frozen=True)
+class EnvironmentFactory:
+    """Makes environments of one kind with the same settings. Every call returns a fresh one, which plays one episode."""
+
+    recipe: EnvironmentRecipe
+
+    def __call__(self) -> Environment:
+        return open_environment(self.recipe)
+
+
+def make_env(environment: str | type[Environment], **keys: Any) -> EnvironmentFactory:
+    """A factory of environments.
+
+        env = make_env("frozen_lake", size=4)
+        env = make_env("path/to/file.py:MyEnvironment")
+        env = make_env(MyEnvironment)
+        observation = env().reset(seed=0)
+
+    Args:
+        environment: a built-in or registered name, `module:Class`, `path/to/file.py` (with `:Class` if it holds several),
+            or an `Environment` subclass.
+        keys: keys of the environment's `Recipe`, as in the `environment` section of a recipe.
+
+    Raises:
+        InputError: there is no such environment, or a key is wrong.
+    """
+    if isinstance(environment, type):
+        environment = register_environment(environment)
+    return EnvironmentFactory(section(environment_class(environment).Recipe, type=environment, **keys))

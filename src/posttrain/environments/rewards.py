@@ -1,0 +1,223 @@
+"""Reward functions: how an answer to a prompt becomes a number, built in or written by the user.
+
+    def reward(prompt, answer, **row):
+        return float(answer.strip() == row["label"])
+
+It returns a number, or a mapping of names to numbers of which `score` is the reward and the others are only reported. It
+may be `async`. It raises where it cannot score an answer; the episode then fails, which is not a reward of 0.
+"""
+
+import asyncio
+import copy
+import importlib
+import inspect
+import math
+import re
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from decimal import Decimal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from posttrain.environments.protocol import Message
+from posttrain.errors import InputError
+from posttrain.recipe.components import module_of_file, place_of
+
+SCORE = "score"
+"""The name of the reward among the numbers that a reward function returns."""
+_GIVEN = ("prompt", "answer", "messages")
+"""Parameters that are not columns of the row. A column of such a name is passed as `row_prompt` and so on."""
+
+_MARKER = re.compile(r"####|^[ \t]*A:", re.MULTILINE)
+_NUMBER = re.compile(
+    r"""(?<![0-9.])                           # not inside a number
+        (?P<sign>(?<![\w)\]])[-−+])?          # a sign, unless something it could be subtracted from touches it
+        [$€£¥]?(?P<late>(?<=[$€£¥])[-−])?     # $5, -$5 and $-5
+        (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)
+        (?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?""",
+    re.VERBOSE,
+)
+
+
+def exact(answer: str, label: Any = None) -> float:
+    """1 if the answer is the row's `label`, apart from white space at both ends, else 0."""
+    return float(answer.strip() == _text(label))
+
+
+def contains(answer: str, label: Any = None) -> float:
+    """1 if the row's `label` occurs in the answer, in the same case, else 0. A long answer may contain many."""
+    return float(_text(label) in answer)
+
+
+def final_number(answer: str, row_answer: Any = None, completion: Any = None, label: Any = None) -> float:
+    """1 if the answer ends in the number that the reference ends in, as GSM8K is scored, else 0.
+
+    The reference is the first of the row's columns `answer`, `completion` and `label` that is not null. Numbers are
+    compared by value: 1,234.50 is 1234.5, and currency signs do not count.
+    """
+    for name, reference in (("answer", row_answer), ("completion", completion), ("label", label)):
+        if reference is not None:
+            expected = last_number(str(reference))
+            if expected is None:
+                raise ValueError(f"final_number finds no number in the row's {name!r}: {str(reference)[:80]!r}")
+            return float(last_number(answer) == expected)
+    raise ValueError("final_number needs a row with `answer`, `completion` or `label`")
+
+
+BUILT_IN: dict[str, Callable[..., float]] = {"exact": exact, "contains": contains, "final_number": final_number}
+"""Reward functions that recipes choose by a short name."""
+
+
+def last_number(text: str) -> Decimal | None:
+    """The number that `text` concludes with, None where there is none.
+
+    After the last `####`, or `A:` at the start of a line, it is the last number of the first line that is not empty;
+    without such a marker the last number of the text.
+    """
+    markers = list(_MARKER.finditer(text))
+    if markers:
+        lines = text[markers[-1].end() :].strip().splitlines()
+        text = lines[0] if lines else ""
+    found = list(_NUMBER.finditer(text))
+    if not found:
+        return None
+    number = found[-1]
+    size = Decimal(number["digits"].replace(",", "") + (number["power"] or ""))
+    return -size if number["sign"] in ("-", "−") or number["late"] else size
+
+
+class RewardFailure(Exception):
+    """A reward function or a verifier raised, or returned something other than finite numbers."""
+
+
+class RewardFunction:
+    """A reward function as an environment calls it: it gets the parameters that it takes, and its result is checked."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """`name`: what messages call it. InputError if it takes no parameter `answer`."""
+        parameters = inspect.signature(function).parameters.values()
+        self.name = name
+        self.function = function
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if "answer" not in self._names and not self._takes_all:
+            raise InputError(f"the reward {name} has no parameter `answer`; write `def reward(prompt, answer, **row)`")
+        call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+        self.blocking = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+            getattr(function, "func", None)
+        )
+        """Whether it is `async`, so that it has to be called outside of an event loop's thread."""
+
+    def __call__(
+        self, messages: Sequence[Message], answer: str, row: Mapping[str, Any], origin: str
+    ) -> dict[str, float]:
+        """The finite numbers by name that it gives `answer`, `score` among them.
+
+        Args:
+            messages: the conversation that the policy was shown.
+            answer: the policy's answer as text, without its end token.
+            row: the row that the prompt comes from.
+            origin: what messages call the row.
+
+        Raises:
+            RewardFailure: it raised, or returned anything else.
+        """
+        # A copy, so that a function that changes its row changes no later episode.
+        columns = {f"row_{key}" if key in _GIVEN else key: value for key, value in copy.deepcopy(dict(row)).items()}
+        text = messages[-1]["content"] if messages else ""
+        given = columns | {"prompt": text, "answer": answer, "messages": [dict(message) for message in messages]}
+        if not self._takes_all:
+            given = {key: value for key, value in given.items() if key in self._names}
+        try:
+            result = self.function(**given)
+            if inspect.isawaitable(result):
+                result = _waited_for(result)
+        except Exception as error:
+            raise RewardFailure(f"{self.name} raised {type(error).__name__} on {origin}: {error}") from error
+        return finite_scores(result, self.name, origin)
+
+
+def finite_scores(result: Any, name: str, origin: str) -> dict[str, float]:
+    """The numbers by name in what `name` returned; RewardFailure unless all are finite and one is the score."""
+    scores = (
+        {str(k): _number(v) for k, v in result.items()} if isinstance(result, Mapping) else {SCORE: _number(result)}
+    )
+    if SCORE not in scores or not all(map(math.isfinite, scores.values())):
+        expected = f"a finite number, or a mapping of names to finite numbers with the key {SCORE!r}"
+        raise RewardFailure(f"{name} returned {result!r} on {origin}; it must return {expected}")
+    return scores
+
+
+def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
+    """The reward function that `where` names: a built-in name, `module:function`, `path/to/file.py:function`, or one that
+    `register_reward` returned. InputError, which names the `key`, if there is none.
+    """
+    if where in _registered:
+        return RewardFunction(where, _registered[where])
+    if where in BUILT_IN:
+        return RewardFunction(where, BUILT_IN[where])
+    place, colon, name = where.rpartition(":")
+    if not colon:
+        raise InputError(
+            f"{key}: there is no reward {where!r}; use one of {', '.join(BUILT_IN)}, `module:function` or "
+            "`path/to/file.py:function`"
+        )
+    if not name.isidentifier():
+        raise InputError(f"{key}: {where} is a function of another process; pass it to posttrain.rl again")
+    try:
+        module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        raise InputError(f"{key}: {place} cannot be imported ({type(error).__name__}: {error})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{key}: {place} has no function {name!r}; write `module:function`")
+    return RewardFunction(where, function)
+
+
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+def register_reward(function: Callable[..., Any]) -> str:
+    """Make a function available to recipes of this process; returns the `environment.reward` that names it.
+
+    Where the function can be imported, other processes find it by the same text.
+    """
+    named = hasattr(function, "__qualname__") and hasattr(function, "__module__")
+    name = base = place_of(function) if named else f"python:<{type(function).__name__}>"
+    number = 1
+    while _registered.get(name, function) is not function:
+        number += 1
+        name = f"{base}<{number}>"
+    _registered[name] = function
+    return name
+
+
+def _number(value: Any) -> float:
+    """NaN for anything that is not a number, text included."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+@lru_cache(maxsize=1)
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One event loop for all `async` rewards, in a thread of its own, so that they can share clients."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+    return loop
+
+
+def _waited_for(awaitable: Any) -> Any:
+    async def result() -> Any:
+        return await awaitable
+
+    coroutine: Coroutine[Any, Any, Any] = result()
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop()).result()
+
+
+def _text(label: Any) -> str:
+    if label is None or not str(label).strip():
+        raise ValueError("the row has no `label` to compare with")
+    return str(label).strip()

@@ -1,0 +1,120 @@
+"""What a run produced, read from its directory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.episode import Episode
+from posttrain.errors import InputError
+from posttrain.plugins import pip_command
+from posttrain.rollout.store import Split, read_episodes, stored_steps
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import read_metrics
+
+if TYPE_CHECKING:
+    import pandas
+
+_OF_THE_LOG = ("step", "kind", "time/run", "nonfinite")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of a stage produced. `Result.open` reads it from a run directory.
+
+    The stage functions, such as `posttrain.rl`, return one.
+    """
+
+    run: Path
+    """The run directory."""
+    stage: str
+    """`sft`, `reward`, `dpo`, `rl`, `evaluate` or `generate`."""
+    model: Path | None
+    """Directory of the exported model, which loads with transformers; None for stages that train none."""
+    metrics: list[dict[str, Any]]
+    """One row per training step: `step`, and values by name."""
+    evaluations: list[dict[str, Any]]
+    """One row per evaluation of the learning curve: `step`, and values by name."""
+    evaluation: list[dict[str, Any]]
+    """One row per policy of the final table: `policy`, values by name with the limits of their 95% intervals
+    (`success`, `success_low`, `success_high`), and `n`, the environment seeds or rows they were measured on."""
+    best_step: int | None
+    """The step whose weights were exported; None where no checkpoint was chosen."""
+    warnings: list[str]
+    """What the run warned of."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Result":
+        """The result of the run in the directory `path`, finished or not. InputError if there is no run."""
+        run = RunDirectory.open(path)
+        lines = read_metrics(run.metrics)
+        of = {kind: [line for line in lines if line["kind"] == kind] for kind in {line["kind"] for line in lines}}
+        final = of.get("final", [])
+        model = run.path / "model"
+        return cls(
+            run=run.path,
+            stage=run.load_recipe().stage,
+            model=model if model.is_dir() else None,
+            metrics=[_row(line) for line in of.get("train", [])],
+            evaluations=[_row(line) for line in of.get("evaluation", [])],
+            evaluation=[_row(line, step=False) for line in [*of.get("baseline", []), *final]],
+            best_step=next((line["best_step"] for line in final if "best_step" in line), None),
+            warnings=[line["message"] for line in of.get("warning", []) if "message" in line],
+        )
+
+    def metrics_table(self) -> "pandas.DataFrame":
+        """`metrics` as a pandas table with `step` as its index. InputError if pandas is not installed."""
+        return (
+            _pandas()
+            .DataFrame(self.metrics or [{"step": 0}][:0], columns=None if self.metrics else ["step"])
+            .set_index("step")
+        )
+
+    def episodes(self, step: int | None = None, split: Split = "train") -> list[Episode]:
+        """The stored episodes of a step, or of all steps: `train`, `evaluation` (learning curve) or `final`."""
+        return [episode for _, episode in self._episodes(step, split)]
+
+    def episodes_table(self, step: int | None = None, split: Split = "train") -> "pandas.DataFrame":
+        """The stored episodes as a pandas table, one row per episode. InputError if pandas is not installed.
+
+        Columns: `step`, `seed`, `group`, `index`, `turns`, `tokens` (sampled), `return`, `success`, `outcome`, `prompt`
+        (the first user message), `answer` (of the last turn), and the scores that the environment reports.
+        """
+        return _pandas().DataFrame([_episode_row(at, episode) for at, episode in self._episodes(step, split)])
+
+    def _episodes(self, step: int | None, split: Split) -> Iterator[tuple[int, Episode]]:
+        for stored in stored_steps(self.run / "episodes"):
+            if stored.split == split and step in (None, stored.step):
+                for episode in read_episodes(stored.path).episodes:
+                    yield stored.step, episode
+
+
+def _row(line: dict[str, Any], step: bool = True) -> dict[str, Any]:
+    return ({"step": line["step"]} if step else {}) | {k: v for k, v in line.items() if k not in _OF_THE_LOG}
+
+
+def _episode_row(step: int, episode: Episode) -> dict[str, Any]:
+    last = episode.turns[-1] if episode.turns else None
+    said = [message["content"] for message in episode.messages if message["role"] == "user"]
+    return {
+        "step": step,
+        "seed": episode.seed,
+        "group": episode.group,
+        "index": episode.index,
+        "turns": len(episode.turns),
+        "tokens": episode.sampled_tokens,
+        "return": episode.total_reward,
+        "success": episode.success,
+        "outcome": str(episode.outcome),
+        "prompt": said[0] if said else "",
+        "answer": last.answer if last else "",
+        **(last.info.get("scores", {}) if last else {}),
+    }
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise InputError(f"tables need pandas; run `{pip_command('pandas')}`") from error
+    return pandas

@@ -1,0 +1,114 @@
+"""The learner of a loop of one's own: episodes with credit become one optimizer step of the policy."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.episode import Advantages, Episode
+from posttrain.errors import InputError
+from posttrain.losses.kl import KlController
+from posttrain.models.policy import Policy
+from posttrain.recipe.compose import chosen, section
+from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.training.batches import Sample, samples_of_episodes
+from posttrain.training.objectives import PolicyObjective, logprobs, token_forward
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.rl import set_advantages
+from posttrain.training.updater import Updater, means
+
+
+class Learner:
+    """Optimizes a policy on episodes with credit.
+
+        learner = Learner(policy, learning_rate=1e-5, loss="gspo", kl=0.01)
+        metrics = learner.update(episodes, posttrain.advantages(episodes, "grpo"))
+
+    The policy's weights change in place. Call `rollout` again for episodes with the new ones.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        loss: str | PolicyLoss | Mapping[str, Any] = "ppo",
+        kl: float | KlRecipe | Mapping[str, Any] = 0.0,
+        entropy_coefficient: float = 0.0,
+        temperature: float = 1.0,
+        tokens_per_batch: int = 4096,
+        updates: int = 1,
+        **optimizer: Any,
+    ) -> None:
+        """Create the optimizer of the policy's trainable weights.
+
+        Args:
+            policy: with `lora`, the adapters alone are trained.
+            loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `reinforce`, or one that was
+                registered), or its settings such as `PpoLoss(clip_high=0.28)`.
+            kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
+            entropy_coefficient: weight of the entropy bonus.
+            temperature: the temperature that the episodes were sampled with.
+            tokens_per_batch: most tokens in one forward pass. A longer stream raises RunError.
+            updates: optimizer steps of the whole loop, over which a `schedule` other than `constant` runs.
+            optimizer: keys of the `optimizer` section of a recipe: `learning_rate`, `betas`, `weight_decay`,
+                `max_gradient_norm`, `schedule`, `warmup_updates`, ...
+
+        Raises:
+            InputError: a setting is wrong, or `kl.apply_to` is `reward`.
+        """
+        self.policy = policy
+        self.loss: PolicyLoss = chosen(LOSSES, loss)
+        self.kl = section(KlRecipe, coefficient=kl) if isinstance(kl, int | float) else section(KlRecipe, kl)
+        if self.kl.apply_to == "reward":
+            raise InputError(
+                "a learner adds the KL penalty to the loss; with `apply_to: reward`, subtract it from the rewards that you "
+                "pass to `advantages`"
+            )
+        self.entropy_coefficient = entropy_coefficient
+        self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
+        batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
+        self._controller = KlController(self.kl)
+        self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
+
+    def update(self, episodes: Sequence[Episode], credit: Advantages) -> dict[str, float]:
+        """Make one optimizer step.
+
+        With `loss.correction`, the learner's log-probabilities before the step are computed here, so each set of episodes
+        should be used once. Without it, several updates on the same episodes are PPO epochs.
+
+        Args:
+            episodes: what `rollout` returned.
+            credit: what `advantages` returned for them.
+
+        Returns:
+            Metrics by name as means over sampled tokens, for example `loss/policy`, `policy/entropy` in nats,
+            `policy/kl` in nats per token, `optimizer/gradient_norm` before clipping. `optimizer/skipped` is 1 where the
+            weights did not change because no token has credit or a gradient was not finite.
+
+        Raises:
+            RunError: too many updates in a row were not finite, or an episode has more than `tokens_per_batch` tokens.
+            ValueError: `credit` is for other episodes.
+        """
+        if [len(streams) for streams in credit.values] != [len(episode.streams) for episode in episodes]:
+            raise ValueError("`credit` belongs to other episodes; compute it for these with `advantages`")
+        samples = samples_of_episodes(episodes, self.policy.version)
+        set_advantages(samples, credit)
+        coefficient = self._controller.coefficient
+        if coefficient > 0:
+            with self.policy.as_reference():
+                for sample, reference in zip(samples, self._logprobs(samples), strict=True):
+                    sample.ref_logprobs = reference
+        if self.loss.correction is not None:
+            for sample, old in zip(samples, self._logprobs(samples), strict=True):
+                sample.old_logprobs = old
+        objective = PolicyObjective(self.loss, self.kl, coefficient, self.entropy_coefficient)
+        metrics = means(self._updater.update(samples, objective))
+        for message in self._updater.take_warnings():
+            warnings.warn(message, stacklevel=2)
+        self._controller.update(metrics.get("policy/kl"), len(episodes))
+        return metrics
+
+    def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return logprobs(self._updater, samples)

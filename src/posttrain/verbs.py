@@ -1,0 +1,267 @@
+"""One function per stage, as the command line has one command per stage.
+
+    result = posttrain.rl("recipe.yaml", steps=20, optimizer={"learning_rate": 1e-5})
+    result.evaluation, result.model
+
+A recipe is given as paths of YAML files, mappings or typed recipes, merged left to right. Keyword arguments override its
+keys: `steps=20`, `rollout={"groups_per_step": 4}`, or dotted with `**{"rollout.groups_per_step": 4}`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.environments.rewards import register_reward
+from posttrain.errors import InputError
+from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
+from posttrain.recipe.pipeline import load_pipeline
+from posttrain.recipe.sources import Layer, read_file
+from posttrain.recipe.stages import Recipe
+from posttrain.result import Result
+from posttrain.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from posttrain.training.trainer import Callback
+
+RecipeLike = str | Path | Mapping[str, Any] | BaseConfig | Layer
+"""The path of a YAML file, a mapping, a typed recipe or an override of the command line."""
+Reward = Callable[..., Any]
+"""`reward(prompt, answer, **row)`, see `docs/python.md`."""
+
+
+def sft(
+    *recipe: RecipeLike,
+    callbacks: Sequence["Callback"] = (),
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Train a policy on conversations, or on the traces of an environment's expert.
+
+        posttrain.sft(data={"train": "conversations.jsonl", "held_out": 100}, name="first")
+
+    Args:
+        recipe: recipes of stage `sft`, merged left to right.
+        callbacks: called during the run, see `Callback`.
+        resume: the directory of a run to continue. Only `steps` and `hardware` may be overridden then.
+        overwrite: delete a run of the same name first.
+        console: where progress is shown; by default on standard output.
+        overrides: keys of the recipe.
+
+    Raises:
+        InputError: wrong input; one sentence per problem.
+        RunError: the run could not continue. What it had saved is still there.
+    """
+    return _run("sft", recipe, overrides, callbacks, resume, overwrite, console)
+
+
+def reward(
+    *recipe: RecipeLike,
+    callbacks: Sequence["Callback"] = (),
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Train a reward model on pairs of answers. Arguments and errors as for `sft`.
+
+    posttrain.reward(data={"train": "pairs.jsonl", "held_out": 100}, name="rm")
+    """
+    return _run("reward", recipe, overrides, callbacks, resume, overwrite, console)
+
+
+def dpo(
+    *recipe: RecipeLike,
+    callbacks: Sequence["Callback"] = (),
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Optimize a policy on preferences. Arguments and errors as for `sft`.
+
+    posttrain.dpo(data={"train": "pairs.jsonl", "held_out": 100}, model={"path": first.model}, name="dpo")
+    """
+    return _run("dpo", recipe, overrides, callbacks, resume, overwrite, console)
+
+
+def rl(
+    *recipe: RecipeLike,
+    reward: Reward | Mapping[str, Any] | None = None,
+    callbacks: Sequence["Callback"] = (),
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Train a policy by reinforcement learning in an environment. Other arguments and errors as for `sft`.
+
+        posttrain.rl(environment={"prompts": "prompts.jsonl"}, reward=lambda answer, label: float(answer == label))
+
+    Args:
+        reward: a function `(prompt, answer, **row) -> float | dict[str, float]`, which scores the answers of the
+            environment `text_task`; or the `reward` section of the recipe, which names a reward model.
+    """
+    return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward)
+
+
+def evaluate(
+    *recipe: RecipeLike,
+    reward: Reward | Mapping[str, Any] | None = None,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Evaluate a model in an environment on held-out seeds. Arguments and errors as for `rl`.
+
+    posttrain.evaluate(environment={"type": "frozen_lake"}, model={"path": "runs/run/model"}).evaluation
+    """
+    return _run("evaluate", recipe, overrides, (), resume, overwrite, console, reward)
+
+
+def generate(
+    *recipe: RecipeLike,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Answer the rows of a data set and write a file of predictions. Arguments and errors as for `sft`.
+
+    posttrain.generate(data={"test": "test.jsonl"}, out="predictions.jsonl")
+    """
+    return _run("generate", recipe, overrides, (), resume, overwrite, console)
+
+
+def pipeline(
+    file: str | Path,
+    *changes: Layer,
+    only: str | None = None,
+    start_from: str | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> dict[str, Result]:
+    """Run the stages of a pipeline in order, each from the model of an earlier one.
+
+    Finished stages that have not changed are not run again.
+
+        results = posttrain.pipeline("pipeline.yaml", **{"stages.rl.steps": 50})
+        results["rl"].evaluation
+
+    Args:
+        file: the pipeline's YAML file.
+        changes: overrides that the command line has read.
+        only: run this stage alone.
+        start_from: run this stage and those after it.
+        overwrite: run finished stages again.
+        overrides: `name`, `runs`, `common.KEY` for every stage, `stages.NAME.KEY` for one.
+
+    Returns:
+        The name of each stage that was asked for -> its result.
+    """
+    from posttrain.pipelines import run_pipeline
+
+    loaded = load_pipeline(str(file), [], _layers(changes, overrides))
+    runs = run_pipeline(loaded, only=only, start_from=start_from, overwrite=overwrite, console=console)
+    return {path.name: Result.open(path) for path in runs}
+
+
+VERBS: dict[str, Callable[..., Result]] = {
+    "sft": sft,
+    "reward": reward,
+    "dpo": dpo,
+    "rl": rl,
+    "evaluate": evaluate,
+    "generate": generate,
+}
+"""Name of a stage -> the function that runs it."""
+
+
+def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = None, **overrides: Any) -> Recipe:
+    """The typed recipe that the function of `stage` runs for these arguments. InputError as `sft`."""
+    if resume is not None and not all(isinstance(part, Layer) for part in recipe):
+        raise InputError(f"--resume {resume} continues with the recipe of that run; leave out the recipe")
+    layers = _layers(recipe, overrides)
+    return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
+
+
+def _run(
+    stage: str,
+    recipe: Sequence[RecipeLike],
+    overrides: Mapping[str, Any],
+    callbacks: Sequence["Callback"],
+    resume: str | Path | None,
+    overwrite: bool,
+    console: "Console | None",
+    reward: Reward | Mapping[str, Any] | None = None,
+) -> Result:
+    if resume is not None and overwrite:
+        raise InputError("`resume` continues a run and `overwrite` deletes it; give one of them")
+    if isinstance(reward, Mapping | BaseConfig):
+        overrides = {**overrides, "reward": reward}
+    elif reward is not None:
+        name = register_reward(reward)
+        if resume is None:
+            recipe = [{"environment": {"type": "text_task"}}, *recipe]
+            overrides = {**overrides, "environment.reward": name}
+    typed = read_recipe(stage, *recipe, resume=resume, **overrides)
+    from posttrain.stages import run_stage
+
+    run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
+    return Result.open(run.path)
+
+
+def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:
+    layers = [_layer(part) for part in recipe]
+    for key, value in overrides.items():
+        values = plain_values({key: value})
+        layers.append(Layer(values, dict.fromkeys(_paths(values), f"argument {key}")))
+    return layers
+
+
+def _layer(part: RecipeLike) -> Layer:
+    if isinstance(part, Layer):
+        return part
+    if isinstance(part, str | Path):
+        return read_file(str(part))
+    return Layer(plain_values(part))
+
+
+def _paths(values: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every key path in `values`, sections included."""
+    if not isinstance(values, dict):
+        return []
+    return [path for key, value in values.items() for path in [(*above, key), *_paths(value, (*above, key))]]
+
+
+def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
+    """The recipe of the run in the directory `run`, with more `steps` or on other `hardware` where `layers` change those.
+
+    InputError for any other change: a run continues as it began.
+    """
+    directory = RunDirectory.open(run)
+    for layer in layers:
+        changed = [key for key in layer.values if key not in ("steps", "hardware")]
+        if changed or len(layer.values) != 1:
+            where = next(iter(layer.origins.values()), "the recipe")
+            raise InputError(
+                f"{where}: a resumed run keeps its recipe, except for steps and hardware; start a run with another name"
+            )
+    # The run may have been moved or renamed, and it continues where it is now.
+    place = directory.path.resolve()
+    recipe = typed_recipe(merge_typed([read_file(str(directory.recipe_file)), *layers], stage), stage)
+    done, steps = directory.saved_step(), getattr(recipe, "steps", None)
+    if steps is not None and steps < done:
+        raise InputError(
+            f"--resume {run}: {done} steps are done and saved, more than steps = {steps}; ask for more than {done}, or "
+            "start a run with another name"
+        )
+    if (Path(recipe.runs) / recipe.name).resolve() == place:
+        return recipe
+    return recipe.model_copy(update={"runs": str(place.parent), "name": place.name})

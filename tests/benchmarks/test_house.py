@@ -1,0 +1,33 @@
+"""The script that measures how much code one training step enters."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def house():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("house")
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_the_packages_of_the_core_import_each_other_in_no_circle(house):
+    assert house.import_circles() == []
+
+
+def test_a_circle_is_named(house, monkeypatch):
+    monkeypatch.setattr(house, "imports_of_packages", lambda: {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert house.import_circles() == [["a", "b", "c", "a"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "most"), [("rl", 52), ("sft", 28), ("dpo", 28)])
+def test_a_step_enters_no_more_files_than_it_did(house, stage, most):
+    trace = house.traced_step(stage)
+    assert {"training/trainer.py", "training/updater.py"} <= set(trace.files)
+    assert len(trace.files) <= most

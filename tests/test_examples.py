@@ -1,0 +1,66 @@
+"""The examples run as a user runs them: as scripts, in an empty folder."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *words: str, folder: Path) -> str:
+    """What the example prints."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / name), *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_here():
+    tested = set(re.findall(r"run\(\s*\"(\w+\.py)\"", Path(__file__).read_text()))
+    assert {file.name for file in EXAMPLES.glob("*.py")} == tested
+
+
+def test_the_loop_is_short():
+    lines = [line for line in (EXAMPLES / "rl_loop.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 40
+
+
+@pytest.mark.slow
+def test_the_loop_learns_its_task(tmp_path):
+    printed = run("rl_loop.py", folder=tmp_path)
+    rates = [int(rate) for rate in re.findall(r"success (\d+)%, 95% interval \[\d+%, \d+%\], n = 32", printed)]
+    assert len(rates) == 2
+    assert rates[1] >= rates[0] + 40
+
+
+def test_custom_environment(tiny_model, tmp_path):
+    printed = run("custom_environment.py", str(tiny_model), folder=tmp_path)
+    assert "n = 14" in printed
+    recipe = (tmp_path / "runs" / "guess" / "recipe.yaml").read_text()
+    assert "custom_environment.py:Guess" in recipe
+
+
+def test_custom_reward_and_the_tables_of_its_run(tiny_model, tmp_path):
+    printed = run("custom_reward.py", str(tiny_model), folder=tmp_path)
+    assert "step 2: return" in printed
+    assert re.search(r"words \d", printed)
+    printed = run("analyse_run.py", "runs/short_answers", folder=tmp_path)
+    assert "rollout/return" in printed
+    assert "best step" in printed
+
+
+def test_custom_loss(tiny_model, tmp_path):
+    printed = run("custom_loss.py", str(tiny_model), folder=tmp_path)
+    assert len(re.findall(r"bounded \d\.\d+", printed)) == 2
+
+
+def test_sft_then_dpo(tiny_model, tmp_path):
+    printed = run("sft_then_dpo.py", str(tiny_model), folder=tmp_path)
+    assert "model in runs/greet_dpo/model" in printed
