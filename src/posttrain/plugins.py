@@ -27,7 +27,8 @@ Group = Literal[
 - `posttrain.environments`: the `type` of an environment -> its class, with a `Recipe`.
 - `posttrain.commands`: the name of a command -> a `typer.Typer` (a group of commands) or a function (one command). A
   dotted name adds to a group of the command line: `data.mazes` becomes `posttrain data mazes`.
-- `posttrain.losses`, `posttrain.credits`: the `type` of a loss or credit -> its class.
+- `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
+  `posttrain.register_loss` and `posttrain.register_credit`.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 

@@ -10,7 +10,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_names, summary
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import load_pipeline
-from posttrain.recipe.reference import Key, keys_of
+from posttrain.recipe.reference import Key, keys_of, load_plugins
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import STAGES
 from posttrain.recipe.study_file import load_study
@@ -36,6 +36,7 @@ model becomes `model.path`). The keys of `common` lie beneath every stage. The r
 
 def markdown_reference() -> str:
     """The text of docs/recipes.md: the keys of `rl` whole, then what the other stages have besides."""
+    load_plugins()
     keys = {stage: list(keys_of(schema)) for stage, schema in STAGES.items()}
     parts = [_INTRODUCTION]
     for stage, schema in STAGES.items():
@@ -53,6 +54,7 @@ def show_keys(about: str, stage: str, console: Console) -> None:
     """Print the keys of `stage` at or under the dotted key `about` (empty: all), or of that last name; `InputError` if there are none."""
     if stage not in STAGES:
         raise InputError(f"--stage {stage}: there is no such stage; use {', '.join(STAGES)}")
+    load_plugins()
     keys = list(keys_of(STAGES[stage]))
     found = [key for key in keys if not about or key.path == about or key.path.startswith(f"{about}.")]
     found = found or [key for key in keys if key.path.split(".")[-1] == about]

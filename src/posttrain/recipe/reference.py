@@ -30,6 +30,12 @@ class Key:
     variant: str = ""
 
 
+def load_plugins() -> None:
+    """Import the plug-ins that add kinds of losses and credits, so that their keys are listed."""
+    for registry in REGISTRIES.values():
+        registry.load_plugins()
+
+
 def keys_of(
     part: type[BaseConfig], prefix: str = "", defaults: BaseConfig | None = None, variant: str = ""
 ) -> Iterator[Key]:

@@ -34,6 +34,7 @@ RENAMED_KEYS = {
     "environment.interpreter.seconds": "environment.interpreter.timeout",
     "environment.interpreter.tool_seconds": "environment.interpreter.tool_timeout",
     "environment.judge.seconds": "environment.judge.timeout",
+    "environment.rule": "environment.reward",
     "hardware.apart": "hardware.dedicated",
     "hardware.environments.workers": "hardware.environments.count",
     "hardware.hang_seconds": "hardware.hang_timeout",
