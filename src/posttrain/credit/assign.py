@@ -46,11 +46,11 @@ def compute_advantages(
         advantages = whiten(advantages) if recipe.whiten else advantages
     elif isinstance(recipe, TurnCredit):
         advantages = turn_advantages(recipe, episodes, token_rewards)
-    elif recipe.function is not None:
-        advantages = registered_credit(recipe, episodes, token_rewards)
-    else:
+    elif isinstance(recipe, GroupCredit | BatchCredit | TokenCredit):
         groups = np.array([episode.group for episode in episodes], dtype=np.int64)
         advantages = _without_critic(recipe, token_rewards, groups, greedy_returns or {})
+    else:
+        advantages = registered_credit(recipe, episodes, token_rewards)
     return Advantages([_to_streams(of_tokens, m) for of_tokens, m in zip(advantages, masks, strict=True)])
 
 

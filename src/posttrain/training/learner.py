@@ -1,4 +1,4 @@
-"""Credit and updates in a loop of your own: episodes become advantages, and one optimizer step of the policy."""
+"""Credit and the learner for a loop of your own: episodes, then advantages, then one optimizer step of the policy."""
 
 import warnings
 from collections.abc import Mapping, Sequence
