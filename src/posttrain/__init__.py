@@ -12,7 +12,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.credit.assign import advantages as advantages
     from posttrain.data.examples import load_dataset as load_dataset
     from posttrain.engines.local.engine import LocalEngine as LocalEngine
     from posttrain.engines.vllm.engine import VllmEngine as VllmEngine
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from posttrain.result import Result as Result
     from posttrain.rollout.driver import rollout as rollout
     from posttrain.training.learner import Learner as Learner
+    from posttrain.training.learner import advantages as advantages
     from posttrain.training.trainer import Callback as Callback
     from posttrain.verbs import dpo as dpo
     from posttrain.verbs import evaluate as evaluate
@@ -69,7 +69,7 @@ _PUBLIC = {
     "Step": "posttrain.environments.protocol",
     "TokenBatch": "posttrain.losses.batch",
     "VllmEngine": "posttrain.engines.vllm.engine",
-    "advantages": "posttrain.credit.assign",
+    "advantages": "posttrain.training.learner",
     "dpo": "posttrain.verbs",
     "evaluate": "posttrain.verbs",
     "generate": "posttrain.verbs",

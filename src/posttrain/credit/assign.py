@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -10,10 +9,8 @@ from posttrain.credit.baselines import OUTCOME_BASELINES
 from posttrain.credit.returns import gae, reinforce, reinforce_pp, reinforce_pp_baseline, whiten
 from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_advantages, turn_indices
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
-from posttrain.errors import InputError, RunError
-from posttrain.recipe.compose import chosen
+from posttrain.errors import RunError
 from posttrain.recipe.credit import (
-    CREDITS,
     BatchCredit,
     Credit,
     CreditRecipe,
@@ -22,44 +19,6 @@ from posttrain.recipe.credit import (
     TokenCredit,
     ValueCredit,
 )
-
-
-def advantages(
-    episodes: Sequence[Episode],
-    credit: str | CreditRecipe | Mapping[str, Any] = "rloo",
-    *,
-    rewards: RewardStreams | None = None,
-    values: PerToken | None = None,
-    greedy_returns: Mapping[int, float] | None = None,
-    **settings: Any,
-) -> Advantages:
-    """One advantage per sampled token of `episodes`, by the name of a credit.
-
-        credit = posttrain.advantages(episodes, "grpo")
-        credit = posttrain.advantages(episodes, "turn_returns", discount=0.9)
-
-    Args:
-        episodes: what `rollout` returned, whole groups of them.
-        credit: a `credit.type` of the recipe reference (`grpo`, `dr_grpo`, `rloo`, `brpo`, `arpo`, `reinforce`,
-            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`,
-            `bilevel_gae`, or one that was registered), or its settings.
-        rewards: rewards per token to use instead of those in the episodes, for example with a KL penalty in them.
-        values: a critic's values before each sampled token, as `[episode][stream]` [T] float32; `gae` and `bilevel_gae`
-            need them.
-        greedy_returns: group id -> return of a greedy episode of the group's task; `remax` needs them.
-        settings: keys of the credit by name.
-
-    Returns:
-        `Advantages`; `values[episode][stream]` is [T] float32, zero where no token was sampled.
-
-    Raises:
-        InputError: there is no such credit, a setting is wrong, or `values` are missing.
-        RunError: a reward is not finite, or `greedy_returns` lacks a group.
-    """
-    recipe: CreditRecipe = chosen(CREDITS, credit, **settings)
-    if isinstance(recipe, CriticCredit) and values is None:
-        raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
-    return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values)
 
 
 def compute_advantages(
@@ -87,11 +46,11 @@ def compute_advantages(
         advantages = whiten(advantages) if recipe.whiten else advantages
     elif isinstance(recipe, TurnCredit):
         advantages = turn_advantages(recipe, episodes, token_rewards)
-    elif recipe.function is not None:
-        advantages = registered_credit(recipe, episodes, token_rewards)
-    else:
+    elif isinstance(recipe, GroupCredit | BatchCredit | TokenCredit):
         groups = np.array([episode.group for episode in episodes], dtype=np.int64)
         advantages = _without_critic(recipe, token_rewards, groups, greedy_returns or {})
+    else:
+        advantages = registered_credit(recipe, episodes, token_rewards)
     return Advantages([_to_streams(of_tokens, m) for of_tokens, m in zip(advantages, masks, strict=True)])
 
 

@@ -34,6 +34,5 @@ def make_env(environment: str | type[Environment], **keys: Any) -> EnvironmentFa
     Raises:
         InputError: there is no such environment, or a key is wrong.
     """
-    if isinstance(environment, type):
-        environment = register_environment(environment)
-    return EnvironmentFactory(section(environment_class(environment).Recipe, type=environment, **keys))
+    name = register_environment(environment) if isinstance(environment, type) else environment
+    return EnvironmentFactory(section(environment_class(name).Recipe, type=name, **keys))

@@ -71,7 +71,7 @@ class Environment(ABC):
     """The default recipe is a complete task. False where a recipe has to name data."""
     scripted_baselines: ClassVar[tuple[str, ...]] = ()
     """Names of the scripted policies that `baselines` measures besides random and optimal, in the order of tables."""
-    blocking: ClassVar[bool] = False
+    blocking: bool = False
     """The methods wait for another process, so they are called in threads."""
     primer: str = ""
     """Text that starts every answer of the policy. `step` gets it in front of the sampled text."""

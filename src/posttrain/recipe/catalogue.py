@@ -36,7 +36,7 @@ def shipped(folder: str) -> Path | None:
 @cache
 def recipe_names() -> dict[str, Path]:
     """Name -> file of every recipe that is shipped or that a plug-in adds, sorted by name. Imports no plug-in."""
-    found = {}
+    found: dict[str, Path] = {}
     folder = shipped("recipes")
     if folder is not None:
         found |= dict(_named(folder, ""))

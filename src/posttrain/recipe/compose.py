@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -40,7 +40,8 @@ def section(part: type[P], value: "P | Mapping[str, Any] | None" = None, /, **ke
         if keywords:
             raise TypeError(f"{type(value).__name__} is complete; pass it alone, or pass its keys by name")
         return value
-    given = plain_values({**(value or {}), **keywords})
+    keys: Mapping[str, Any] = {} if value is None else cast(Mapping[str, Any], value)
+    given = plain_values({**keys, **keywords})
     try:
         return part.model_validate(given)
     except ValidationError as error:

@@ -108,7 +108,7 @@ class Registry:
 def section_of(name: str, function: Callable[..., Any], base: type[Section]) -> type[Section]:
     """A subclass of `base` whose keys are the keyword-only parameters of `function`."""
     hints = typing.get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"type": (Literal[name], name)}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
@@ -124,10 +124,9 @@ def section_of(name: str, function: Callable[..., Any], base: type[Section]) -> 
         __base__=base,
         __module__=function.__module__,
         __doc__=doc,
-        type=(Literal[name], name),
         **fields,
     )
     section.model_fields["type"].description = f"`{name}`: {doc.splitlines()[0]}"
-    section.function = staticmethod(function)  # type: ignore[assignment]
-    section.settings_of_function = tuple(fields)
+    section.function = staticmethod(function)
+    section.settings_of_function = tuple(field for field in fields if field != "type")
     return section

@@ -1,4 +1,4 @@
-"""The learner of a loop of one's own: episodes with credit become one optimizer step of the policy."""
+"""Credit and the learner for a loop of your own: episodes, then advantages, then one optimizer step of the policy."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.episode import Advantages, Episode
+from posttrain.credit.assign import compute_advantages, reward_streams
+from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
 from posttrain.errors import InputError
 from posttrain.losses.kl import KlController
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
+from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit
 from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.training.batches import Sample, samples_of_episodes
@@ -18,6 +20,44 @@ from posttrain.training.objectives import PolicyObjective, logprobs, token_forwa
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rl import set_advantages
 from posttrain.training.updater import Updater, means
+
+
+def advantages(
+    episodes: Sequence[Episode],
+    credit: str | CreditRecipe | Mapping[str, Any] = "rloo",
+    *,
+    rewards: RewardStreams | None = None,
+    values: PerToken | None = None,
+    greedy_returns: Mapping[int, float] | None = None,
+    **settings: Any,
+) -> Advantages:
+    """One advantage per sampled token of `episodes`, by the name of a credit.
+
+        credit = posttrain.advantages(episodes, "grpo")
+        credit = posttrain.advantages(episodes, "turn_returns", discount=0.9)
+
+    Args:
+        episodes: what `rollout` returned, whole groups of them.
+        credit: a `credit.type` of the recipe reference (`grpo`, `dr_grpo`, `rloo`, `brpo`, `arpo`, `reinforce`,
+            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`,
+            `bilevel_gae`, or one that was registered), or its settings.
+        rewards: rewards per token to use instead of those in the episodes, for example with a KL penalty in them.
+        values: a critic's values before each sampled token, as `[episode][stream]` [T] float32; `gae` and `bilevel_gae`
+            need them.
+        greedy_returns: group id -> return of a greedy episode of the group's task; `remax` needs them.
+        settings: keys of the credit by name.
+
+    Returns:
+        `Advantages`; `values[episode][stream]` is [T] float32, zero where no token was sampled.
+
+    Raises:
+        InputError: there is no such credit, a setting is wrong, or `values` are missing.
+        RunError: a reward is not finite, or `greedy_returns` lacks a group.
+    """
+    recipe: CreditRecipe = chosen(CREDITS, credit, **settings)
+    if isinstance(recipe, CriticCredit) and values is None:
+        raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
+    return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values)
 
 
 class Learner:

@@ -146,7 +146,7 @@ def fit_run(run: RunDirectory, data: str | None) -> Fitted:
     curves = (grid, normalizer.mean(grid), normalizer.sigma(grid))
     said = (f"fit, R² {_shown(fit.r2_mean)}", f"fit, R² {_shown(fit.r2_std)}")
     # Not at the top: runs that only apply a normalizer do without matplotlib.
-    from posttrain.runs.plots import draw_profile
+    from posttrain.runs.figures import draw_profile
 
     draw_profile(plot, str(key), (profile.positions, profile.means, profile.stds, profile.counts), curves, said)
     return Fitted(fit, key, len(rewards), sum(map(len, rewards)), params, plot)
