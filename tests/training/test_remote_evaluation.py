@@ -138,7 +138,7 @@ def test_the_plan_shows_the_server_and_asks_nothing(capsys):
     assert "12 episodes on the held-out seeds 100..111" in said
     assert "at most 96 requests (8 turns an episode) of at most 64 tokens written: 6,144 tokens" in said
     for key in ("model", "rollout.tokens_per_episode", "engine.stop_at"):
-        assert f"note: {key} has no effect" in said
+        assert f"warning: {key} has no effect" in said
     assert "long episodes will be cut" not in said
     assert "set environment.opened_by=policy" in said
     assert "GiB" not in said

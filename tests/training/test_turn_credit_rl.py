@@ -44,7 +44,7 @@ def train(tiny, runs, **changes):
         {"type": "turn_returns", "discount": 0.9},
         {"type": "mt_grpo"},
         {"type": "gigpo"},
-        {"type": "gigpo", "divide": False, "step_weight": 0.5},
+        {"type": "gigpo", "divide_by_std": False, "step_weight": 0.5},
     ],
     ids=str,
 )
@@ -63,7 +63,7 @@ def test_credit_is_the_same_within_a_turn_and_differs_between_turns(tiny_model, 
 
 def test_gigpo_compares_turns_of_one_room_however_it_was_reached(tiny_model, tmp_path):
     _, stored, found = train(
-        tiny_model, tmp_path, credit={"type": "gigpo", "discount": 1.0, "divide": False, "step_weight": 1.0}
+        tiny_model, tmp_path, credit={"type": "gigpo", "discount": 1.0, "divide_by_std": False, "step_weight": 1.0}
     )
     group = stored[0].group
     own = [i for i, episode in enumerate(stored) if episode.group == group]

@@ -125,7 +125,7 @@ def test_coefficient_0_is_the_plain_loss_bit_for_bit(tiny_model, monkeypatch):
     output = unit_reward_forward(model, reader)(pair_samples())
     objective = UnitRewardObjective(loss, recipe(TOKEN))
     total, _ = objective(output, pair_samples(), [])
-    assert torch.equal(total, objective.judge(output, pair_samples()).losses.sum())
+    assert torch.equal(total, objective.compare(output, pair_samples()).losses.sum())
     uneven = UnitRewardObjective(loss, recipe(TOKEN, entropy_coefficient=0.3))(output, pair_samples(), [])[0]
     expected = total + 0.3 * unit_entropy_penalty(output.rewards, output.stream, output.streams, "length_fair").sum()
     assert torch.equal(uneven, expected)
@@ -199,7 +199,7 @@ def test_wrong_units_are_refused_in_one_sentence(tiny_model, tmp_path):
         UnitReader(model, stored_units(units, str(tmp_path / "gone")), 100)
     file = tmp_path / "model" / "config.json"
     file.write_text(file.read_text().replace('"token"', '"tokens"'))
-    with pytest.raises(InputError, match=r"config\.json: `posttrain_units` is wrong at 'segmenter'"):
+    with pytest.raises(InputError, match=r"config\.json: invalid `posttrain_units` at 'segmenter'"):
         assert RewardModel(ModelRecipe(path=str(tmp_path / "model")), new_head=False).units
     with pytest.raises(ValidationError):
         recipe(TOKEN, aggregate="sum")

@@ -1,15 +1,27 @@
-"""The evaluate stage: a model in an environment, on held-out seeds, beside the baseline policies."""
+"""The evaluate stage: a model in an environment, on held-out seeds, beside the baseline policies.
+
+A model behind a server is evaluated without importing torch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
+from posttrain.engines.openai import chat_client
+from posttrain.errors import InputError
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe
+from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
-from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator
+from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator, WorkerSource
 from posttrain.training.results import write_tables
-from posttrain.training.rollouts import RemoteRolloutManager, RolloutManager, check_tasks, too_long
+from posttrain.training.tasks import check_tasks, too_long
 
 
 def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> None:
@@ -39,7 +51,7 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     seeds = range(evaluation.final_seeds.start, evaluation.final_seeds.stop)
     warnings = check_tasks(recipe.environment, range(0), [seeds], recipe.reward is not None)
     left_out: frozenset[int] = frozenset()
-    manager: RolloutManager | RemoteRolloutManager
+    manager: WorkerSource
     if recipe.remote is not None:
         # Only the server can count the tokens of its prompts.
         episodes = evaluation.final_seeds.count * evaluation.episodes_per_seed
@@ -47,9 +59,10 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     else:
         from posttrain.models.policy import Policy
         from posttrain.training.reward_scorer import open_scorer
+        from posttrain.training.rollouts import RolloutManager
 
         policy = Policy(recipe.model, recipe.seed)
-        manager = RolloutManager(
+        local = manager = RolloutManager(
             policy,
             recipe.engine,  # type: ignore[arg-type]
             recipe.environment,
@@ -58,7 +71,44 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
             evaluation.sampling,
             directory.logs,
         )
-        left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, range(0), [seeds])
+        left_out, summary = too_long(recipe.environment, recipe.rollout, local.renderer, range(0), [seeds])
         warnings = [*warnings, *summary]
     evaluator = EpisodeEvaluator(manager, evaluation, recipe.seed, directory.episodes, recipe.name, left_out)
     return evaluator, warnings
+
+
+class RemoteRolloutManager:
+    """A client of a chat server, and the workers that play episodes with it. Loads no model."""
+
+    def __init__(
+        self, engine: OpenAIEngineRecipe, environment: EnvironmentRecipe, rollout: RolloutRecipe, episodes: int
+    ) -> None:
+        """Connect to the server.
+
+        Args:
+            episodes: how many will be played, of which `rollout.failures.max_share` may fail.
+
+        Raises:
+            InputError: the environment begins the answers itself, or the API key's variable is not set.
+        """
+        primer = environment_class(environment.type)(environment).primer
+        if primer:
+            raise InputError(no_primer(environment, primer))
+        self.engine = engine
+        self.environment = environment
+        self.rollout = rollout
+        self.episodes = episodes
+        self.model_name = engine.model
+        self.client = chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
+
+    @contextmanager
+    def worker(self, sampling: SamplingRecipe) -> Iterator[RemoteRolloutWorker]:
+        """A worker that counts failures from zero."""
+        yield RemoteRolloutWorker(
+            client=self.client,
+            engine=self.engine,
+            failure_monitor=FailureLimit(self.rollout.failures, self.episodes),
+            environment=self.environment,
+            rollout=self.rollout,
+            sampling=sampling,
+        )

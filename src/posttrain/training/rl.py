@@ -42,11 +42,10 @@ from posttrain.training.rollouts import (
     Rollouts,
     SyncRollouts,
     TaskOrder,
-    check_tasks,
     rollout_metrics,
-    too_long,
 )
 from posttrain.training.rows import PtxRows
+from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import Objective, Totals, Updater, add_totals, means

@@ -11,20 +11,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current
 from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.engines.openai import chat_client
 from posttrain.engines.protocol import Engine, EngineCounters
-from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome
-from posttrain.errors import InputError
 from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.models.policy import Policy
-from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe, VllmEngineRecipe, no_primer
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, SeedRange
 from posttrain.rollout.driver import (
     EpisodeRequest,
@@ -35,7 +31,6 @@ from posttrain.rollout.driver import (
     without_failures,
 )
 from posttrain.rollout.filters import has_signal, most_uncertain
-from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.seeds import random_stream
 
 # -- who plays ----------------------------------------------------------------------------------------------------------
@@ -114,43 +109,6 @@ class RolloutManager:
             self.engine.sleep()
 
 
-class RemoteRolloutManager:
-    """A client of a chat server, and the workers that play episodes with it. Loads no model."""
-
-    def __init__(
-        self, engine: OpenAIEngineRecipe, environment: EnvironmentRecipe, rollout: RolloutRecipe, episodes: int
-    ) -> None:
-        """Connect to the server.
-
-        Args:
-            episodes: how many will be played, of which `rollout.failures.max_share` may fail.
-
-        Raises:
-            InputError: the environment begins the answers itself, or the API key's variable is not set.
-        """
-        primer = environment_class(environment.type)(environment).primer
-        if primer:
-            raise InputError(no_primer(environment, primer))
-        self.engine = engine
-        self.environment = environment
-        self.rollout = rollout
-        self.episodes = episodes
-        self.model_name = engine.model
-        self.client = chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
-
-    @contextmanager
-    def worker(self, sampling: SamplingRecipe) -> Iterator[RemoteRolloutWorker]:
-        """A worker that counts failures from zero."""
-        yield RemoteRolloutWorker(
-            client=self.client,
-            engine=self.engine,
-            failure_monitor=FailureLimit(self.rollout.failures, self.episodes),
-            environment=self.environment,
-            rollout=self.rollout,
-            sampling=sampling,
-        )
-
-
 # -- which tasks --------------------------------------------------------------------------------------------------------
 
 
@@ -185,67 +143,6 @@ class TaskOrder:
 
     def _order(self, passes: int) -> np.ndarray:
         return random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
-
-
-def check_tasks(
-    environment: EnvironmentRecipe, training: range, held_out: Sequence[range], reward_model: bool
-) -> list[str]:
-    """Check the seeds before a model is loaded; returns the environment's warnings.
-
-    Raises:
-        InputError: a seed has no task, or nothing rewards the answers.
-    """
-    kind = environment_class(environment.type)
-    if not reward_model and not kind.has_reward(environment):
-        raise InputError(
-            "nothing scores the answers; name a function in environment.reward, a judge in environment.judge, or a reward "
-            "model in reward.path"
-        )
-    return kind.check_tasks(environment, training, list(held_out))
-
-
-def too_long(
-    environment: EnvironmentRecipe,
-    rollout: RolloutRecipe,
-    renderer: Renderer,
-    training: range,
-    held_out: Sequence[range],
-) -> tuple[frozenset[int], list[str]]:
-    """Seeds whose prompt leaves less than `tokens_per_turn` of the episode's tokens, and a summary of them.
-
-    Only tasks from the user's data are checked. They are left out of training and of evaluation.
-
-    Raises:
-        InputError: no seed of a range is left, too few training seeds are left for a step, or any is too long and the
-            environment is `strict`.
-    """
-    kind = environment_class(environment.type)
-    if kind.self_contained:
-        return frozenset(), []
-    room = rollout.tokens_per_episode - rollout.tokens_per_turn
-    problems = Problems()
-    left_out = set()
-    for seeds in (training, *held_out):
-        for seed in seeds:
-            task: Environment = kind(environment)
-            tokens = len(renderer.prompt(task.reset(seed).messages, task.primer))
-            if tokens > room:
-                left_out.add(seed)
-                detail = f"{tokens} tokens, and rollout.tokens_per_turn = {rollout.tokens_per_turn} for the answer"
-                problems.add(
-                    f"prompt leaves no room for an answer within rollout.tokens_per_episode = {rollout.tokens_per_episode}",
-                    kind.task_name(environment, seed),
-                    detail,
-                )
-        if len(seeds) and left_out.issuperset(seeds):
-            problems.require_any(f"seeds {seeds.start} to {seeds.stop - 1} of {environment.type}")
-    problems.raise_if(getattr(environment, "strict", False))
-    if len(training) and len(training) - len(left_out & set(training)) < rollout.groups_per_step:
-        raise InputError(
-            f"fewer than rollout.groups_per_step = {rollout.groups_per_step} training prompts leave room for an "
-            "answer; raise rollout.tokens_per_episode or `seeds.count`"
-        )
-    return frozenset(left_out), problems.summary()
 
 
 # -- the episodes of a step ---------------------------------------------------------------------------------------------

@@ -1,0 +1,260 @@
+"""Evaluators of held-out rows: loss per token, and accuracy of comparisons."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from posttrain.data.rendering import Renderer
+from posttrain.data.tokens import TokenRow
+from posttrain.evaluation.statistics import Estimate, bootstrap_ratio, calibration, pair_accuracy, ranking_accuracy
+from posttrain.models.forward import TokenScores
+from posttrain.models.reward import RewardModel
+from posttrain.runs.tables import Table
+from posttrain.training.batches import Sample
+from posttrain.training.evaluators import START, TRAINED
+from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
+from posttrain.training.rows import DataSet, samples_of_row
+from posttrain.training.updater import Updater
+
+
+class LossEvaluator:
+    """Loss in nats per trained token, over all rows and over the rows of each domain."""
+
+    def __init__(self, learner: Updater[TokenScores], data: DataSet, title: str) -> None:
+        """`title`: name of the run, for the table."""
+        self.learner = learner
+        self.data = data
+        self.title = title
+
+    def baselines(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def curve(self, step: int) -> dict[str, Any]:
+        return self._measure(self.data.validation, "validation") if self.data.validation else {}
+
+    def final(self, step: int) -> dict[str, Any]:
+        return self._measure(self.data.final, "test")
+
+    def cost(self) -> str:
+        return f"measuring the loss on {len(self.data.final)} held-out rows"
+
+    def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+        """Before and after, whole and by domain."""
+        rows = []
+        for player, title in ((START, START), (TRAINED, "trained model")):
+            values = lines.get(player, {})
+            for key in [key for key in values if key.startswith("test/rows")]:
+                suffix = key.removeprefix("test/rows")
+                loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
+                interval = f"[{low:.4f}, {high:.4f}]" if low is not None else "–"
+                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
+                domain, count = suffix.removeprefix("/") or "all", values[key]
+                rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
+        headings = ("policy", "rows of", "loss", "95% interval", "perplexity", "n", "note")
+        about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
+        table = Table(
+            title=f"{self.title}: held-out rows",
+            headings=headings,
+            rows=rows,
+            note="Loss in nats per trained token; `n` rows; intervals are 95%, by bootstrap over rows." + about,
+            words=("policy", "rows of", "note"),
+        )
+        return [table]
+
+    def artefacts(self) -> Sequence[str]:
+        return []
+
+    def _measure(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
+        samples = [(row, sample) for row in rows for sample in samples_of_row(row)]
+        scores = logprobs(self.learner, [sample for _, sample in samples])
+        nats: dict[int, float] = {}
+        tokens: dict[int, float] = {}
+        for (row, _), score in zip(samples, scores, strict=True):
+            nats[id(row)] = nats.get(id(row), 0.0) - float(score.sum(dtype="float64"))
+            tokens[id(row)] = tokens.get(id(row), 0.0) + len(score)
+        values: dict[str, Any] = {}
+        domains = sorted({row.domain for row in rows if row.domain is not None})
+        for domain in [None, *domains]:
+            chosen = [row for row in rows if domain is None or row.domain == domain]
+            estimate = bootstrap_ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
+            suffix = "" if domain is None else f"/{domain}"
+            values[f"{name}/loss{suffix}"] = estimate.value
+            has_interval = not math.isnan(estimate.low)  # one row has none
+            values[f"{name}/loss_low{suffix}"] = estimate.low if has_interval else None
+            values[f"{name}/loss_high{suffix}"] = estimate.high if has_interval else None
+            values[f"{name}/rows{suffix}"] = len(chosen)
+        values[f"{name}/perplexity"] = math.exp(values[f"{name}/loss"])
+        return values
+
+
+Output = TypeVar("Output")
+_SHOWN_PAIRS = 3
+
+
+def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
+    """The value of an evaluation that chooses the best checkpoint; larger is better."""
+    if metric == "loss":
+        return lambda values: -values["validation/loss"]
+    # The accuracy is NaN where all answers are good, or all are bad.
+    return lambda values: -math.inf if math.isnan(values["validation/accuracy"]) else values["validation/accuracy"]
+
+
+class PreferenceEvaluator(Generic[Output]):
+    """Accuracy, loss and margin of preference rows, over all rows and over the rows of each domain."""
+
+    def __init__(
+        self,
+        learner: Updater[Output],
+        data: DataSet,
+        title: str,
+        objective_for: Callable[[Sequence[Sample]], PairObjective | UnpairedObjective | RewardObjective],
+        unpaired: bool = False,
+        model: RewardModel | None = None,
+        renderer: Renderer | None = None,
+    ) -> None:
+        """Create an evaluator.
+
+        Args:
+            title: name of the run, for the table.
+            objective_for: the objective of the given samples.
+            unpaired: the rows are single answers labelled good or bad, not pairs.
+            model, renderer: given for a reward model, which stores the statistics of its rewards and prints examples.
+        """
+        self.learner = learner
+        self.data = data
+        self.title = title
+        self.unpaired = unpaired
+        self.objective_for = objective_for
+        self.model = model
+        self.renderer = renderer
+        self._shown: list[str] = []
+
+    def baselines(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def curve(self, step: int) -> dict[str, Any]:
+        return self._values(self.data.validation, "validation") if self.data.validation else {}
+
+    def final(self, step: int) -> dict[str, Any]:
+        rows = self.data.final
+        losses, chosen, rejected = self._compare(rows)
+        if self.model is not None:
+            both = np.concatenate([chosen, rejected])
+            if self.data.validation and self.data.test:
+                both = np.concatenate(self._compare(self.data.validation)[1:])
+            self.model.set_statistics(float(both.mean()), float(both.std(ddof=1)))
+            self._shown = [*_calibration_lines(chosen - rejected), *self._sample_lines(rows, chosen, rejected)]
+        return _summary(rows, losses, chosen, rejected, "test")
+
+    def cost(self) -> str:
+        return f"ranking {len(self.data.final)} held-out rows"
+
+    def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+        """Before and after, whole and by domain."""
+        rows = []
+        for player, title in ((START, START), (TRAINED, "trained model")):
+            values = lines.get(player, {})
+            for key in [key for key in values if key.startswith("test/rows")]:
+                suffix = key.removeprefix("test/rows")
+                share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
+                margin = values[f"test/margin{suffix}"]
+                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
+                rows.append(
+                    (
+                        title,
+                        suffix.removeprefix("/") or "all",
+                        "–" if share is None else f"{100 * share:.1f}%",
+                        "–" if share is None else f"[{100 * low:.1f}, {100 * high:.1f}]",
+                        f"{values[f'test/loss{suffix}']:.4f}",
+                        "–" if margin is None else f"{round(margin, 3) + 0.0:.3f}",
+                        str(values[key]),
+                        note,
+                    )
+                )
+        kind = "n pairs: the share whose better answer is ranked above the other; guessing gives 50%"
+        if self.unpaired:
+            kind = "n good and bad answers: the chance that a good one is ranked above a bad one"
+        about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
+        table = Table(
+            title=f"{self.title}: held-out comparisons",
+            headings=("policy", "rows of", "accuracy", "95% interval", "loss", "mean margin", "n", "note"),
+            rows=rows,
+            note=f"{kind}; 95% intervals over rows.{about}",
+            words=("policy", "rows of", "note"),
+        )
+        return [table]
+
+    def artefacts(self) -> Sequence[str]:
+        return self._shown
+
+    def _values(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
+        return _summary(rows, *self._compare(rows), name)
+
+    def _compare(self, rows: Sequence[TokenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Loss and the two rewards of each row, [n] float64; NaN for an answer that a row does not have."""
+        samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
+        objective: Any = self.objective_for(samples)
+        table = np.full((3, len(rows)), np.nan)
+        for group, output in self.learner.without_gradient(samples):
+            compared = objective.compare(output, [samples[i] for i in group])
+            values = (compared.losses, compared.chosen, compared.rejected)
+            table[:, compared.rows] = np.stack([value.double().cpu().numpy() for value in values])
+        return table[0], table[1], table[2]
+
+    def _sample_lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:
+        """A few pairs as text with their rewards: the most surely right, the middle one, and the most wrong."""
+        assert self.renderer is not None
+        order = np.argsort(chosen - rejected)
+        picked = dict.fromkeys(int(order[place]) for place in (-1, len(order) // 2, 0))
+        lines = ["scored pairs (most surely right, middle, most surely wrong):"]
+        for number in list(picked)[:_SHOWN_PAIRS]:
+            lines.append(f"  {rows[number].origin}: margin {chosen[number] - rejected[number]:+.3f}")
+            for name, stream, reward in zip(
+                ("chosen", "rejected"), rows[number].streams, (chosen[number], rejected[number]), strict=True
+            ):
+                text = " ".join(self.renderer.tokenizer.decode(stream.ids[stream.trained]).split())
+                lines.append(f"    {name:8} {reward:+.3f}  {text[:150]}{'…' if len(text) > 150 else ''}")
+        return lines
+
+
+def _summary(
+    rows: Sequence[TokenRow], losses: np.ndarray, chosen: np.ndarray, rejected: np.ndarray, name: str
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    domains = [row.domain for row in rows]
+    for domain in [None, *sorted({d for d in domains if d is not None})]:
+        inside = np.array([domain is None or d == domain for d in domains])
+        suffix = "" if domain is None else f"/{domain}"
+        accuracy = _accuracy(chosen[inside], rejected[inside])
+        values[f"{name}/rows{suffix}"] = int(inside.sum())
+        values[f"{name}/accuracy{suffix}"] = accuracy.value
+        values[f"{name}/accuracy_low{suffix}"] = accuracy.low
+        values[f"{name}/accuracy_high{suffix}"] = accuracy.high
+        values[f"{name}/loss{suffix}"] = float(losses[inside].mean())
+        values[f"{name}/margin{suffix}"] = float(np.nanmean(chosen[inside]) - np.nanmean(rejected[inside]))
+    values[f"{name}/chosen"], values[f"{name}/rejected"] = float(np.nanmean(chosen)), float(np.nanmean(rejected))
+    both = np.concatenate([chosen, rejected])
+    values[f"{name}/reward_mean"], values[f"{name}/reward_std"] = float(np.nanmean(both)), float(np.nanstd(both))
+    return values
+
+
+def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> Estimate:
+    good, bad = chosen[~np.isnan(chosen)], rejected[~np.isnan(rejected)]
+    if len(good) == len(bad) == len(chosen):
+        return pair_accuracy(list(chosen - rejected))
+    if not len(good) or not len(bad):
+        return Estimate(math.nan, math.nan, math.nan, len(chosen))
+    return ranking_accuracy(list(good), list(bad))
+
+
+def _calibration_lines(margins: np.ndarray) -> list[str]:
+    bins, error = calibration(list(margins))
+    lines = [f"calibration: expected error {100 * error:.1f} percentage points over {len(margins)} pairs"]
+    lines += [
+        f"  predicted {100 * b.low:.0f}-{100 * b.high:.0f}%: mean {100 * b.confidence:.1f}%, right "
+        f"{100 * b.accuracy.value:.1f}% [{100 * b.accuracy.low:.1f}, {100 * b.accuracy.high:.1f}], n {b.accuracy.n}"
+        for b in bins
+    ]
+    return lines
