@@ -17,7 +17,7 @@ TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxproc
 demo: $(DEMO_READY)
 	$(BIN)/posttrain pipeline demo/pipeline
 
-test: $(READY) lint vllm
+test: $(READY) lint
 	$(TESTS)
 
 test-all: $(READY) lint vllm
@@ -50,7 +50,7 @@ $(READY): $(DEMO_READY)
 	$(BIN)/pip install --quiet -e ".[dev]"
 	touch $(READY)
 
-# Without it the tests of vLLM are skipped, with the reason.
+# The slow tests of vLLM use it. Without it they are skipped, with the reason.
 vllm:
 	@$(MAKE) --no-print-directory $(VLLM_READY) || echo "vLLM could not be installed in $(VLLM); its tests are skipped"
 

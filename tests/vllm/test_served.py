@@ -22,7 +22,7 @@ from tests.vllm.asking import GREEDY, SMALL, WARM, answers, distance, local_answ
 from tests.vllm.interpreter import needs_vllm, vllm_python
 from tests.vllm.models import save_model
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 BOUND = 1e-4
 """Largest distance in nats from the learner's log-probabilities, float32 on both sides."""
 
