@@ -117,9 +117,9 @@ def _watch(recorder: Recorder, pairs: bool) -> None:
 def _end_answers(job: Job) -> None:
     """Let the answers of each step end at the lengths of `answer_lengths`, and at no end token before."""
     from posttrain.engines.local.engine import LocalEngine
-    from posttrain.training import rl
+    from posttrain.training import rollouts
 
-    generate, collect = LocalEngine.generate, rl.collect
+    generate, collect = LocalEngine.generate, rollouts.collect
     lengths: list[int] = []
 
     async def cut(self: Any, request: Any) -> Any:
@@ -127,11 +127,11 @@ def _end_answers(job: Job) -> None:
         # Requests come in the order of places, as TRL's rows do. Evaluation, which is not measured, is kept short.
         return await generate(self, replace(request, max_tokens=lengths.pop(0) if lengths else 1))
 
-    def with_lengths(player: Any, recipe: Any, tasks: Any, step: int) -> Any:
+    def with_lengths(worker: Any, tasks: Any, step: int, *rest: Any) -> Any:
         lengths[:] = answer_lengths(step - 1, job.rows_per_step, seed=job.seed)
-        return collect(player, recipe, tasks, step)
+        return collect(worker, tasks, step, *rest)
 
-    LocalEngine.generate, rl.collect = cut, with_lengths  # type: ignore[method-assign]
+    LocalEngine.generate, rollouts.collect = cut, with_lengths  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def _places(job: dict[str, Any], round_number: int) -> list[Any]:
             seed=1000 * (round_number + 1) + number // job["group"],
             group=number // job["group"],
             index=number % job["group"],
-            stream=(round_number, "benchmark", number),
+            rng_key=(round_number, "benchmark", number),
         )
         for number in episodes
     ]

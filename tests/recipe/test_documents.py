@@ -101,7 +101,7 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
     assert main([STAGES[path], path, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert f"recipe ({STAGES[path]})" in said
-    assert "note:" not in said
+    assert "warning:" not in said
     assert recipe_warnings(load_recipe([path], [], STAGES[path])) == []
 
 
@@ -127,7 +127,7 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
 def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
     file = f"recipes/{folder}/pipeline.yaml"
     assert main(["pipeline", file, "--dry-run"]) == 0
-    assert "note:" not in capsys.readouterr().out
+    assert "warning:" not in capsys.readouterr().out
     stages = load_pipeline(file, []).stages
     assert [(stage.name, sorted(stage.inputs), stage.recipe.model.path) for stage in stages] == [
         (name, sorted(inputs), path) for name, inputs, path in chain
@@ -262,9 +262,9 @@ def test_every_command_of_the_pages_resolves(capsys):
                 continue
             seen += 1
             assert main([verb, *words, *([] if "--dry-run" in words else ["--dry-run"])]) == 0, command
-            notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
-            # The page says of these that the critic is left out, and that a note tells so.
-            assert [note for note in notes if not note.startswith("note: critic has no effect: credit.type")] == [], (
+            warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+            # The page says of these that the critic is left out, and a warning says so.
+            assert [line for line in warnings if not line.startswith("warning: critic has no effect: credit.type")] == [], (
                 command
             )
     assert seen == 34

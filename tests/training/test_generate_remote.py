@@ -229,7 +229,7 @@ def test_the_plan_and_the_keys_without_effect(capsys):
     said = capsys.readouterr().out
     assert "some-model at http://nowhere/v1 answers, 8 requests in flight" in said
     for key in ("model", "window", "rollout.tokens_per_episode"):
-        assert f"note: {key} has no effect" in said
+        assert f"warning: {key} has no effect" in said
     assert main(words("http://nowhere/v1", "sampling.top_k=5", "sampling.temperature=1")) == 2
     assert "engine.extra_body.top_k=5" in capsys.readouterr().err
 

@@ -43,7 +43,7 @@ def run_study(study: Study, resume: bool, console: Console) -> None:
     `best.yaml`. Raises KeyboardInterrupt when stopped; runs save a checkpoint, and `--resume` continues them.
     """
     for text in check_space(study):
-        console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
     with study_lock(study):
         optuna_study = open_study(study, resume)
         try:
@@ -140,7 +140,7 @@ def show_study(study: Study, console: Console) -> None:
     if recipe.pruner.type != "none" and evaluation is not None and evaluation.every == 0:
         messages.append("evaluation.every = 0 evaluates before and after a run only, so nothing can be pruned")
     for message in messages:
-        say(f"note: {message}")
+        say(f"warning: {message}")
 
 
 def _search_table(study: Study) -> Table:
