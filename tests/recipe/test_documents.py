@@ -264,9 +264,9 @@ def test_every_command_of_the_pages_resolves(capsys):
             assert main([verb, *words, *([] if "--dry-run" in words else ["--dry-run"])]) == 0, command
             warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
             # The page says of these that the critic is left out, and a warning says so.
-            assert [line for line in warnings if not line.startswith("warning: critic has no effect: credit.type")] == [], (
-                command
-            )
+            assert [
+                line for line in warnings if not line.startswith("warning: critic has no effect: credit.type")
+            ] == [], command
     assert seen == 34
 
 
