@@ -115,7 +115,7 @@ def test_answers_without_room_are_told(capsys):
 def test_the_plan_counts_both_conversations_of_an_update_that_is_followed_up(capsys):
     with serving(solver()) as server:
         assert main(words(server.url, "--dry-run", "environment.follow_up=true")) == 0
-    assert "at most 192 requests (16 turns an episode)" in capsys.readouterr().out
+    assert "at most 192 requests (16 turns per episode)" in capsys.readouterr().out
 
 
 def test_the_plan_shows_the_server_and_asks_nothing(capsys):
@@ -134,9 +134,9 @@ def test_the_plan_shows_the_server_and_asks_nothing(capsys):
             == 0
         )
     said = capsys.readouterr().out
-    assert f"some-model at {server.url} answers, 8 episodes in flight" in said
+    assert f"some-model at {server.url}, 8 episodes in flight" in said
     assert "12 episodes on the held-out seeds 100..111" in said
-    assert "at most 96 requests (8 turns an episode) of at most 64 tokens written: 6,144 tokens" in said
+    assert "at most 96 requests (8 turns per episode) of at most 64 sampled tokens: 6,144 tokens" in said
     for key in ("model", "rollout.tokens_per_episode", "engine.stop_at"):
         assert f"warning: {key} has no effect" in said
     assert "long episodes will be cut" not in said
