@@ -23,7 +23,7 @@ QUICK = ("coalitions", "update")
 def _values(tiny, folder, reward_model):
     """Sampled orders of token units, a reward scaled by running statistics, a critic: all that a step remembers."""
     own = values(tiny, folder)
-    del own["environment"]["rule"]
+    del own["environment"]["reward"]
     return own | {
         "steps": 3,
         "reward": {"path": str(reward_model), "normalize": "running"},

@@ -122,7 +122,7 @@ def test_coalitions_are_what_the_model_says_of_the_text(model):
 
 def recipe(tiny_model, folder, reward_model, unit_credit, **changes):
     own = values(tiny_model, folder)
-    own["environment"].pop("rule")
+    own["environment"].pop("reward")
     own |= {
         "reward": {"path": str(reward_model)},
         "credit": {"type": "gae", "gae_lambda": 0.9},

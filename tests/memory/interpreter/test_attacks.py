@@ -28,14 +28,14 @@ LIMITS = VaultLimits(file_bytes=4_000, files=20, total_bytes=20_000, journal_ent
 def interpreter():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENROUTER_API_KEY", KEY)
-        with Interpreter(InterpreterLimits(seconds=10, memory_bytes=16 << 20)) as found:
+        with Interpreter(InterpreterLimits(timeout=10, memory_bytes=16 << 20)) as found:
             yield found
 
 
 @pytest.fixture(scope="module")
 def fragile():
     """An interpreter whose workers are soon ended, for code that ends them."""
-    with Interpreter(InterpreterLimits(seconds=0.3, memory_bytes=16 << 20)) as found:
+    with Interpreter(InterpreterLimits(timeout=0.3, memory_bytes=16 << 20)) as found:
         yield found
 
 
