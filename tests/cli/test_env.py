@@ -99,7 +99,7 @@ def test_validate_fails_on_an_unsound_environment(tmp_path):
 def test_validate_says_when_there_is_nothing_to_check(tmp_path):
     file = tmp_path / "silent.py"
     file.write_text(LYING.replace("BODY", ""))
-    assert "does not validate itself" in str(_error("validate", str(file)))
+    assert "does not implement validate" in str(_error("validate", str(file)))
 
 
 @pytest.mark.parametrize(

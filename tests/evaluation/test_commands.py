@@ -1,6 +1,8 @@
 """`posttrain evaluate text`, `reward` and `model`, and `posttrain compare`, from the command line on."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,10 +14,14 @@ from tests.evaluation.made import predictions, write
 @pytest.fixture
 def stage(monkeypatch):
     """Recipes that `posttrain evaluate` would run."""
-    import posttrain.stages as module
-
     called = []
-    monkeypatch.setattr(module, "run_stage", lambda recipe, **_: called.append(recipe))
+
+    def record(recipe, **_):
+        called.append(recipe)
+        return SimpleNamespace(path=Path("no run"))
+
+    monkeypatch.setattr("posttrain.stages.run_stage", record)
+    monkeypatch.setattr("posttrain.result.Result.open", lambda run: None)
     return called
 
 

@@ -227,7 +227,7 @@ def test_the_plan_and_the_keys_without_effect(capsys):
     more = ["--dry-run", "model.path=elsewhere", "window=3", "rollout.tokens_per_episode=600"]
     assert main(words("http://nowhere/v1", *more)) == 0
     said = capsys.readouterr().out
-    assert "some-model at http://nowhere/v1 answers, 8 requests in flight" in said
+    assert "some-model at http://nowhere/v1, 8 requests in flight" in said
     for key in ("model", "window", "rollout.tokens_per_episode"):
         assert f"warning: {key} has no effect" in said
     assert main(words("http://nowhere/v1", "sampling.top_k=5", "sampling.temperature=1")) == 2

@@ -157,14 +157,14 @@ def test_files_hold_what_the_stages_read(folder):
             assert (user["role"], answer["role"]) == ("user", "assistant")
             assert prompt["context_messages"] == [user]
             assert prompt["completion"] == answer["content"]
-            assert reward(answer["content"], prompt) == 1
+            assert reward(answer["content"], prompt["label"]) == 1
             policy = Policy.from_json(row["label"])
             assert all(f"- {question.ask}\n" in user["content"] for question in policy.questions)
             assert len(user["content"]) < 1600
         for row in pairs:
             assert row["chosen"][0] == row["rejected"][0]
-            assert reward(row["chosen"][1]["content"], row) == 1
-            assert reward(row["rejected"][1]["content"], row) == row["rejected_reward"] < 1
+            assert reward(row["chosen"][1]["content"], row["label"]) == 1
+            assert reward(row["rejected"][1]["content"], row["label"]) == row["rejected_reward"] < 1
             assert row["corruption"] in KINDS
             labels = [step.label for step in parse(row["rejected"][1]["content"]).steps]
             assert row["corrupted_step"] in labels
