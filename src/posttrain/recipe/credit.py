@@ -40,7 +40,7 @@ class GigpoCredit(Credit):
     """Episodes compared within their group, and turns with the group's turns in the same state."""
 
     type: Literal["gigpo"]
-    """`gigpo`: (R - mean) / std of the group's returns, plus `step_weight` times the same of the returns from the turn on among the group's turns in one state. States are told apart by the environment's name for them or, where it names none, by the tokens of the observation."""
+    """`gigpo`: (R - mean) / std of the group's returns, plus `step_weight` times the same of the returns from the turn on among the group's turns in one state. States are distinguished by the environment's state key or, without one, by the tokens of the observation."""
     discount: float = Field(0.95, gt=0, le=1)
     """Discount factor per turn of the returns compared within a state."""
     step_weight: float = Field(1.0, ge=0)
