@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.recipe.model import OptimizerRecipe
 
 
@@ -75,7 +75,7 @@ class Optimizer:
         """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
         added up already."""
         own = zip(self.parameters, self.masters, strict=True)
-        current().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
+        current_world().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -91,7 +91,7 @@ class Optimizer:
             norms.append(torch.nn.utils.get_total_norm(own))
         if not any(divided):
             return norms[0]
-        (squares,) = current().sum([norms[1].double() ** 2])
+        (squares,) = current_world().sum([norms[1].double() ** 2])
         return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()
 
     def step(self) -> float:

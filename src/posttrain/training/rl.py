@@ -25,7 +25,6 @@ from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
 from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
-from posttrain.training.guards import Guards
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -46,7 +45,7 @@ from posttrain.training.rollouts import (
 )
 from posttrain.training.rows import PtxRows
 from posttrain.training.tasks import check_tasks, too_long
-from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
+from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import Objective, Totals, Updater, add_totals, means
 

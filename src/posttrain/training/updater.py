@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from posttrain.distributed.sharding import local_shard
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.recipe.model import LearnerRecipe
@@ -96,7 +96,7 @@ class Updater(Generic[Output]):
         self.trained_tokens = 0
         self._keys = [key, *(f"{name}.optimizer" for name in self.joint)]
         self._warnings: list[str] = []
-        self._world = current()
+        self._world = current_world()
         if model.device.type == "cpu":
             keep_freed_memory()
 
