@@ -83,7 +83,7 @@ def values_of(case, tiny, folder):
 
 def given_updates(tiny, out):
     """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
-    from posttrain.distributed.world import current
+    from posttrain.distributed.world import current_world
     from posttrain.models.policy import Policy
     from posttrain.recipe.loss import PpoLoss
     from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
@@ -105,13 +105,13 @@ def given_updates(tiny, out):
     for _ in range(2):
         totals = learner.update(samples, PolicyObjective(PpoLoss(), entropy=0.01))
         lines.append({key: value / count for key, (value, count) in totals.items() if count})
-    if current().is_rank0:
+    if current_world().is_rank0:
         Path(out).mkdir(parents=True)
     policy.save(Path(out) / "policy")
     whole = dict(policy.weights())
     stored = load_file(Path(out) / "policy" / "model.safetensors")
     lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
-    if current().is_rank0:
+    if current_world().is_rank0:
         (Path(out) / "lines.json").write_text(json.dumps(lines))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
-from posttrain.distributed.world import current, threads_per_process
+from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
 from posttrain.models.forward import PackedRow, TokenScores, hidden_states, pack_row, token_scores, transformer
 from posttrain.models.load import add_adapters, load_end_tokens, load_model, load_tokenizer, resolve_device
@@ -86,11 +86,11 @@ class TrainedModel:
 
         A model that will be sharded is loaded to CPU memory, so that no GPU ever holds all of it.
         """
-        return torch.device("cpu") if current().sharded else None
+        return torch.device("cpu") if current_world().sharded else None
 
     def shard(self, model: torch.nn.Module, trained: bool) -> ShardedModel | None:
         """Shard `model` in place if the run shards models; None otherwise."""
-        if not current().sharded:
+        if not current_world().sharded:
             return None
         inner = transformer(model)
         layers = getattr(getattr(inner, inner.base_model_prefix), "layers", ())
@@ -137,7 +137,7 @@ class TrainedModel:
         All ranks call it; rank 0 writes.
         """
         tensors = self.gather_weights(dict(self.trainable())) if self.recipe.lora is not None else self.gather_weights()
-        current().on_rank0(lambda: self._write(self.model, directory, tensors))
+        current_world().on_rank0(lambda: self._write(self.model, directory, tensors))
 
     def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
         """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not sharded."""
@@ -179,7 +179,7 @@ class TrainedModel:
             self.save(directory)
             return
         tensors = self.gather_weights()
-        current().on_rank0(lambda: self._write(self._merged(tensors), directory, None))
+        current_world().on_rank0(lambda: self._write(self._merged(tensors), directory, None))
 
     def _restore_shards(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Set this rank's shards; returns names that only the files or only the model have."""

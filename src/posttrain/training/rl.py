@@ -24,7 +24,6 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
-from posttrain.training.guards import Guards
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -44,7 +43,7 @@ from posttrain.training.rollouts import (
 )
 from posttrain.training.rows import PtxRows
 from posttrain.training.tasks import check_tasks, too_long
-from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
+from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import (
     Objective,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.episode import Episode, Stream
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
@@ -243,7 +243,7 @@ class Optimizer:
         """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
         added up already."""
         own = zip(self.parameters, self.masters, strict=True)
-        current().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
+        current_world().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -259,7 +259,7 @@ class Optimizer:
             norms.append(torch.nn.utils.get_total_norm(own))
         if not any(divided):
             return norms[0]
-        (squares,) = current().sum([norms[1].double() ** 2])
+        (squares,) = current_world().sum([norms[1].double() ** 2])
         return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()
 
     def step(self) -> float:
@@ -394,7 +394,7 @@ class Updater(Generic[Output]):
         self.trained_tokens = 0
         self._keys = [key, *(f"{name}.optimizer" for name in self.joint)]
         self._warnings: list[str] = []
-        self._world = current()
+        self._world = current_world()
         if model.device.type == "cpu":
             keep_freed_memory()
 
