@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm
 
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
-from posttrain.models.cpu.layers import rotate
+from posttrain.models.cpu.backend import rotate
 from posttrain.models.forward import hidden_states, logits_of, transformer
 from posttrain.recipe.rollout import SamplingRecipe
 
