@@ -59,6 +59,14 @@ class EpisodeSharding(Enum):
     """Rank 0 plays all episodes, and all processes receive them."""
 
 
+class _EpisodeInterrupted(Exception):
+    """A signal handler raised a KeyboardInterrupt inside an episode.
+
+    A task must not end with a KeyboardInterrupt: asyncio raises it out of the event loop a second time while it cancels the
+    other tasks, and reports them as never retrieved.
+    """
+
+
 class EnvironmentFailure(Exception):
     """An environment raised an exception, timed out, or returned a reward that is not finite."""
 
@@ -256,7 +264,10 @@ def run_episodes(
         # timing.
         while remaining:
             number, request = remaining.popleft()
-            on_episode(number, await worker.run_episode(request))
+            try:
+                on_episode(number, await worker.run_episode(request))
+            except KeyboardInterrupt as error:
+                raise _EpisodeInterrupted from error
 
     async def run() -> None:
         await asyncio.gather(*(run_remaining() for _ in range(min(len(requests), worker.capacity))))
@@ -264,7 +275,11 @@ def run_episodes(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(run())
+        try:
+            asyncio.run(run())
+        except _EpisodeInterrupted as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
     else:
         # A notebook runs an event loop in this thread already.
         with ThreadPoolExecutor(1) as thread:
