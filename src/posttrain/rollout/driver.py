@@ -66,6 +66,10 @@ class _EpisodeInterrupted(Exception):
     other tasks, and reports them as never retrieved.
     """
 
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        super().__init__()
+        self.interrupt = interrupt
+
 
 class EnvironmentFailure(Exception):
     """An environment raised an exception, timed out, or returned a reward that is not finite."""
@@ -267,7 +271,7 @@ def run_episodes(
             try:
                 on_episode(number, await worker.run_episode(request))
             except KeyboardInterrupt as error:
-                raise _EpisodeInterrupted from error
+                raise _EpisodeInterrupted(error) from None
 
     async def run() -> None:
         await asyncio.gather(*(run_remaining() for _ in range(min(len(requests), worker.capacity))))
@@ -278,8 +282,7 @@ def run_episodes(
         try:
             asyncio.run(run())
         except _EpisodeInterrupted as error:
-            assert error.__cause__ is not None
-            raise error.__cause__ from None
+            raise error.interrupt from None
     else:
         # A notebook runs an event loop in this thread already.
         with ThreadPoolExecutor(1) as thread:
