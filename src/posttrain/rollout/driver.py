@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.data.rendering import Renderer
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
 from posttrain.environments.make import EnvironmentFactory
@@ -231,7 +231,7 @@ def collect_episodes(worker: EpisodeWorker[Any], requests: Sequence[EpisodeReque
 
     Several processes divide the episodes by `worker.sharding`. All processes must call this function together.
     """
-    world = current()
+    world = current_world()
     if worker.sharding is EpisodeSharding.NONE:
         episodes = _collect_here(worker, requests)
     elif worker.sharding is EpisodeSharding.RANK0:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from posttrain.data.rendering import Renderer
-from posttrain.distributed.world import current, single_process
+from posttrain.distributed.world import current_world, single_process
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.errors import InputError
@@ -292,7 +292,7 @@ class AsyncRollouts:
         """Whether a batch needs the weights of one certain step, not the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
         self._sampler = Sampler(manager, self._published, run.path, steps, greedy, replayed)
-        self._world = current()
+        self._world = current_world()
         self._older: list[WeightSnapshot] = []
         self._step = 0
         """The last step that was learned."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.distributed.world import Interrupts
 from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
@@ -27,7 +28,6 @@ from posttrain.training.completers import (
     prediction,
     read_prompts,
 )
-from posttrain.training.interrupts import Interrupts
 
 _PROGRESS_SECONDS = 5.0
 """Interval between lines of progress where the output is not a terminal."""
