@@ -59,6 +59,18 @@ class EpisodeSharding(Enum):
     """Rank 0 plays all episodes, and all processes receive them."""
 
 
+class _EpisodeInterrupted(Exception):
+    """A signal handler raised a KeyboardInterrupt inside an episode.
+
+    A task must not end with a KeyboardInterrupt: asyncio raises it out of the event loop a second time while it cancels the
+    other tasks, and reports them as never retrieved.
+    """
+
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        super().__init__()
+        self.interrupt = interrupt
+
+
 class EnvironmentFailure(Exception):
     """An environment raised an exception, timed out, or returned a reward that is not finite."""
 
@@ -256,7 +268,10 @@ def run_episodes(
         # timing.
         while remaining:
             number, request = remaining.popleft()
-            on_episode(number, await worker.run_episode(request))
+            try:
+                on_episode(number, await worker.run_episode(request))
+            except KeyboardInterrupt as error:
+                raise _EpisodeInterrupted(error) from None
 
     async def run() -> None:
         await asyncio.gather(*(run_remaining() for _ in range(min(len(requests), worker.capacity))))
@@ -264,7 +279,10 @@ def run_episodes(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(run())
+        try:
+            asyncio.run(run())
+        except _EpisodeInterrupted as error:
+            raise error.interrupt from None
     else:
         # A notebook runs an event loop in this thread already.
         with ThreadPoolExecutor(1) as thread:
