@@ -33,6 +33,9 @@ LOSS_SETTINGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "ppo": [("", {}), (", clip-higher", {"clip_high": 0.28}), (", dual clip", {"dual_clip": 1.5})],
     "gspo": [("", {}), (", wide clip", {"clip_low": 0.1, "clip_high": 0.1})],
     "gspo_token": [("", {}), (", wide clip", {"clip_low": 0.1, "clip_high": 0.1})],
+    "dppo": [("", {}), (", binary KL", {"divergence": "kl", "delta": 0.05})],
+    "sapo": [("", {"positive_temperature": 2.0, "negative_temperature": 3.0})],
+    "gmpo": [("", {}), (", narrow clip", {"clip_low": 0.1, "clip_high": 0.2})],
     "cispo": [("", {}), (", both sides", {"clip_low": 0.2, "clip_high": 0.2})],
 }
 """Settings that a loss is compared with, besides its defaults."""
@@ -60,6 +63,7 @@ def cases() -> Iterator[Case]:
         for level in ("token", "sequence"):
             correction = {"type": kind, "level": level, "cap": 1.3}
             yield Case("correction", f"{kind}, {level}", {"type": "ppo", "correction": correction})
+    yield Case("mask", "off-policy streams", {"type": "ppo", "off_policy_mask": 0.05})
     for estimator in ("k2", "k3"):
         yield Case("KL", f"{estimator} in the loss", kl={"coefficient": 0.2, "estimator": estimator})
     yield Case("entropy", "bonus", entropy=0.1)

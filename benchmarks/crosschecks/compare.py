@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from reference import losses as formulas
 from reference.credit import CREDITS, PerEpisode, Play
-from reference.losses import LOSSES, Batch, aggregate, kl, weights_of_correction
+from reference.losses import LOSSES, Batch, aggregate, kl, off_policy_mask, weights_of_correction
 from reference.model import Padded, pad, score, spread
 
 import posttrain
@@ -122,8 +121,11 @@ class Sides:
             mask=padded.sampled.double(),
             entropy=now.entropy,
             episode=padded.episode,
+            group=padded.group,
         )
         token = LOSSES[settings.type](batch, settings)
+        if settings.off_policy_mask is not None:
+            token = token * off_policy_mask(batch, settings.off_policy_mask)
         if settings.correction is not None:
             c = settings.correction
             token = token * weights_of_correction(batch, c.type, c.level, c.cap)
@@ -145,7 +147,7 @@ class Sides:
 
 
 def padded_streams(episodes: Sequence[Episode]) -> Padded:
-    return pad([(s.ids, s.sampled, i) for i, episode in enumerate(episodes) for s in episode.streams])
+    return pad([(s.ids, s.sampled, i, episode.group) for i, episode in enumerate(episodes) for s in episode.streams])
 
 
 def set_rollout_logprobs(

@@ -27,6 +27,8 @@ class Batch:
     entropy: Tensor
     episode: Tensor
     """[B] int64."""
+    group: Tensor
+    """[B] int64."""
 
 
 PolicyLoss = Callable[[Batch, Any], Tensor]
@@ -72,29 +74,41 @@ def gspo_token(b: Batch, s: Any) -> Tensor:
 
 
 def dppo(b: Batch, s: Any) -> Tensor:
-    """Divergence PPO (2602.04879): ratio x A, without gradient where the divergence of the policy from the anchor exceeds
-    its threshold and the update would increase it. Binary total variation: |pi - pi_old| of the sampled token."""
-    ratio = (b.logp - b.old).exp()
-    change = (b.logp.exp() - b.old.exp()).detach()
-    leaves_up = (b.A > 0) & (change > s.clip_high)
-    leaves_down = (b.A < 0) & (change < -s.clip_low)
-    return -torch.where(leaves_up | leaves_down, torch.zeros_like(ratio), ratio * b.A)
+    """Divergence PPO (2602.04879): ratio x A, without gradient where the divergence of the policy from the one that sampled
+    exceeds its threshold and the update would increase it. Of the sampled token and all others together, as two events:
+    total variation |p - q|, or KL(q, p)."""
+    ratio = (b.logp - b.rollout).exp()
+    p, q = b.logp.detach().exp(), b.rollout.exp()
+    if s.divergence == "tv":
+        divergence = (p - q).abs()
+    else:
+        divergence = q * (b.rollout - b.logp.detach()) + (1 - q) * ((1 - q) / (1 - p)).log()
+    leaves = ((b.A > 0) & (ratio > 1) | (b.A < 0) & (ratio < 1)) & (divergence > s.delta)
+    return -torch.where(leaves, torch.zeros_like(ratio), ratio * b.A)
 
 
 def sapo(b: Batch, s: Any) -> Tensor:
     """Soft adaptive policy optimization (2511.20347) equations 5 and 6: a sigmoid gate instead of the clip."""
-    tau = torch.where(b.A > 0, torch.full_like(b.A, s.tau_pos), torch.full_like(b.A, s.tau_neg))
+    tau = 0 * b.A + s.negative_temperature
+    tau[b.A > 0] = s.positive_temperature
     ratio = (b.logp - b.old).exp()
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * b.A
 
 
 def gmpo(b: Batch, s: Any) -> Tensor:
-    """Geometric-mean policy optimization (2507.20673) equations 4 and 5: log-ratios are clipped at each token, on the side
-    that the sign of the advantage asks for, then averaged over the stream."""
-    log_ratio = b.logp - b.old
+    """Geometric-mean policy optimization (2507.20673) equation 4: log-ratios are clipped at each token, on the side that the
+    sign of the stream's advantage asks for, then averaged over the stream."""
+    log_ratio, A = b.logp - b.old, stream_mean(b.A, b.mask)
     clipped = log_ratio.clamp(-s.clip_low, s.clip_high)
-    pessimistic = torch.where(b.A >= 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
-    return -stream_mean(pessimistic, b.mask).exp() * b.A
+    pessimistic = torch.where(A >= 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+    return (-stream_mean(pessimistic, b.mask).exp() * A).expand_as(b.A)
+
+
+def gpg(b: Batch, s: Any) -> Tensor:
+    """Group policy gradient (2504.02546): REINFORCE, rescaled by B / (B - M) for the M of B samples without a gradient because
+    all answers to their prompt have one reward."""
+    silent = torch.stack([(b.A[b.group == group] == 0).all() for group in b.group])
+    return -(len(silent) / max(1, int((~silent).sum()))) * b.A * b.logp
 
 
 def weights_of_correction(b: Batch, kind: str, level: str, cap: float) -> Tensor:
@@ -126,10 +140,10 @@ def kl_importance_weighted(b: Batch, estimator: str) -> Tensor:
 
 
 def off_policy_mask(b: Batch, threshold: float) -> Tensor:
-    """[B, 1]: DeepSeek-V3.2 (2512.02556) equation 9: 0 for a stream of negative advantage whose mean log-ratio of the sampling
-    policy to the present one exceeds the threshold, else 1. The sign is that of the stream's mean advantage."""
+    """[B, T]: DeepSeek-V3.2 (2512.02556) equations 8 and 9: 0 where the advantage is negative and the mean over the stream of
+    log(mu / pi) exceeds the threshold, else 1. mu sampled the tokens."""
     drift = stream_mean(b.rollout - b.logp.detach(), b.mask)
-    return 1 - ((stream_mean(b.A, b.mask) < 0) & (drift > threshold)).double()
+    return 1 - ((b.A < 0) & (drift > threshold)).double()
 
 
 def aggregate(per_token: Tensor, b: Batch, aggregation: str, constant: float | None) -> Tensor:
@@ -158,4 +172,5 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo": dppo,
     "sapo": sapo,
     "gmpo": gmpo,
+    "gpg": gpg,
 }

@@ -18,6 +18,8 @@ class Padded:
     """[B, T] bool: tokens that the policy sampled."""
     episode: torch.Tensor
     """[B] int64: the episode of each stream."""
+    group: torch.Tensor
+    """[B] int64: the group of each stream."""
 
 
 @dataclass
@@ -32,16 +34,17 @@ class Scores:
     """[B, T]: sum of the squared probabilities of that distribution."""
 
 
-def pad(streams: Sequence[tuple[Sequence[int], Sequence[bool], int]]) -> Padded:
-    """Streams as (ids, sampled, episode)."""
-    longest = max(len(ids) for ids, _, _ in streams)
+def pad(streams: Sequence[tuple[Sequence[int], Sequence[bool], int, int]]) -> Padded:
+    """Streams as (ids, sampled, episode, group)."""
+    longest = max(len(ids) for ids, *_ in streams)
     batch = Padded(
         ids=torch.zeros(len(streams), longest, dtype=torch.int64),
         attended=torch.zeros(len(streams), longest, dtype=torch.bool),
         sampled=torch.zeros(len(streams), longest, dtype=torch.bool),
-        episode=torch.tensor([episode for _, _, episode in streams]),
+        episode=torch.tensor([episode for *_, episode, _ in streams]),
+        group=torch.tensor([group for *_, group in streams]),
     )
-    for row, (ids, sampled, _) in enumerate(streams):
+    for row, (ids, sampled, *_) in enumerate(streams):
         batch.ids[row, : len(ids)] = torch.as_tensor(ids)
         batch.sampled[row, : len(ids)] = torch.as_tensor(sampled)
         batch.attended[row, : len(ids)] = True
