@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.episode import Episode, Stream
+from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
 from posttrain.models.packing import prompt_length
 
@@ -38,6 +38,12 @@ class Sample:
     """[n] float32: the critic's values before the step's updates, in units of reward."""
     returns: np.ndarray | None = None
     """[n] float32: targets of the critic's values."""
+    factors: np.ndarray | None = None
+    """[n] float32: factor of each token's policy loss, which depends on the whole update; None means 1."""
+    group: int = 0
+    """The episode's group."""
+    truncated: bool = False
+    """Whether a token limit cut the last answer of the episode."""
     ptx: bool = False
     """A supervised row that joins an update of reinforcement learning, not an episode."""
     side: PreferenceSide | None = None
@@ -55,6 +61,8 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
             stream=stream,
             label=f"step {step} group {episode.group} episode {episode.index} (environment seed {episode.seed})",
             advantages=np.zeros(int(stream.sampled.sum()), dtype=np.float32),
+            group=episode.group,
+            truncated=bool(episode.turns) and episode.turns[-1].stop_reason in CUT_OFF,
         )
         for episode in episodes
         for stream in episode.streams
