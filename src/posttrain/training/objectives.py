@@ -16,8 +16,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.batches import Sample
-from posttrain.training.updater import Totals, Updater
+from posttrain.training.updater import Sample, Totals, Updater
 
 
 @dataclass(frozen=True)
