@@ -87,11 +87,9 @@ def given_updates(tiny, out):
     from posttrain.models.policy import Policy
     from posttrain.recipe.loss import PpoLoss
     from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
-    from posttrain.training.batches import Sample
     from posttrain.training.objectives import PolicyObjective, token_forward
-    from posttrain.training.optimizer import Optimizer
     from posttrain.training.rows import stream_of
-    from posttrain.training.updater import Updater
+    from posttrain.training.updater import Optimizer, Sample, Updater
 
     policy = Policy(ModelRecipe(path=str(tiny), threads=1))
     recipe = LearnerRecipe(tokens_per_batch=120)

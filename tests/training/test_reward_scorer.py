@@ -17,7 +17,6 @@ from posttrain.recipe.rollout import FailureRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.driver import without_failures
 from posttrain.rollout.transcript import TokenTranscript
-from posttrain.training.batches import samples_of_episodes
 from posttrain.training.reward_scorer import (
     RAW,
     RewardScorer,
@@ -26,6 +25,7 @@ from posttrain.training.reward_scorer import (
     open_scorer,
     scaled,
 )
+from posttrain.training.updater import samples_of_episodes
 from tests.conftest import CHATML, make_tokenizer
 
 MEAN, STD = 0.05, 0.4

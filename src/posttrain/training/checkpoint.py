@@ -20,7 +20,7 @@ import torch
 from posttrain.distributed.tensors import write_tensors
 from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
-from posttrain.models.base import TrainedModel
+from posttrain.models.policy import TrainedModel
 from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically
 
 MANIFEST = "manifest.json"

@@ -23,14 +23,12 @@ from posttrain.recipe.loss import KtoLoss
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
-from posttrain.training.batches import Sample
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Sample, Updater
 
 
 class ReferenceLogprobs:

@@ -8,7 +8,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.linear import SamplingLinear
-from posttrain.models.cpu.layers import rotate
+from posttrain.models.cpu.backend import rotate
 from posttrain.models.forward import hidden_states, logits_of, transformer
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
