@@ -56,7 +56,8 @@ def cases() -> Iterator[Case]:
     for name in LOSSES.names():
         if name in REFERENCE_LOSSES:
             for label, settings in LOSS_SETTINGS.get(name, [("", {})]):
-                yield Case("policy loss", name + label, {"type": name, **settings})
+                one_advantage = name == "gmpo"  # which defines it for nothing else
+                yield Case("policy loss", name + label, {"type": name, **settings}, advantages_per_stream=one_advantage)
     for aggregation in ({"aggregation": "sequence_mean"}, {"aggregation": "constant", "constant": 40.0}):
         yield Case("aggregation", str(aggregation["aggregation"]), {"type": "ppo", **aggregation})
     for kind in ("tis", "mis"):
