@@ -254,6 +254,7 @@ def test_the_reference_point_is_a_detached_mean_that_is_not_negative():
     assert kto_kl(-ratios).item() == 0.0
     assert not kto_kl(ratios).requires_grad
     assert kto_kl(ratios).shape == ()
+    assert kto_kl(numbers([])).item() == 0.0
 
 
 @pytest.mark.parametrize(

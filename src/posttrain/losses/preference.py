@@ -131,11 +131,13 @@ def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, desirable: torch.Tensor,
 
 
 def kto_kl(mismatched_logratios: torch.Tensor) -> torch.Tensor:
-    """max(0, mean of h) over answers paired with other rows' prompts: the reference point of KTO, a detached scalar.
+    """max(0, mean of h) over answers paired with other prompts: the reference point of KTO, a detached scalar.
 
-    `mismatched_logratios` [N] float, N > 0, in nats. A biased estimate of KL(pi, pi_ref) over a batch that
+    `mismatched_logratios` [N] float, in nats; 0 where N is 0. A biased estimate of KL(pi, pi_ref) over a batch that
     needs no sampling. Source: as for `kto_losses`.
     """
+    if not len(mismatched_logratios):
+        return mismatched_logratios.new_zeros(())
     return mismatched_logratios.detach().mean().clamp(min=0)
 
 

@@ -104,11 +104,15 @@ class PairObjective(_PerRow):
 
 
 class UnpairedObjective(_PerRow):
-    """KTO's loss of answers that are labelled good or bad. `kl`: the reference point of the optimizer step, a scalar tensor."""
+    """KTO's loss of answers that are labelled good or bad.
 
-    def __init__(self, loss: KtoLoss, kl: torch.Tensor) -> None:
+    `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated from.
+    """
+
+    def __init__(self, loss: KtoLoss, kl: torch.Tensor, mismatched: int) -> None:
         self.loss = loss
         self.kl = kl
+        self.mismatched = mismatched
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         logps, _ = stream_sums(output, samples)
@@ -123,7 +127,8 @@ class UnpairedObjective(_PerRow):
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         compared = self.compare(output, samples)
-        return compared.losses.sum(), self.totals(compared) | {"preference/kl": (float(self.kl), 1.0)}
+        of_step = {"preference/kl": (float(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
+        return compared.losses.sum(), self.totals(compared) | of_step
 
 
 class RewardObjective(_PerRow):
