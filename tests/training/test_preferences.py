@@ -28,6 +28,7 @@ from posttrain.training.updater import Updater
 from tests.training.preferences import pair_rows, recipe_values, unpaired_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
+PAIRWISE = ["dpo", "ipo", "cdpo", "simpo", "orpo", "apo_zero", "apo_down", "bco"]
 
 
 def pair_samples(seed=0):
@@ -62,7 +63,7 @@ def gradients(make_model, budget, objective, samples, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", PAIRWISE)
 def test_no_split_changes_the_gradient_of_a_preference_loss(loss, tiny_model, monkeypatch):
     def make_model():
         policy = Policy(ModelRecipe(path=str(tiny_model)))
@@ -168,7 +169,7 @@ def test_a_reward_model_without_margins_says_so(tiny_model, tmp_path):
     assert "loss.margin has no effect" not in directory.report.read_text()
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", PAIRWISE)
 def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": loss}, epochs=5)
     directory, _ = run(values)
@@ -177,7 +178,10 @@ def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
     assert train[-1]["loss/preference"] < train[0]["loss/preference"]
     curve = [line["validation/accuracy"] for line in lines if line["kind"] == "evaluation"]
     assert max(curve) > 0.6
-    if loss in ("dpo", "ipo", "cdpo"):
+    if loss == "bco":
+        assert train[0]["preference/shift"] == 0.0
+        assert train[2]["preference/shift"] != 0.0
+    if loss not in ("simpo", "orpo"):
         assert abs(lines[0]["test/margin"]) < 1e-4  # the policy starts as the reference
 
 

@@ -17,10 +17,10 @@ from posttrain.data.tokens import TokenRow
 from posttrain.distributed.sharding import full_tensor
 from posttrain.distributed.world import current
 from posttrain.episode import Stream
-from posttrain.losses.preference import kto_kl
+from posttrain.losses.preference import RewardShift, kto_kl
 from posttrain.models.forward import TokenScores, transformer
 from posttrain.models.policy import Policy
-from posttrain.recipe.loss import KtoLoss
+from posttrain.recipe.loss import BcoLoss, KtoLoss
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
@@ -162,7 +162,8 @@ def train(
     if recipe.loss.needs_reference:
         reference.precompute([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
     pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
-    objective_for = partial(_objective, recipe, learner, reference, pool)
+    shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
+    objective_for = partial(_objective, recipe, learner, reference, pool, shift)
     evaluator = PreferenceEvaluator(learner, data, recipe.name, objective_for, unpaired=kind == "unpaired")
     trainer = Trainer(
         LoopSettings.of(recipe, total),
@@ -172,9 +173,10 @@ def train(
         evaluators=[evaluator] if data.validation or data.test else [],
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
         warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings(), *_one_prompt(pool)],
+        stateful={"shift": shift} if shift is not None else {},
         callbacks=callbacks,
     )
-    train_on(trainer, batches, objective_for, resume, console)
+    train_on(trainer, batches, objective_for, resume, console, shift.update if shift is not None else None)
 
 
 def _objective(
@@ -182,6 +184,7 @@ def _objective(
     learner: Updater[TokenScores],
     reference: ReferenceLogprobs,
     pool: Sequence[TokenRow],
+    shift: RewardShift | None,
     samples: Sequence[Sample],
 ) -> PairObjective | UnpairedObjective:
     """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them.
@@ -193,7 +196,7 @@ def _objective(
     if isinstance(recipe.loss, KtoLoss):
         mismatched = mismatched_samples(samples, pool, recipe.data.max_tokens)
         return UnpairedObjective(recipe.loss, _kl_estimate(learner, reference, mismatched), len(mismatched))
-    return PairObjective(recipe.loss, recipe.nll_coefficient)
+    return PairObjective(recipe.loss, recipe.nll_coefficient, shift.value if shift is not None else None)
 
 
 def _one_prompt(pool: Sequence[TokenRow]) -> list[str]:

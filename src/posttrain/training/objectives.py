@@ -60,11 +60,15 @@ class _PerRow:
 
 
 class PairObjective(_PerRow):
-    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens."""
+    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens.
 
-    def __init__(self, loss: PairLossRecipe, supervised: float) -> None:
+    `shift`: delta of `bco`, None for other losses.
+    """
+
+    def __init__(self, loss: PairLossRecipe, supervised: float, shift: float | None = None) -> None:
         self.loss = loss
         self.supervised = supervised
+        self.shift = shift
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         """Losses without the supervised term."""
@@ -81,6 +85,7 @@ class PairObjective(_PerRow):
                 ref_chosen_logprobs=None if references is None else references[chosen],
                 ref_rejected_logprobs=None if references is None else references[rejected],
             ),
+            self.shift or 0.0,
         )
         return Comparisons(rows, losses.losses, losses.chosen_rewards, losses.rejected_rewards)
 
@@ -95,6 +100,8 @@ class PairObjective(_PerRow):
             f"policy/{name}_logprob": (float(per_token[places].detach().sum()), float(len(places)))
             for name, places in (("chosen", chosen), ("rejected", rejected))
         }
+        if self.shift is not None:
+            totals["preference/shift"] = (self.shift, 1.0)
         loss = compared.losses.sum()
         if self.supervised:
             nll = -per_token[chosen].sum()
