@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from posttrain.episode import Advantages as Advantages
     from posttrain.episode import Episode as Episode
     from posttrain.evaluation.summary import summarize as summarize
-    from posttrain.losses.batch import TokenBatch as TokenBatch
+    from posttrain.losses.policy import TokenBatch as TokenBatch
     from posttrain.models.policy import Policy as Policy
     from posttrain.models.reward import RewardModel as RewardModel
     from posttrain.recipe.components import EnvironmentRecipe as EnvironmentRecipe
@@ -67,7 +67,7 @@ _PUBLIC = {
     "Result": "posttrain.result",
     "RewardModel": "posttrain.models.reward",
     "Step": "posttrain.environments.protocol",
-    "TokenBatch": "posttrain.losses.batch",
+    "TokenBatch": "posttrain.losses.policy",
     "VllmEngine": "posttrain.engines.vllm.engine",
     "advantages": "posttrain.training.learner",
     "dpo": "posttrain.verbs",

@@ -83,15 +83,13 @@ def values_of(case, tiny, folder):
 
 def given_updates(tiny, out):
     """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
-    from posttrain.distributed.world import current
+    from posttrain.distributed.world import current_world
     from posttrain.models.policy import Policy
     from posttrain.recipe.loss import PpoLoss
     from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
-    from posttrain.training.batches import Sample
     from posttrain.training.objectives import PolicyObjective, token_forward
-    from posttrain.training.optimizer import Optimizer
     from posttrain.training.rows import stream_of
-    from posttrain.training.updater import Updater
+    from posttrain.training.updater import Optimizer, Sample, Updater
 
     policy = Policy(ModelRecipe(path=str(tiny), threads=1))
     recipe = LearnerRecipe(tokens_per_batch=120)
@@ -107,13 +105,13 @@ def given_updates(tiny, out):
     for _ in range(2):
         totals = learner.update(samples, PolicyObjective(PpoLoss(), entropy=0.01))
         lines.append({key: value / count for key, (value, count) in totals.items() if count})
-    if current().is_rank0:
+    if current_world().is_rank0:
         Path(out).mkdir(parents=True)
     policy.save(Path(out) / "policy")
     whole = dict(policy.weights())
     stored = load_file(Path(out) / "policy" / "model.safetensors")
     lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
-    if current().is_rank0:
+    if current_world().is_rank0:
         (Path(out) / "lines.json").write_text(json.dumps(lines))
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from posttrain.losses.batch import TokenBatch
-from posttrain.losses.policy import nll, policy_loss
+from posttrain.losses.policy import TokenBatch, nll, policy_loss
 from posttrain.recipe.loss import LossRecipe
 
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from posttrain.losses.batch import TokenBatch, token_weights
 from posttrain.losses.kl import kl_loss
-from posttrain.losses.policy import nll, policy_loss
+from posttrain.losses.policy import TokenBatch, nll, policy_loss, token_weights
 from posttrain.recipe.loss import LossRecipe
 
 LENGTHS = [3, 1, 5, 2, 4]
@@ -64,7 +63,7 @@ def step(loss, aggregation, parts):
         if loss == "nll":
             value, metrics = nll(logprobs, batch), {}
         elif loss in ("k2", "k3"):
-            value, metrics = kl_loss(loss, logprobs, batch)
+            value, metrics = kl_loss(loss, logprobs, batch), {}
         else:
             value, metrics = policy_loss(recipe, logprobs, batch)
         (value / divisor).backward()

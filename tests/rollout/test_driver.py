@@ -1,7 +1,10 @@
 """The episode driver: turns, budgets, failures and their policies."""
 
+import asyncio
+import gc
+import logging
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -170,3 +173,41 @@ def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before
     assert list(engine.requests[2].prompt_ids) == other.ids.tolist()[: len(engine.requests[2].prompt_ids)]
     assert (one.rewards.sum(), other.rewards.sum()) == (1, 2)
     assert episode.total_reward == 3
+
+
+class Interrupting(Counting):
+    """Is interrupted in the middle of seed 16, as by a signal that arrives while the environment computes."""
+
+    def step(self, action):
+        if self.seed == 16 and self.turn == 1:
+            raise KeyboardInterrupt("SIGTERM")
+        return super().step(action)
+
+
+class WaitingEngine(EchoEngine):
+    """Lets the other episodes run before it answers."""
+
+    async def generate(self, request):
+        await asyncio.sleep(0)
+        return await super().generate(request)
+
+
+def test_an_interrupt_inside_an_episode_ends_all_and_leaves_no_task_behind(monkeypatch, caplog):
+    monkeypatch.setattr(driver, "open_environment", Interrupting)
+    opened, closed = [], []
+
+    @contextmanager
+    def episode(group):
+        opened.append(group)
+        try:
+            yield
+        finally:
+            closed.append(group)
+
+    engine = WaitingEngine()
+    engine.episode = episode
+    with caplog.at_level(logging.ERROR, logger="asyncio"), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        play([1, 16, 2], engine)
+    gc.collect()
+    assert not caplog.records
+    assert sorted(closed) == sorted(opened)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from posttrain.recipe.run import GuardRecipe
-from posttrain.training.guards import Guards
+from posttrain.training.trainer import Guards
 
 
 @pytest.mark.parametrize(

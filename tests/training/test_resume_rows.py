@@ -10,8 +10,8 @@ from tests.training.preferences import recipe_values, unpaired_rows, write_jsonl
 
 PLACES = {
     "learner": ("posttrain.training.updater:Updater.update", 7),
-    "backward": ("posttrain.training.optimizer:Optimizer.collect", 20),
-    "optimizer": ("posttrain.training.optimizer:Optimizer.step", 7),
+    "backward": ("posttrain.training.updater:Optimizer.collect", 20),
+    "optimizer": ("posttrain.training.updater:Optimizer.step", 7),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 12),
     "checkpoint": ("posttrain.training.checkpoint:Checkpoints.save", 7),
     "tensors": ("torch:save", 7),

@@ -9,10 +9,8 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.batches import pack
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
-from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Updater, pack
 
 from .test_batches import sample
 

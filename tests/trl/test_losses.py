@@ -6,8 +6,7 @@ TRL computes its loss by padded batches of its own trainers; here, log-probabili
 import pytest
 import torch
 
-from posttrain.losses.batch import TokenBatch, token_weights
-from posttrain.losses.policy import nll
+from posttrain.losses.policy import TokenBatch, nll, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.models.policy import Policy

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class ShardedModel:
         Each of `layers` is one FSDP group; the rest of the model is one more. With `trained`, shards of parameters that
         require a gradient become float32.
         """
-        hardware = current().hardware
+        hardware = current_world().hardware
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         lower = dtype != torch.float32
         precision = MixedPrecisionPolicy(
@@ -50,7 +50,7 @@ class ShardedModel:
             cast_forward_inputs=False,
         )
         offload = CPUOffloadPolicy() if hardware.offload else OffloadPolicy()
-        mesh = torch.distributed.init_device_mesh(device.type, (current().size,))
+        mesh = torch.distributed.init_device_mesh(device.type, (current_world().size,))
         self._reshards = hardware.reshard_after_forward
         self._reduces_each = hardware.gradient_sync == "per_forward"
         self._root: Any = _Root(model)
@@ -177,8 +177,8 @@ def gather_to_rank0(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     for name, tensor in tensors.items():
         if id(tensor) not in by_id:
             full = full_tensor(tensor)
-            by_id[id(tensor)] = full.cpu() if current().is_rank0 else full.new_empty(0)
-        if current().is_rank0:
+            by_id[id(tensor)] = full.cpu() if current_world().is_rank0 else full.new_empty(0)
+        if current_world().is_rank0:
             gathered[name] = by_id[id(tensor)]
     return gathered
 
@@ -188,8 +188,8 @@ def set_shard(tensor: torch.Tensor, full: torch.Tensor) -> None:
     with torch.no_grad():
         if is_sharded(tensor):
             # FSDP shards by rows into one chunk per rank; the last chunks are smaller or empty.
-            chunks = torch.chunk(full, current().size)
-            shard = chunks[current().rank] if current().rank < len(chunks) else full[:0]
+            chunks = torch.chunk(full, current_world().size)
+            shard = chunks[current_world().rank] if current_world().rank < len(chunks) else full[:0]
             local_shard(tensor).copy_(shard)
         else:
             tensor.copy_(full)

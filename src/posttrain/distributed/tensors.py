@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from posttrain.distributed.world import control_group, current
+from posttrain.distributed.world import control_group, current_world
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -50,7 +50,7 @@ def _no_process_group_warning() -> Iterator[None]:
 
 
 def _process_group() -> dict[str, Any]:
-    return {"no_dist": True} if current().size == 1 else {"process_group": control_group()}
+    return {"no_dist": True} if current_world().size == 1 else {"process_group": control_group()}
 
 
 def _cause(error: CheckpointException) -> BaseException:

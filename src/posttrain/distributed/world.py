@@ -1,12 +1,14 @@
-"""The processes of a run: ranks, collective calls and error handling. A run of one process is a world of size 1.
+"""The processes of a run: ranks, collective calls, errors and interrupts. A run of one process is a world of size 1.
 
 Every process runs the same stage on the same recipe. Decisions that concern all ranks go through the methods of
 `World`, which all ranks call in the same order. Only rank 0 writes the run directory and prints to the user.
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.errors import InputError, PosttrainError, RunError
@@ -150,7 +152,7 @@ _SINGLE_PROCESS = World(HardwareRecipe())
 _state: dict[str, Any] = {"world": _SINGLE_PROCESS, "control": None}
 
 
-def current() -> World:
+def current_world() -> World:
     """The world of this process."""
     return _state["world"]
 
@@ -219,7 +221,7 @@ def single_process() -> Iterator[World]:
 
     Yields the outer world, so that rank 0 can do something. All ranks meet in a barrier at the end of the block.
     """
-    world = current()
+    world = current_world()
     _state["world"] = _SINGLE_PROCESS
     try:
         yield world
@@ -230,7 +232,7 @@ def single_process() -> Iterator[World]:
 
 def threads_per_process(requested: int | None) -> int | None:
     """CPU threads of this process: its share of `requested` threads of the machine; None keeps torch's default."""
-    return None if requested is None else max(1, requested // current().local_size)
+    return None if requested is None else max(1, requested // current_world().local_size)
 
 
 def _on_gpu(device: str) -> bool:
@@ -316,3 +318,54 @@ def is_connection_loss(error: BaseException) -> bool:
 def rank_lost() -> RankLost:
     """The error to raise when another process has exited."""
     return RankLost("another process of the run exited early; continue the run with --resume")
+
+
+# -- interrupts ---------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop. A KeyboardInterrupt, so that asyncio lets it through."""
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into `Interrupted`, held back inside `critical()`. A second signal is not held back.
+
+    Several processes stop together: a signal to any of them is held back until all of them reach the end of a critical
+    block, since none of them can continue, or save, without the others.
+    """
+
+    def __init__(self) -> None:
+        self._world = current_world()
+        self._together = self._world.size > 1
+        self._critical = False
+        self._requested: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def critical(self) -> Iterator[None]:
+        """Finish the block first, then stop if that was asked for."""
+        self._critical = True
+        try:
+            yield
+        finally:
+            self._critical = False
+        requested, self._requested = self._requested, None
+        if self._together:
+            requested = next(iter(self._world.gather([requested] if requested is not None else [])), None)
+        if requested is not None:
+            raise Interrupted(signal.Signals(requested).name)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if (self._critical or self._together) and self._requested is None:
+            self._requested = number
+            return
+        raise Interrupted(signal.Signals(number).name)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from posttrain.episode import PerToken, RewardStreams
-from posttrain.losses.batch import Metrics, TokenBatch
-from posttrain.losses.ratios import LOG_RATIO_LIMIT, sum_and_count
+from posttrain.losses.policy import LOG_RATIO_LIMIT, Metrics, TokenBatch, sum_and_count
 from posttrain.recipe.loss import KL_STEP, KlRecipe
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -36,8 +35,8 @@ def estimate_kl(estimator: Estimator, difference: Values) -> Values:
     return np.expm1(-bounded) + bounded
 
 
-def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """sum over tokens of weight x estimate: a scalar to add to the loss times its coefficient, and the metric `policy/kl`.
+def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """sum over tokens of weight x estimate: a scalar to add to the loss times its coefficient.
 
     On policy, the expected gradient of k2 is that of KL(pi, pi_ref), and the expected gradient of k3 is that of
     KL(pi_ref, pi). The expected gradient of k1 is zero, so recipes reject k1 in the loss.
@@ -46,7 +45,7 @@ def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> 
     if batch.ref_logprobs is None:
         raise ValueError("the KL loss needs the reference model's log-probabilities in `ref_logprobs`")
     estimates = estimate_kl(estimator, logprobs - batch.ref_logprobs)
-    return (batch.weights * estimates).sum(), kl_metrics(logprobs, batch)
+    return (batch.weights * estimates).sum()
 
 
 def kl_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:

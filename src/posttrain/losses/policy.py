@@ -1,18 +1,131 @@
-"""Policy losses: sums over sampled tokens. The learner divides them once per optimizer step."""
+"""Policy losses: sums over sampled tokens. The learner divides them once per optimizer step.
+
+In this order: the tokens of a micro-batch and their aggregation weights, importance ratios, the correction for rollout
+policies that differ from the learner, the losses, and metrics.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from posttrain.errors import RunError
-from posttrain.losses.batch import Metrics, TokenBatch
-from posttrain.losses.kl import kl_metrics
-from posttrain.losses.ratios import (
-    divergence_metrics,
-    importance_correction,
-    sequence_ratio,
-    sum_and_count,
-    token_ratio,
-)
-from posttrain.recipe.loss import CispoLoss, GspoLoss, LossRecipe, PolicyLoss, PpoLoss
+from posttrain.recipe.loss import CispoLoss, CorrectionRecipe, GspoLoss, LossRecipe, PolicyLoss, PpoLoss
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +-20 before `exp`, which keeps it finite in float32. Beyond that the gradient is zero."""
+
+Metrics = dict[str, tuple[float, float]]
+"""Name -> (sum, count). Sums and counts add up exactly over micro-batches; the mean is sum / count."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The N sampled tokens of the S streams of one micro-batch, stream after stream. A stream is never split."""
+
+    rollout_logprobs: torch.Tensor
+    """[N] float: log-probabilities, in nats, under the policy that sampled the tokens."""
+    advantages: torch.Tensor
+    """[N] float."""
+    stream: torch.Tensor
+    """[N] int64: index of each token's stream, 0..S-1."""
+    lengths: torch.Tensor
+    """[S] int64: sampled tokens of each stream."""
+    weights: torch.Tensor
+    """[N] float: aggregation weight of each token. The learner divides the weighted sum once per optimizer step."""
+    ref_logprobs: torch.Tensor | None = None
+    """[N] float: log-probabilities under the reference model."""
+    old_logprobs: torch.Tensor | None = None
+    """[N] float: the learner's own log-probabilities before the step's updates; None if they equal `rollout_logprobs`."""
+
+    def stream_means(self, values: torch.Tensor) -> torch.Tensor:
+        """[N], differentiable: the mean of `values` [N] over the stream of each token."""
+        sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device).index_add(
+            0, self.stream, values
+        )
+        return (sums / self.lengths.clamp(min=1))[self.stream]
+
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+def token_weights(
+    kind: Aggregation, lengths: Sequence[int], constant: float | None = None
+) -> tuple[list[float], float]:
+    """Weight of each stream's tokens, and the divisor of their weighted sum.
+
+    `lengths`: sampled tokens of *all* streams of the optimizer step, including streams that are not computed.
+
+    - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is
+      random, and correlates with returns if lengths do.
+    - `sequence_mean`: weight 1 / length, divisor number of streams with sampled tokens (GRPO, arXiv 2402.03300). Biased:
+      a token of a short answer has more weight than one of a long answer.
+    - `constant`: weight 1, divisor `constant` (Dr. GRPO, arXiv 2503.20783). Unbiased up to that constant.
+
+    ValueError if `constant` is needed and missing. A step without sampled tokens has divisor 1.
+    """
+    if kind == "sequence_mean":
+        return [1.0 / n if n else 0.0 for n in lengths], float(sum(n > 0 for n in lengths) or 1)
+    if kind == "token_mean":
+        return [1.0] * len(lengths), float(sum(lengths) or 1)
+    if constant is None:
+        raise ValueError("the aggregation `constant` needs its constant")
+    return [1.0] * len(lengths), constant
+
+
+def token_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """pi / pi_old at each token [N], differentiable; pi_old is `batch.old_logprobs`, or the rollout policy if that is None."""
+    return bounded_exp(logprobs - old_logprobs(batch))
+
+
+def sequence_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """exp(mean over the stream's sampled tokens of log pi / pi_old), at each token [N], differentiable.
+
+    Source: Zheng et al. 2025, "Group sequence policy optimization", arXiv 2507.18071.
+    """
+    return bounded_exp(batch.stream_means(logprobs - old_logprobs(batch)))
+
+
+def old_logprobs(batch: TokenBatch) -> torch.Tensor:
+    """[N]: log pi_old, the denominator of the ratio."""
+    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp of a log-ratio clamped to +-20."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """Detached importance weights [N] for the mismatch of engine and learner: w = pi_old / pi_rollout, per token or stream.
+
+    - `tis`: min(w, cap). Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+      training".
+    - `mis`: w where 1 / cap <= w <= cap, else 0, which drops the token or the whole stream. The divisor is
+      unchanged. Source: Ling team 2025, "Every step evolves" (IcePop), arXiv 2510.18855.
+    - level `sequence`: w = exp(mean of the stream's log w), the geometric mean.
+
+    Truncation bounds the variance and adds bias. ValueError if `batch.old_logprobs` is missing.
+    """
+    if batch.old_logprobs is None:
+        raise ValueError("a correction needs the learner's own log-probabilities in `old_logprobs`")
+    log_weights = (batch.old_logprobs - batch.rollout_logprobs).detach()
+    if recipe.level == "sequence":
+        log_weights = batch.stream_means(log_weights)
+    weights = bounded_exp(log_weights)
+    outside = weights > recipe.cap
+    if recipe.type == "tis":
+        applied, dropped = weights.clamp(max=recipe.cap), torch.zeros_like(outside)
+    else:
+        dropped = outside | (weights < 1 / recipe.cap)
+        applied = weights.masked_fill(dropped, 0.0)
+    return applied, {
+        "correction/weight": sum_and_count(applied),
+        "correction/truncated": sum_and_count(outside & ~dropped),
+        "correction/dropped": sum_and_count(dropped),
+        "correction/mismatch": sum_and_count((batch.old_logprobs - batch.rollout_logprobs).abs()),
+    }
 
 
 def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
@@ -35,7 +148,7 @@ def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -
         corrections, correction_metrics = importance_correction(recipe.correction, batch)
         weights = weights * corrections
         metrics |= correction_metrics
-    return (weights * losses).sum(), metrics | divergence_metrics(logprobs, batch) | kl_metrics(logprobs, batch)
+    return (weights * losses).sum(), metrics | divergence_metrics(logprobs, batch)
 
 
 def ppo(recipe: PpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
@@ -111,3 +224,18 @@ def registered_loss(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatc
             f"{tuple(logprobs.shape)}"
         )
     return losses, dict(metrics)
+
+
+def divergence_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
+    """Distance of the policy from the rollout policy: mean ratio, and KL(rollout policy, policy) by k1 and k3."""
+    log_ratio = (logprobs.detach() - batch.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return {
+        "policy/ratio": sum_and_count(log_ratio.exp()),
+        "policy/kl_rollout_k1": sum_and_count(-log_ratio),
+        "policy/kl_rollout_k3": sum_and_count(log_ratio.expm1() - log_ratio),
+    }
+
+
+def sum_and_count(values: torch.Tensor) -> tuple[float, float]:
+    """(sum, count) of a tensor [N]."""
+    return float(values.detach().double().sum()), float(values.numel())

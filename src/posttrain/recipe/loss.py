@@ -98,7 +98,7 @@ def register_loss(name: str) -> Callable[[F], F]:
             return -batch.advantages * torch.tanh(sharpness * (ratio - 1))
 
     The function gets the log-probabilities of the sampled tokens under the present policy, [N] float, differentiable, and
-    a `posttrain.losses.batch.TokenBatch`. It returns one loss per token, [N], to be minimized; or that and a dict of
+    a `posttrain.losses.policy.TokenBatch`. It returns one loss per token, [N], to be minimized; or that and a dict of
     metrics as (sum, count). `aggregation` and `correction` apply to it as to the built-in losses. Its keyword-only
     parameters, which need type annotations, become keys of the `loss` section.
 

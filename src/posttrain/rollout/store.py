@@ -18,10 +18,10 @@ import zstandard
 
 from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.directory import storage_errors, write_atomically
 
 Split = Literal["train", "evaluation", "final"]
 """Training episodes, held-out episodes of the learning curve, and held-out episodes of the final table."""
@@ -86,7 +86,7 @@ def write_episodes(
             )
     returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
     path = episodes_file(directory, step, split)
-    if not current().is_rank0:
+    if not current_world().is_rank0:
         return path
     header = {
         "format": FORMAT,

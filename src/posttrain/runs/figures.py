@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.panels import (
     BLUE,
     GREEN,

@@ -20,7 +20,7 @@ from posttrain.runs.comparison import (
     open_sources,
     shared_metrics,
 )
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.figures import (
     FORMATS,
     OUTSIDE,
@@ -39,7 +39,6 @@ from posttrain.runs.figures import (
     save,
     scale_axis,
 )
-from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
     BLUE,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from posttrain.data.rendering import Renderer
-from posttrain.distributed.world import current, single_process
+from posttrain.distributed.world import current_world, single_process
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.errors import InputError
@@ -34,9 +34,8 @@ from posttrain.rollout.journal import (
     remove_batches,
 )
 from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
-from posttrain.runs import events
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import storage_errors
+from posttrain.runs.directory import RunDirectory, storage_errors
+from posttrain.runs.metrics import record_event
 from posttrain.training.checkpoint import saved_steps
 from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect
 
@@ -292,7 +291,7 @@ class AsyncRollouts:
         """Whether a batch needs the weights of one certain step, not the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
         self._sampler = Sampler(manager, self._published, run.path, steps, greedy, replayed)
-        self._world = current()
+        self._world = current_world()
         self._older: list[WeightSnapshot] = []
         self._step = 0
         """The last step that was learned."""
@@ -310,7 +309,7 @@ class AsyncRollouts:
             yield
         finally:
             if not self._sampler.stop():
-                events.record(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
+                record_event(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
             self._remove_covered()
 
     def take(self, step: int) -> RolloutBatch:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from posttrain.distributed.tensors import write_tensors
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
-from posttrain.models.base import TrainedModel
-from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically
+from posttrain.models.policy import TrainedModel
+from posttrain.runs.directory import partial_path, storage_errors, sync_directory, write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^step_(\d+)$")
@@ -57,7 +57,7 @@ class Checkpoints:
         best: int | None,
     ) -> Path:
         """Write the checkpoint of `step`, then delete all but the newest `keep` and the one of step `best`."""
-        world, target = current(), self.path(step)
+        world, target = current_world(), self.path(step)
         aside = world.broadcast(partial_path(target))
 
         def begin() -> None:
@@ -88,7 +88,7 @@ class Checkpoints:
     def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
         """The directories of the policy and of the tensors, and the trainer's state of `step`, verified."""
         path = self.path(step)
-        current().on_rank0(lambda: self.verify(path))
+        current_world().on_rank0(lambda: self.verify(path))
         return path / "policy", path / "tensors", json.loads((path / "state.json").read_text())
 
     def verify(self, path: Path) -> None:

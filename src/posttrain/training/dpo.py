@@ -15,7 +15,7 @@ from rich.console import Console
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
 from posttrain.distributed.sharding import full_tensor
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.episode import Stream
 from posttrain.losses.preference import RewardShift, kto_kl
 from posttrain.models.forward import TokenScores, transformer
@@ -25,14 +25,12 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Sample, Updater
 
 
 class ReferenceLogprobs:
@@ -65,7 +63,7 @@ class ReferenceLogprobs:
         unknown = {name: sample for name, sample in zip(names, samples, strict=True) if name not in self._known}
         computed = logprobs(self.learner, [_unpaired(sample) for sample in unknown.values()])
         self._known |= dict(zip(unknown, computed, strict=True))
-        if file is not None and current().is_rank0:
+        if file is not None and current_world().is_rank0:
             self._write(file, missing)
 
     def assign(self, samples: Sequence[Sample]) -> None:
@@ -88,10 +86,10 @@ class ReferenceLogprobs:
     def _load(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:
         """Read the missing values on rank 0 and broadcast them; returns whether the file had them."""
         before = set(self._known)
-        if not current().on_rank0(lambda: self._read(file, samples, names)):
+        if not current_world().on_rank0(lambda: self._read(file, samples, names)):
             return False
         read = {name: values for name, values in self._known.items() if name not in before}
-        self._known |= current().broadcast(read)
+        self._known |= current_world().broadcast(read)
         return True
 
     def _read(self, file: Path, samples: Sequence[Sample], names: Sequence[bytes]) -> bool:

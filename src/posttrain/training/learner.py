@@ -15,11 +15,9 @@ from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit
 from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.objectives import PolicyObjective, logprobs, token_forward
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.rl import set_advantages
-from posttrain.training.updater import Updater, means
+from posttrain.training.updater import Optimizer, Sample, Updater, means, samples_of_episodes
 
 
 def advantages(

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from posttrain.losses.batch import TokenBatch, token_weights
-from posttrain.losses.kl import kl_loss
-from posttrain.losses.policy import nll, policy_loss
+from posttrain.losses.kl import kl_loss, kl_metrics
+from posttrain.losses.policy import TokenBatch, nll, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
@@ -17,8 +16,7 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.batches import Sample
-from posttrain.training.updater import Totals, Updater
+from posttrain.training.updater import Sample, Totals, Updater
 
 
 @dataclass(frozen=True)
@@ -287,11 +285,11 @@ class PolicyObjective:
         metrics["loss/policy"] = (float(loss.detach()), weighted)
         metrics["policy/entropy"] = (float(output.entropies.detach().sum()), count)
         metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.rollout_logprobs).abs().sum()), count)
+        metrics |= kl_metrics(output.logprobs, batch)
         if self.kl_coefficient > 0:
             assert batch.ref_logprobs is not None
-            penalty, more = kl_loss(self.kl.estimator, output.logprobs, batch)
+            penalty = kl_loss(self.kl.estimator, output.logprobs, batch)
             loss = loss + self.kl_coefficient * penalty
-            metrics |= more
             metrics["loss/kl"] = (float(penalty.detach()), weighted)
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * (batch.weights * output.entropies).sum()

@@ -24,10 +24,10 @@ from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.rollout.filters import overlong_penalty
-from posttrain.training.batches import Sample, pack
 from posttrain.training.objectives import reward_forward
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
+from posttrain.training.updater import Sample, pack
 
 RAW = "reward_model"
 """Key of a turn's info that holds the reward model's reward, unscaled."""

@@ -22,10 +22,8 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
-from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
-from posttrain.training.guards import Guards
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -34,7 +32,6 @@ from posttrain.training.objectives import (
     scores,
     token_forward,
 )
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
@@ -46,9 +43,18 @@ from posttrain.training.rollouts import (
 )
 from posttrain.training.rows import PtxRows
 from posttrain.training.tasks import check_tasks, too_long
-from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
+from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
-from posttrain.training.updater import Objective, Totals, Updater, add_totals, means
+from posttrain.training.updater import (
+    Objective,
+    Optimizer,
+    Sample,
+    Totals,
+    Updater,
+    add_totals,
+    means,
+    samples_of_episodes,
+)
 
 MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rollouts]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.data.rendering import Renderer
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
@@ -39,7 +39,7 @@ from posttrain.seeds import random_stream
 def sharding_of(engine: Engine) -> EpisodeSharding:
     """How several processes share episodes: an engine in this process plays this process's groups, an engine outside
     plays all of them for rank 0."""
-    if current().is_single_process:
+    if current_world().is_single_process:
         return EpisodeSharding.NONE
     return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
 
@@ -266,7 +266,7 @@ class SyncRollouts:
         with self.manager.worker(self.manager.rollout.sampling) as worker:
             batch = collect(worker, self.tasks, step, self.greedy)
         work = asdict(engine.counters.since(counters))
-        of_ranks = current().gather([work])
+        of_ranks = current_world().gather([work])
         batch.counters = EngineCounters(**{name: sum(each[name] for each in of_ranks) for name in work})
         batch.seconds = time.perf_counter() - begun
         return batch

@@ -12,11 +12,10 @@ from posttrain.evaluation.statistics import Estimate, bootstrap_ratio, calibrati
 from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
 from posttrain.runs.tables import Table
-from posttrain.training.batches import Sample
 from posttrain.training.evaluators import START, TRAINED
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Sample, Updater
 
 
 class LossEvaluator:

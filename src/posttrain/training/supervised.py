@@ -6,10 +6,9 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 
 from posttrain.data.tokens import TokenRow
-from posttrain.training.batches import Sample
 from posttrain.training.rows import DataSet
 from posttrain.training.trainer import Trainer
-from posttrain.training.updater import Objective, Totals, means
+from posttrain.training.updater import Objective, Sample, Totals, means
 
 Output = TypeVar("Output")
 

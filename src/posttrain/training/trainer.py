@@ -1,5 +1,6 @@
-"""Shared state of a training loop: evaluation, checkpoints, logging, interruption, and the end of the run."""
+"""Shared state of a training loop: evaluation, checkpoints, logging, interruption, the end of the run, collapse guards."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +15,18 @@ import torch
 from rich.console import Console
 
 from posttrain.distributed.tensors import read_tensors
-from posttrain.distributed.world import current
+from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Episode
-from posttrain.models.base import TrainedModel
+from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
-from posttrain.recipe.run import SinkName
+from posttrain.recipe.run import GuardRecipe, SinkName
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
-from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import MetricsLog, NoLog
-from posttrain.runs.progress import Progress
+from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
 from posttrain.seeds import derive_seed
 from posttrain.training.checkpoint import Checkpoints
 from posttrain.training.evaluators import START, TRAINED, Evaluator
-from posttrain.training.interrupts import Interrupts
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
 
@@ -159,7 +157,7 @@ class Trainer(Generic[Output]):
         self.best: Best | None = None
         self.seconds: dict[str, float] = defaultdict(float)
         """Time of each phase of the current step."""
-        self._world = current()
+        self._world = current_world()
         self._log: MetricsLog | NoLog = NoLog()
         self._world.on_rank0(self._open_log)
         self._finished = False
@@ -219,7 +217,7 @@ class Trainer(Generic[Output]):
                 self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
                 raise
             finally:
-                self.warn(events.drain())
+                self.warn(take_events())
 
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one still owed."""
@@ -265,7 +263,7 @@ class Trainer(Generic[Output]):
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
-        self.warn(events.drain())
+        self.warn(take_events())
         self._call(lambda callback: callback.on_step(self.step, metrics))
 
     def warn(self, messages: Sequence[str]) -> None:
@@ -356,7 +354,7 @@ class Trainer(Generic[Output]):
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step)
-        self.warn(events.drain())
+        self.warn(take_events())
         if values:
             chosen = "best on the curve's data" if self.best_by is not None else "the last one"
             self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
@@ -376,3 +374,72 @@ class Trainer(Generic[Output]):
             directory, _, _ = self.checkpoints.load(step)
             self.model.restore(directory)
         return step
+
+
+# -- collapse guards ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Guard:
+    key: str
+    """Of `GuardRecipe`; None there switches the guard off."""
+    metric: str
+    below: bool
+    """Fires below the threshold, or else above it."""
+    meaning: str
+
+
+_GUARDS = (
+    _Guard(
+        "min_reward_spread",
+        "reward/group_spread",
+        True,
+        "the episodes of a group are all alike, so there is little to learn from",
+    ),
+    _Guard("min_entropy", "policy/entropy", True, "the policy has stopped exploring"),
+    _Guard("max_gradient_norm", "optimizer/gradient_norm", False, "updates have become unstable"),
+    _Guard("max_repeated_share", "policy/repeated_share", False, "the policy repeats the same token"),
+)
+
+
+class Guards:
+    """Counts, per guard, the steps in a row beyond its threshold.
+
+    The metrics are those of Wang et al. 2025, "RAGEN", arXiv 2504.20073: the spread of returns collapses first, then entropy,
+    and gradient spikes mark the steps after which a run does not recover.
+    """
+
+    def __init__(self, recipe: GuardRecipe) -> None:
+        self.recipe = recipe
+        self._in_a_row = {guard.key: 0 for guard in _GUARDS}
+
+    def check(self, metrics: dict[str, float]) -> list[str]:
+        """One sentence for each guard that fires at this step, usually none.
+
+        A metric that is missing or NaN is no evidence and leaves the count as it is. A guard that has fired counts
+        anew, so it speaks again every `patience` steps.
+        """
+        fired = []
+        for guard in _GUARDS:
+            threshold, value = getattr(self.recipe, guard.key), metrics.get(guard.metric, math.nan)
+            if threshold is None or math.isnan(value):
+                continue
+            beyond = value < threshold if guard.below else value > threshold
+            self._in_a_row[guard.key] = self._in_a_row[guard.key] + 1 if beyond else 0
+            if self._in_a_row[guard.key] >= self.recipe.patience:
+                self._in_a_row[guard.key] = 0
+                fired.append(self._sentence(guard, value, threshold))
+        return fired
+
+    def _sentence(self, guard: _Guard, value: float, threshold: float) -> str:
+        side = "below" if guard.below else "above"
+        steps = "1 step" if self.recipe.patience == 1 else f"{self.recipe.patience} steps in a row"
+        return f"{guard.metric} = {value:.4g} has been {side} guards.{guard.key} = {threshold:g} for {steps}: {guard.meaning}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts."""
+        return {"in_a_row": dict(self._in_a_row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self._in_a_row = dict(state["in_a_row"])

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import optuna
 from optuna.trial import TrialState
 
+from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.study import Limit, Objective
 from posttrain.recipe.study_file import Study
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
-from posttrain.training.interrupts import Interrupts
 
 STOP_SECONDS = 300.0
 """A run that does not stop within this time is killed. It may be in an update, or saving."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from posttrain.distributed.sharding import compute_dtype
-from posttrain.distributed.world import current
+from posttrain.distributed.world import current_world
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.vllm.replicas import (
     EngineDied,
@@ -39,7 +39,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.runs import events
+from posttrain.runs.metrics import record_event
 
 T = TypeVar("T")
 MIB = 2**20
@@ -131,7 +131,7 @@ class VllmEngine:
         """
         recipe = section(VllmEngineRecipe, recipe, **settings)
         if replicas is None:
-            replicas = _make_replicas(recipe, settings_of(policy, recipe), None) if current().is_rank0 else []
+            replicas = _make_replicas(recipe, settings_of(policy, recipe), None) if current_world().is_rank0 else []
         self.policy = policy
         self.recipe = recipe
         self.counters = EngineCounters()
@@ -287,7 +287,7 @@ class VllmEngine:
                     state.alive = True
                 except EngineDied as error:
                     reason = str(error)
-            events.record(
+            record_event(
                 f"{state.replica.name} died ({reason}); it was restarted with weights of version {self.version}, and its "
                 "requests are sent again"
             )
@@ -427,7 +427,7 @@ def open_vllm(
     processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
     """
     settings = settings_of(policy, recipe, max_context, sampling)
-    return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current().is_rank0 else [])
+    return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current_world().is_rank0 else [])
 
 
 def settings_of(
