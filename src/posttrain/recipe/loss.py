@@ -32,6 +32,11 @@ class PolicyLoss(Section):
     correction: CorrectionRecipe | None = None
     """Correction for engines whose log-probabilities differ from the learner's (vLLM, bfloat16, stale weights). Costs one more forward pass. Null: none."""
 
+    off_policy_mask: float | None = Field(None, gt=0)
+    """Mask tokens with a negative advantage in streams whose mean log-ratio of the sampling to the current policy exceeds this, in nats per token (DeepSeek-V3.2). Null: off."""
+    mask_truncated: bool = False
+    """Leave episodes whose last answer a token limit cut out of the loss and of its divisor (DAPO's overlong filtering). They still count in group statistics."""
+
     @model_validator(mode="after")
     def _constant_is_given(self):
         if (self.aggregation == "constant") != (self.constant is not None):
@@ -76,16 +81,62 @@ class CispoLoss(PolicyLoss):
     """The weight is clipped above at 1 + clip_high."""
 
 
+class DppoLoss(PolicyLoss):
+    """Importance-weighted policy gradient; tokens whose probability moved too far from the sampling policy are masked."""
+
+    type: Literal["dppo"] = "dppo"
+    """`dppo`: divergence PPO. Ratio and mask compare with the policy that sampled, not with recomputed log-probabilities."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """How the change of a token's probability is measured: `tv`: difference of probabilities; `kl`: KL, in nats, of the two events this token and any other."""
+    delta: float = Field(0.15, gt=0)
+    """Largest divergence of a token that may move further from the sampling policy. For `kl`, 0.05 is of the same order as 0.15 for `tv`."""
+
+    @model_validator(mode="after")
+    def _ratio_has_the_engine_in_it(self):
+        if self.correction is not None:
+            raise ValueError(
+                "`type: dppo` takes its ratio to the sampling policy, which includes the difference of engine and learner; "
+                "remove `correction`"
+            )
+        return self
+
+
+class SapoLoss(PolicyLoss):
+    """A smooth gate of the ratio in place of clipping: the weight of a token fades as its ratio leaves 1."""
+
+    type: Literal["sapo"] = "sapo"
+    """`sapo`: soft adaptive policy optimization."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
+    positive_temperature: float = Field(1.0, gt=0)
+    """Sharpness of the gate for tokens with a positive advantage (tau_pos). Larger fades faster."""
+    negative_temperature: float = Field(1.05, gt=0)
+    """Sharpness of the gate for all other tokens (tau_neg)."""
+
+
+class GmpoLoss(PolicyLoss):
+    """The geometric mean over a stream of clipped token ratios."""
+
+    type: Literal["gmpo"] = "gmpo"
+    """`gmpo`: geometric-mean policy optimization. Every token gets the mean advantage of its stream."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
+    clip_low: float = Field(0.4, gt=0)
+    """The log-ratio of a token is clipped below at -clip_low, in nats."""
+    clip_high: float = Field(0.4, gt=0)
+    """The log-ratio of a token is clipped above at clip_high, in nats."""
+
+
 class ReinforceLoss(PolicyLoss):
     """-A log p, without importance weights: exact only for the first update of a step."""
 
-    type: Literal["reinforce"] = "reinforce"
-    """`reinforce`: no importance weights."""
+    type: Literal["reinforce", "gpg"] = "reinforce"
+    """`reinforce`: no importance weights. `gpg`: the same, times B / (B - M), where M of the update's B streams are in groups without any advantage."""
 
 
 LOSSES = Registry("loss", "posttrain.losses", PolicyLoss)
 """Policy losses by `type`."""
-LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, ReinforceLoss)
+LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, DppoLoss, SapoLoss, GmpoLoss, ReinforceLoss)
 LossRecipe = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.validate)]
 
 
@@ -198,7 +249,7 @@ class KtoLoss(BaseConfig):
     needs_reference: ClassVar[bool] = True
 
     type: Literal["kto"] = "kto"
-    """`kto`: Kahneman-Tversky optimization; a pair counts as one good and one bad answer."""
+    """`kto`: Kahneman-Tversky optimization; a pair counts as two rows, one good and one bad answer."""
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     desirable_weight: float = Field(1.0, gt=0)
@@ -218,7 +269,42 @@ class OrpoLoss(BaseConfig):
     """Weight of the odds-ratio term (lambda in the paper)."""
 
 
-PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss
+class ApoZeroLoss(BaseConfig):
+    """Anchored preference optimization, zero: raises the chosen answer and lowers the rejected one, each relative to the reference model."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["apo_zero"] = "apo_zero"
+    """`apo_zero`: for chosen answers that are better than the model's own."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class ApoDownLoss(BaseConfig):
+    """Anchored preference optimization, down: lowers both answers, and the rejected one more."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["apo_down"] = "apo_down"
+    """`apo_down`: for chosen answers that are worse than the model's own."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class BcoLoss(BaseConfig):
+    """Binary classifier optimization: logistic loss of each answer's implicit reward, relative to a running mean of them."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["bco"] = "bco"
+    """`bco`: binary classifier optimization."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+    shift: bool = True
+    """Subtract the mean implicit reward of all answers of earlier updates (the reward shift of the paper). False: subtract nothing."""
+
+
+PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss | ApoZeroLoss | ApoDownLoss | BcoLoss
 """Losses that compare the two answers of a pair."""
 
 PreferenceLossRecipe = Annotated[PairLossRecipe | KtoLoss, Field(discriminator="type")]

@@ -254,9 +254,9 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
         )
     found += _many_updates(recipe) + _steep_kl(recipe)
-    if recipe.rollout.async_rollouts > 0 and loss.type == "reinforce" and loss.correction is None:
+    if recipe.rollout.async_rollouts > 0 and loss.type in ("reinforce", "gpg") and loss.correction is None:
         found.append(
-            "loss.type reinforce has no importance weights, and with rollout.async_rollouts above 0 it treats episodes of older "
+            f"loss.type {loss.type} has no importance weights, and with rollout.async_rollouts above 0 it treats episodes of older "
             "weights as on-policy; use ppo, or set loss.correction"
         )
     if isinstance(recipe.engine, VllmEngineRecipe) and loss.correction is None:

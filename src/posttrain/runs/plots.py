@@ -23,7 +23,6 @@ from posttrain.runs.comparison import (
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.figures import (
     FORMATS,
-    OUTSIDE,
     STYLE,
     Format,
     average,
@@ -36,6 +35,7 @@ from posttrain.runs.figures import (
     finish_axes,
     mark_nonfinite,
     new_figure,
+    outside_legend,
     save,
     scale_axis,
 )
@@ -136,7 +136,7 @@ def _learning_curve(lines: list[Line]) -> Figure | None:
     shown += draw_result(axes, lines, key, "result on the final seeds", form)
     scale_axis(axes, Panel("", "", (), whole=is_rate, from_zero=False), [*shown, *limits])
     finish_axes(axes, unit, percent=is_rate)
-    axes.legend(**OUTSIDE)
+    outside_legend(axes)
     return figure
 
 
@@ -211,7 +211,7 @@ def _time(lines: list[Line]) -> Figure | None:
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axes.grid(visible=False, axis="x")
     finish_axes(axes, "seconds per step")
-    axes.legend(**OUTSIDE)
+    outside_legend(axes)
     if len(centres) == 1:
         axes.set_xlim(centres[0] - 3, centres[0] + 3)
     return figure

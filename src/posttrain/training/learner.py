@@ -83,8 +83,8 @@ class Learner:
 
         Args:
             policy: with `lora`, the adapters alone are trained.
-            loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `reinforce`, or one that was
-                registered), or its settings such as `PpoLoss(clip_high=0.28)`.
+            loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `sapo`, `gmpo`,
+                `reinforce`, `gpg`, or one that was registered), or its settings such as `PpoLoss(clip_high=0.28)`.
             kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
             entropy_coefficient: weight of the entropy bonus.
             temperature: the temperature that the episodes were sampled with.
