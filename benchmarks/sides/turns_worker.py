@@ -96,7 +96,7 @@ def play_theirs(model: Any, tokenizer: Any, job: dict[str, Any], round_number: i
 
     from posttrain.data.rendering import Renderer
     from posttrain.episode import StopReason
-    from posttrain.rollout.transcript import TokenTranscript
+    from posttrain.rollout.driver import TokenTranscript
 
     torch.manual_seed(round_number + 1)
     recipe = _environment(job)

@@ -29,6 +29,9 @@ LOSSES = [
     {"type": "gspo"},
     {"type": "gspo_token"},
     {"type": "cispo"},
+    {"type": "dppo"},
+    {"type": "sapo"},
+    {"type": "gmpo"},
     {"type": "reinforce"},
 ]
 
@@ -119,14 +122,15 @@ def test_unbiased_baselines(kind, loss, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss["type"] != "gspo"], ids=str)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss["type"] not in ("gspo", "gmpo")], ids=str)
 def test_returns_from_each_token_on_are_unbiased(loss, size):
     assert relative_error(expected_gradient({"type": "reinforce"}, loss, size)) < 1e-9
 
 
-def test_gspo_gives_every_token_the_mean_advantage_of_its_stream():
+@pytest.mark.parametrize("kind", ["gspo", "gmpo"])
+def test_a_ratio_of_streams_gives_every_token_the_mean_advantage_of_its_stream(kind):
     # Hence its bias where advantages differ inside a stream, which `gspo_token` is there for.
-    assert error_of_direction(expected_gradient({"type": "reinforce"}, {"type": "gspo"}, 2)) > 0.01
+    assert error_of_direction(expected_gradient({"type": "reinforce"}, {"type": kind}, 2)) > 0.01
 
 
 def corrected_gradient(correction: dict) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Policy losses by hand: values, edges where the gradient is zero, corrections."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.losses.policy import TokenBatch, nll, policy_loss
+from posttrain.losses.policy import TokenBatch, gpg_factor, nll, policy_loss
 from posttrain.recipe.loss import CorrectionRecipe, LossRecipe
 
 
@@ -157,7 +158,7 @@ def test_a_correction_needs_the_learners_own_logprobs():
         evaluate({"type": "ppo", "correction": {}}, [1.0], batch([1.0]))
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "gspo_token", "cispo", "reinforce"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo", "reinforce", "gpg"])
 def test_extreme_logprobs_stay_finite_in_float32(kind):
     data = batch([-1.0, 1.0])
     values = {name: getattr(data, name).float() for name in ("rollout_logprobs", "advantages", "weights")}
@@ -172,3 +173,79 @@ def test_extreme_logprobs_stay_finite_in_float32(kind):
 
 def test_nll_is_the_weighted_sum():
     assert nll(torch.tensor([-1.0, -3.0], dtype=torch.float64), batch([0.0, 0.0], weights=[1.0, 0.5])).item() == 2.5
+
+
+def test_dppo_masks_by_the_change_of_the_probability():
+    # Sampled at 0.5; now 0.75, 0.75, 0.25, 0.25, 0.6: only those that move further in the wrong direction are masked.
+    data = batch([2.0, -2.0, 2.0, -2.0, 1.0], behaviour=[math.log(0.5)] * 5)
+    now = [0.75, 0.75, 0.25, 0.25, 0.6]
+    ratios = [p / math.exp(-1) for p in now]
+    loss, gradient, metrics = evaluate({"type": "dppo", "delta": 0.15}, ratios, data)
+    assert gradient == pytest.approx([0, 3.0, -1.0, 0, -1.2])
+    assert loss == pytest.approx(3.0 - 1.0 - 1.2)
+    assert metrics["policy/clip_high"] == (1.0, 5.0)
+    assert metrics["policy/clip_low"] == (1.0, 5.0)
+    assert metrics["policy/divergence"] == pytest.approx((1.1, 5.0))
+
+
+def test_dppo_tolerates_large_ratios_of_rare_tokens():
+    data = batch([1.0], behaviour=[math.log(0.001)])
+    ratios = [0.01 / math.exp(-1)]
+    assert evaluate({"type": "dppo"}, ratios, data)[1] == pytest.approx([-10.0])
+    assert evaluate({"type": "ppo"}, ratios, data)[1] == [0.0]
+
+
+def test_dppo_by_kl_of_two_events():
+    data = batch([1.0, 1.0, 1.0], behaviour=[math.log(0.5), math.log(0.2), -1e-9])
+    now = [0.7, 0.3, 1.0]
+    divergences = [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)) for p, q in ((0.5, 0.7), (0.2, 0.3))]
+    recipe = {"type": "dppo", "divergence": "kl", "delta": 0.05}
+    _, gradient, metrics = evaluate(recipe, [p / math.exp(-1) for p in now], data)
+    assert metrics["policy/divergence"] == pytest.approx((sum(divergences), 3.0), abs=1e-6)
+    assert gradient == pytest.approx([0, -1.5, -1.0])
+
+
+def test_dppo_refuses_a_second_correction():
+    with pytest.raises(ValueError, match="remove `correction`"):
+        TypeAdapter(LossRecipe).validate_python({"type": "dppo", "correction": {}})
+
+
+def test_sapo_gates_by_the_sign_of_the_advantage():
+    recipe = {"type": "sapo", "positive_temperature": 1.0, "negative_temperature": 2.0}
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    good, bad = sigmoid(1.0), sigmoid(-1.0)
+    loss, gradient, metrics = evaluate(recipe, [2.0, 0.5, 1.0], batch([3.0, -1.0, 2.0]))
+    assert loss == pytest.approx(-4 * good * 3 + 2 * bad - 4 * 0.5 * 2)
+    weights = [4 * good * (1 - good), 4 * bad * (1 - bad), 1.0]
+    assert gradient == pytest.approx([-weights[0] * 2 * 3, weights[1] * 0.5, -2.0])
+    assert metrics["policy/gate"] == pytest.approx((sum(weights), 3.0))
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    # Stream 1 (A > 0): 2 is clipped to e^0.4, 0.5 is not. Stream 2 (A < 0): 0.5 is clipped to e^-0.4, 3 is not.
+    data = batch([2.0, 2.0, -1.0, -1.0], lengths=[2, 2], weights=[0.5] * 4)
+    loss, gradient, metrics = evaluate({"type": "gmpo"}, [2.0, 0.5, 0.5, 3.0], data)
+    first, second = math.sqrt(math.exp(0.4) * 0.5), math.sqrt(math.exp(-0.4) * 3.0)
+    assert loss == pytest.approx(-2 * first + second)
+    assert gradient == pytest.approx([0, -first, 0, second / 2])
+    assert metrics["policy/clip_high"] == (1.0, 4.0)
+    assert metrics["policy/clip_low"] == (1.0, 4.0)
+
+
+def test_gpg_scales_by_the_groups_that_have_an_advantage():
+    assert gpg_factor([0, 0, 1, 1, 2, 2], [True, False, False, False, True, True]) == 1.5
+    assert gpg_factor([0, 1], [False, False]) == 1.0
+    data = dataclasses.replace(batch([2.0, -1.0]), factors=torch.tensor([1.5, 1.5], dtype=torch.float64))
+    assert evaluate({"type": "gpg"}, [1.0, 1.0], data)[1] == pytest.approx([-3.0, 1.5])
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo", "reinforce", "gpg"])
+def test_the_off_policy_mask_spares_good_streams_and_near_ones(kind):
+    # mean log mu / pi: 0.5 with A < 0, 0.5 with A > 0, 0.05 with A < 0.
+    ratios = [math.exp(-1.0), 1.0, math.exp(-1.0), 1.0, math.exp(-0.1), 1.0]
+    data = batch([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0], lengths=[2, 2, 2])
+    plain = evaluate({"type": kind}, ratios, data)[1]
+    _, masked, metrics = evaluate({"type": kind, "off_policy_mask": 0.1}, ratios, data)
+    assert masked == pytest.approx([0, 0, *plain[2:]])
+    assert any(plain[:2]) or kind.startswith("gspo")  # whose clip is narrower
+    assert metrics["policy/off_policy_masked"] == (2.0, 6.0)

@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["loss.type=gsop"],
             'override loss.type=gsop: loss.type is "gsop" (did you mean gspo?); '
-            "it must be ppo, gspo, gspo_token, cispo or reinforce",
+            "it must be ppo, gspo, gspo_token, cispo, dppo, sapo, gmpo, reinforce or gpg",
         ),
         (
             ["environment.type=bandt"],

@@ -8,7 +8,7 @@ import torch
 
 import posttrain
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.loss import CispoLoss, CorrectionRecipe, GspoLoss, PpoLoss, ReinforceLoss
+from posttrain.recipe.loss import CispoLoss, CorrectionRecipe, DppoLoss, GspoLoss, PpoLoss, ReinforceLoss
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.training.objectives import PolicyObjective
 from posttrain.training.rl import rollouts_may_differ
@@ -107,7 +107,7 @@ def test_a_correction_compares_the_learner_with_the_rollout(policy, episodes):
 def test_auto_follows_what_can_differ():
     for loss in (PpoLoss(), GspoLoss(type="gspo"), CispoLoss()):
         assert (loss.old_source(True), loss.old_source(False)) == ("learner", "rollout")
-    assert ReinforceLoss().old_source(True) == "rollout"
+    assert ReinforceLoss().old_source(True) == DppoLoss().old_source(True) == "rollout"
     assert ReinforceLoss(correction=CorrectionRecipe()).old_source(False) == "learner"
     assert PpoLoss(old="rollout").old_source(True) == "rollout"
     with pytest.raises(ValueError, match="needs `old: learner`"):

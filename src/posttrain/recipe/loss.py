@@ -58,8 +58,8 @@ class CorrectionRecipe(BaseConfig):
 class PolicyLoss(Section):
     """Keys that every policy loss has."""
 
-    has_ratio: ClassVar[bool] = True
-    """Whether the loss compares the policy with old log-probabilities."""
+    ratio_to: ClassVar[Literal["old", "rollout"] | None] = "old"
+    """What the loss compares the policy with: old log-probabilities, always those of the rollout, or nothing."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
@@ -69,6 +69,11 @@ class PolicyLoss(Section):
     """Old log-probabilities of the ratio. `learner`: those of the learner before the step's first update; one more forward pass where a step makes several updates. `rollout`: those of the engine. `auto`: `learner` where the two can differ (weights that are not float32, engines other than `local`, `rollout.async_rollouts` above 0, adapters with dropout) or with `correction`, else `rollout`."""
     correction: CorrectionRecipe | None = None
     """Correction for rollouts whose log-probabilities differ from the learner's (vLLM, bfloat16, stale weights). Null: none."""
+
+    off_policy_mask: float | None = Field(None, gt=0)
+    """Mask tokens with a negative advantage in streams whose mean log-ratio of the sampling to the current policy exceeds this, in nats per token (DeepSeek-V3.2). Null: off."""
+    mask_truncated: bool = False
+    """Leave episodes whose last answer a token limit cut out of the loss and of its divisor (DAPO's overlong filtering). They still count in group statistics."""
 
     @model_validator(mode="after")
     def _keys_fit(self):
@@ -84,9 +89,11 @@ class PolicyLoss(Section):
         """Where old log-probabilities come from. `may_differ`: whether those of rollout and learner can differ."""
         if self.correction is not None:
             return "learner"
+        if self.ratio_to != "old":
+            return "rollout"
         if self.old != "auto":
             return self.old
-        return "learner" if may_differ and self.has_ratio else "rollout"
+        return "learner" if may_differ else "rollout"
 
 
 class PpoLoss(PolicyLoss):
@@ -126,18 +133,66 @@ class CispoLoss(PolicyLoss):
     """The weight is clipped above at 1 + clip_high."""
 
 
+class DppoLoss(PolicyLoss):
+    """Importance-weighted policy gradient; tokens whose probability moved too far from the sampling policy are masked."""
+
+    ratio_to: ClassVar[Literal["old", "rollout"] | None] = "rollout"
+
+    type: Literal["dppo"] = "dppo"
+    """`dppo`: divergence PPO. Ratio and mask compare with the policy that sampled, not with recomputed log-probabilities."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """How the change of a token's probability is measured: `tv`: difference of probabilities; `kl`: KL, in nats, of the two events this token and any other."""
+    delta: float = Field(0.15, gt=0)
+    """Largest divergence of a token that may move further from the sampling policy. For `kl`, 0.05 is of the same order as 0.15 for `tv`."""
+
+    @model_validator(mode="after")
+    def _ratio_has_the_engine_in_it(self):
+        if self.correction is not None:
+            raise ValueError(
+                "`type: dppo` takes its ratio to the sampling policy, which includes the difference of engine and learner; "
+                "remove `correction`"
+            )
+        return self
+
+
+class SapoLoss(PolicyLoss):
+    """A smooth gate of the ratio in place of clipping: the weight of a token fades as its ratio leaves 1."""
+
+    type: Literal["sapo"] = "sapo"
+    """`sapo`: soft adaptive policy optimization."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
+    positive_temperature: float = Field(1.0, gt=0)
+    """Sharpness of the gate for tokens with a positive advantage (tau_pos). Larger fades faster."""
+    negative_temperature: float = Field(1.05, gt=0)
+    """Sharpness of the gate for all other tokens (tau_neg)."""
+
+
+class GmpoLoss(PolicyLoss):
+    """The geometric mean over a stream of clipped token ratios."""
+
+    type: Literal["gmpo"] = "gmpo"
+    """`gmpo`: geometric-mean policy optimization. Every token gets the mean advantage of its stream."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
+    clip_low: float = Field(0.4, gt=0)
+    """The log-ratio of a token is clipped below at -clip_low, in nats."""
+    clip_high: float = Field(0.4, gt=0)
+    """The log-ratio of a token is clipped above at clip_high, in nats."""
+
+
 class ReinforceLoss(PolicyLoss):
     """-A log p, without importance weights: exact only for the first update of a step."""
 
-    has_ratio: ClassVar[bool] = False
+    ratio_to: ClassVar[Literal["old", "rollout"] | None] = None
 
-    type: Literal["reinforce"] = "reinforce"
-    """`reinforce`: no importance weights."""
+    type: Literal["reinforce", "gpg"] = "reinforce"
+    """`reinforce`: no importance weights. `gpg`: the same, times B / (B - M), where M of the update's B streams are in groups without any advantage."""
 
 
 LOSSES = Registry("loss", "posttrain.losses", PolicyLoss)
 """Policy losses by `type`."""
-LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, ReinforceLoss)
+LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, DppoLoss, SapoLoss, GmpoLoss, ReinforceLoss)
 LossRecipe = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.validate)]
 
 

@@ -90,8 +90,8 @@ class Learner:
 
         Args:
             policy: with `lora`, the adapters alone are trained.
-            loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `reinforce`, or one that was
-                registered), or its settings such as `PpoLoss(clip_high=0.28)`.
+            loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `sapo`, `gmpo`,
+                `reinforce`, `gpg`, or one that was registered), or its settings such as `PpoLoss(clip_high=0.28)`.
             kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
             entropy_coefficient: weight of the entropy bonus.
             temperature: the temperature that the episodes were sampled with.
@@ -156,7 +156,13 @@ class Learner:
         )
         metrics = means(self._updater.update(samples, objective))
         mismatch = metrics.get("policy/mismatch", 0.0)
-        if first and not learner_old and self.loss.old == "auto" and self.loss.has_ratio and mismatch > MISMATCH:
+        if (
+            first
+            and not learner_old
+            and self.loss.old == "auto"
+            and self.loss.ratio_to == "old"
+            and mismatch > MISMATCH
+        ):
             warnings.warn(
                 f"the engine's log-probabilities differ from the learner's by {mismatch:.2g} nats per token; set "
                 "`old: learner` in the loss, so that the ratio does not measure this difference",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from posttrain.losses.kl import kl_loss, kl_metrics
-from posttrain.losses.policy import TokenBatch, nll, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, gpg_factor, nll, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
@@ -237,6 +237,7 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
         weights=torch.from_numpy(np.repeat(np.array(weights, dtype=np.float32), lengths)).to(device),
         ref_logprobs=flat([s.ref_logprobs for s in samples]),
         old_logprobs=flat([s.old_logprobs for s in samples]),
+        factors=flat([s.factors for s in samples]),
     )
 
 
@@ -268,14 +269,31 @@ class PolicyObjective:
         coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
         self.kl_coefficient = coefficient if self.kl.apply_to == "loss" else 0.0
         self.entropy_coefficient = entropy
+        self._of_update: Totals = {}
+        """Metrics of the update, which its first micro-batch adds."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        """One weight per sample and the divisor. Also sets what depends on the whole update: the samples' `factors`."""
+        masked = [self._is_masked(sample) for sample in samples]
+        lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         episodes = [-1 - i if s.episode is None else s.episode for i, s in enumerate(samples)]
-        lengths = [s.sampled_tokens for s in samples]
-        return token_weights(self.loss.aggregation, lengths, self.loss.constant, episodes)
+        weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episodes)
+        self._of_update = {}
+        if self.loss.mask_truncated:
+            self._of_update["policy/truncated_masked"] = (float(sum(masked)), float(len(samples)))
+        if self.loss.type == "gpg":
+            factor = gpg_factor([s.group for s in samples], [bool(np.any(s.advantages != 0)) for s in samples])
+            for sample in samples:
+                sample.factors = np.full(sample.sampled_tokens, factor, dtype=np.float32)
+        return [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)], divisor
+
+    def _is_masked(self, sample: Sample) -> bool:
+        return self.loss.mask_truncated and sample.truncated
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit add nothing, unless there is a KL penalty or an entropy bonus."""
+        if self._is_masked(sample):
+            return False
         return self.kl_coefficient > 0 or self.entropy_coefficient > 0 or bool(np.any(sample.advantages != 0))
 
     def __call__(
@@ -285,6 +303,7 @@ class PolicyObjective:
         if self.old == "learner" and self.first_update:
             batch = replace(batch, old_logprobs=output.logprobs.detach())
         loss, metrics = policy_loss(self.loss, output.logprobs, batch)
+        metrics, self._of_update = metrics | self._of_update, {}
         if self.first_update and "policy/clip_low" in metrics:
             low, high = metrics["policy/clip_low"], metrics["policy/clip_high"]
             metrics["policy/clipped_before_update"] = (low[0] + high[0], low[1])

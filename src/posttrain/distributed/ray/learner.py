@@ -13,7 +13,7 @@ from posttrain.distributed.ray.worker_group import WorkerClient, WorkerGroup, Wo
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.runs import events
+from posttrain.runs.metrics import record_event
 
 INTERRUPTED = 130
 """Exit code of a stage that a signal stopped, as on the command line."""
@@ -49,7 +49,7 @@ class LearnerWorker(Worker):
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        self.heartbeat.on_event = events.record
+        self.heartbeat.on_event = record_event
         self.heartbeat.on_stop = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class LearnerWorker(Worker):
 
         os.environ.update(job.variables)
         for sentence in job.past_events:
-            events.record(sentence)
+            record_event(sentence)
         recipe = recipe_from(job.document)
         try:
             with ExitStack() as stack:
