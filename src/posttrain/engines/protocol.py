@@ -1,15 +1,20 @@
-"""The engine interface: token ids in, sampled token ids with log-probabilities out. No text and no environments."""
+"""The engine interface: token ids in, sampled token ids with log-probabilities out. No environments.
 
-from collections.abc import Callable
+The vLLM server imports this module under another interpreter, so at run time it imports nothing but Python.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from posttrain.episode import StopReason
-from posttrain.recipe.rollout import SamplingRecipe
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from posttrain.episode import StopReason
     from posttrain.models.policy import Policy
+    from posttrain.recipe.rollout import SamplingRecipe
+
+EXTRA_TOKENS = 8
+"""Tokens decoded beyond the length of a stop string, for tokens that stand for no character of their own."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     """Token ids of the prompt; at least one."""
-    sampling: SamplingRecipe
+    sampling: "SamplingRecipe"
     seed: int
     """Seed of the request's own random stream: the same request with the same seed draws the same numbers."""
     max_tokens: int
@@ -39,7 +44,7 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     """Weights version that sampled each token: the number of optimizer updates."""
-    stop_reason: StopReason
+    stop_reason: "StopReason"
 
 
 @dataclass
@@ -98,3 +103,20 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Free memory for the learner. No request may follow before the next `load_weights`."""
         ...
+
+
+class StopStrings:
+    """Strings that end a completion as soon as its decoded tokens contain one of them."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self.tokenizer = tokenizer
+        self.texts = tuple(texts)
+        # A stop string of n bytes ends within the last n tokens, each of which stands for at least one byte.
+        self._tail = max((len(text.encode()) for text in self.texts), default=0) + EXTRA_TOKENS
+
+    def matched(self, ids: Sequence[int]) -> bool:
+        """Whether the completion `ids` ends here. Call it once for each sampled token."""
+        if not self.texts:
+            return False
+        text = self.tokenizer.decode(list(ids[-self._tail :]))
+        return any(stop in text for stop in self.texts)

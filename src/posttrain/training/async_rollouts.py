@@ -34,9 +34,8 @@ from posttrain.rollout.journal import (
     remove_batches,
 )
 from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
-from posttrain.runs import events
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import storage_errors
+from posttrain.runs.directory import RunDirectory, storage_errors
+from posttrain.runs.metrics import record_event
 from posttrain.training.checkpoint import saved_steps
 from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect
 
@@ -310,7 +309,7 @@ class AsyncRollouts:
             yield
         finally:
             if not self._sampler.stop():
-                events.record(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
+                record_event(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
             self._remove_covered()
 
     def take(self, step: int) -> RolloutBatch:

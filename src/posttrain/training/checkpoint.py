@@ -21,7 +21,7 @@ from posttrain.distributed.tensors import write_tensors
 from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
 from posttrain.models.policy import TrainedModel
-from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically
+from posttrain.runs.directory import partial_path, storage_errors, sync_directory, write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^step_(\d+)$")

@@ -22,10 +22,8 @@ from posttrain.plugins import pip_command
 from posttrain.recipe.run import GuardRecipe, SinkName
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
-from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import MetricsLog, NoLog
-from posttrain.runs.progress import Progress
+from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
 from posttrain.seeds import derive_seed
 from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from posttrain.training.evaluators import START, TRAINED, Evaluator
@@ -231,7 +229,7 @@ class Trainer(Generic[Output]):
                 self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
                 raise
             finally:
-                self.warn(events.drain())
+                self.warn(take_events())
 
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one still owed."""
@@ -277,7 +275,7 @@ class Trainer(Generic[Output]):
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
-        self.warn(events.drain())
+        self.warn(take_events())
         self._call(lambda callback: callback.on_step(self.step, metrics))
 
     def warn(self, messages: Sequence[str]) -> None:
@@ -370,7 +368,7 @@ class Trainer(Generic[Output]):
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step)
-        self.warn(events.drain())
+        self.warn(take_events())
         if values:
             chosen = "best on the curve's data" if self.best_by is not None else "the last one"
             self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})

@@ -19,7 +19,7 @@ import torch
 
 from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
 from posttrain.distributed.world import current_world
-from posttrain.episode import Episode, Stream
+from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.forward import prompt_length
@@ -52,10 +52,18 @@ class Sample:
     """[n] float32: log-probabilities under the reference model."""
     old_logprobs: np.ndarray | None = None
     """[n] float32: the learner's own log-probabilities before the step's updates; None takes the engine's."""
+    episode: int | None = None
+    """Number of the stream's episode within the step; None for rows of data."""
     values: np.ndarray | None = None
     """[n] float32: the critic's values before the step's updates, in units of reward."""
     returns: np.ndarray | None = None
     """[n] float32: targets of the critic's values."""
+    factors: np.ndarray | None = None
+    """[n] float32: factor of each token's policy loss, which depends on the whole update; None means 1."""
+    group: int = 0
+    """The episode's group."""
+    truncated: bool = False
+    """Whether a token limit cut the last answer of the episode."""
     ptx: bool = False
     """A supervised row that joins an update of reinforcement learning, not an episode."""
     side: PreferenceSide | None = None
@@ -73,8 +81,11 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
             stream=stream,
             label=f"step {step} group {episode.group} episode {episode.index} (environment seed {episode.seed})",
             advantages=np.zeros(int(stream.sampled.sum()), dtype=np.float32),
+            episode=number,
+            group=episode.group,
+            truncated=bool(episode.turns) and episode.turns[-1].stop_reason in CUT_OFF,
         )
-        for episode in episodes
+        for number, episode in enumerate(episodes)
         for stream in episode.streams
     ]
 

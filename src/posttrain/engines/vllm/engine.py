@@ -39,7 +39,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.runs import events
+from posttrain.runs.metrics import record_event
 
 T = TypeVar("T")
 MIB = 2**20
@@ -287,7 +287,7 @@ class VllmEngine:
                     state.alive = True
                 except EngineDied as error:
                     reason = str(error)
-            events.record(
+            record_event(
                 f"{state.replica.name} died ({reason}); it was restarted with weights of version {self.version}, and its "
                 "requests are sent again"
             )
