@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from reference.credit import CREDITS, PerEpisode, Play
-from reference.losses import LOSSES, Batch, aggregate, kl, off_policy_mask, weights_of_correction
+from reference.losses import LOSSES, Batch, aggregate, kl, off_policy_mask, correction_factor
 from reference.model import Padded, pad, score, spread
 
 import posttrain
@@ -127,8 +127,7 @@ class Sides:
         if settings.off_policy_mask is not None:
             token = token * off_policy_mask(batch, settings.off_policy_mask)
         if settings.correction is not None:
-            c = settings.correction
-            token = token * weights_of_correction(batch, c.type, c.level, c.cap)
+            token = token * correction_factor(batch, settings.correction)
         if case.kl is not None:
             token = token + case.kl["coefficient"] * kl(batch, case.kl["estimator"])
         token = token - case.entropy * batch.entropy
