@@ -1,19 +1,19 @@
 """Both sides on the same random batch, and the difference between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from reference.credit import CREDITS, PerEpisode, Play
-from reference.losses import LOSSES, Batch, aggregate, kl, off_policy_mask, correction_factor
+from reference.losses import LOSSES, Batch, aggregate, correction_factor, kl, off_policy_mask
 from reference.model import Padded, pad, score, spread
 
 import posttrain
 from crosschecks.cases import Case
 from crosschecks.episodes import random_advantages, random_episodes, random_values
-from crosschecks.package import moved_policy, one_step, save_model
+from crosschecks.package import last_update, moved_policy, save_model
 from posttrain.episode import Advantages, Episode
 from posttrain.recipe.compose import chosen
 from posttrain.recipe.credit import CREDITS as CREDIT_SETTINGS
@@ -63,20 +63,32 @@ class Sides:
         set_rollout_logprobs(rng, episodes, padded, now.logprobs, case.distance)
         ours, theirs = self.credit(case, rng, episodes)
         longest = max(16, *(len(stream) for episode in episodes for stream in episode.streams))
-        total, gradient, _ = one_step(
+        update = last_update(
             self.policy,
             episodes,
             ours,
+            updates=case.updates,
             loss=case.loss,
             kl=case.kl or 0.0,
             entropy_coefficient=case.entropy,
             tokens_per_batch=int(longest * rng.integers(1, 6)),
         )
-        anchor = "learner" if "correction" in case.loss else "rollout"
-        expected, scale = self.expected(case, episodes, padded, theirs, ref.logprobs, anchor)
+        self.load(update.weights)
+        old = spread([s.rollout_logprobs[s.sampled] for e in episodes for s in e.streams], padded)
+        if case.loss.get("old") == "learner" or "correction" in case.loss:
+            old = now.logprobs
+        expected, scale = self.expected(case, episodes, padded, theirs, old, ref.logprobs)
         self.model.zero_grad()
         expected.backward()
-        return abs(total - float(expected.detach())) / scale, self.gradient_difference(gradient)
+        difference = abs(update.loss - float(expected.detach())) / scale, self.gradient_difference(update.gradient)
+        self.load(dict(self.policy.model.named_parameters()))
+        return difference
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the reference's model other weights."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
 
     def credit(self, case: Case, rng: np.random.Generator, episodes: list[Episode]) -> tuple[Advantages, PerEpisode]:
         """Advantages by the package, and by the reference as one number per sampled token of each episode."""
@@ -98,8 +110,8 @@ class Sides:
         episodes: Sequence[Episode],
         padded: Padded,
         advantages: PerEpisode,
+        old: torch.Tensor,
         ref: torch.Tensor,
-        anchor: str,
     ) -> tuple[torch.Tensor, float]:
         """The reference's loss, with gradient, and the size of its terms."""
         settings = chosen(LOSS_SETTINGS, case.loss)
@@ -114,7 +126,7 @@ class Sides:
                 place += count
         batch = Batch(
             logp=now.logprobs,
-            old=rollout if anchor == "rollout" else now.logprobs.detach(),
+            old=old,
             rollout=rollout,
             ref=ref,
             A=spread(per_stream, padded),
