@@ -22,6 +22,7 @@ class Case:
     """None: random advantages."""
     kl: dict[str, Any] | None = None
     entropy: float = 0.0
+    temperature: float = 1.0
     distance: float = 0.3
     """Standard deviation of the difference between the engine's and the learner's log-probabilities, in nats."""
     advantages_per_stream: bool = False
@@ -85,6 +86,10 @@ def cases() -> Iterator[Case]:
         yield Case("correction", name, {"type": "ppo", "correction": correction})
     yield Case("correction", "token weights, second epoch", {"type": "ppo", "correction": CORRECTIONS[0][1]}, updates=2)
     yield Case("mask", "off-policy streams", {"type": "ppo", "off_policy_mask": 0.05, **OLD})
+    yield Case("mask", "truncated episodes", {"type": "ppo", "mask_truncated": True, **OLD})
+    sequence_mean = {"aggregation": "sequence_mean", "mask_truncated": True}
+    yield Case("mask", "truncated episodes, sequence_mean", {"type": "ppo", **sequence_mean, **OLD})
+    yield Case("temperature", "0.7", {"type": "ppo", **OLD}, temperature=0.7, entropy=0.1)
     for estimator in ("k2", "k3"):
         yield Case("KL", f"{estimator} in the loss", kl={"coefficient": 0.2, "estimator": estimator})
     yield Case("entropy", "bonus", entropy=0.1)

@@ -14,7 +14,7 @@ import posttrain
 from crosschecks.cases import Case
 from crosschecks.episodes import random_advantages, random_episodes, random_values
 from crosschecks.package import last_update, moved_policy, save_model
-from posttrain.episode import Advantages, Episode
+from posttrain.episode import CUT_OFF, Advantages, Episode
 from posttrain.recipe.compose import chosen
 from posttrain.recipe.credit import CREDITS as CREDIT_SETTINGS
 from posttrain.recipe.loss import LOSSES as LOSS_SETTINGS
@@ -59,7 +59,7 @@ class Sides:
         episodes = random_episodes(rng, self.vocabulary, same_turns=case.same_turns)
         padded = padded_streams(episodes)
         with torch.no_grad():
-            now, ref = score(self.model, padded), score(self.start, padded)
+            now, ref = (score(m, padded, case.temperature) for m in (self.model, self.start))
         set_rollout_logprobs(rng, episodes, padded, now.logprobs, case.distance)
         ours, theirs = self.credit(case, rng, episodes)
         longest = max(16, *(len(stream) for episode in episodes for stream in episode.streams))
@@ -71,6 +71,7 @@ class Sides:
             loss=case.loss,
             kl=case.kl or 0.0,
             entropy_coefficient=case.entropy,
+            temperature=case.temperature,
             tokens_per_batch=int(longest * rng.integers(1, 6)),
         )
         self.load(update.weights)
@@ -115,7 +116,7 @@ class Sides:
     ) -> tuple[torch.Tensor, float]:
         """The reference's loss, with gradient, and the size of its terms."""
         settings = chosen(LOSS_SETTINGS, case.loss)
-        now = score(self.model, padded)
+        now = score(self.model, padded, case.temperature)
         rollout = spread([s.rollout_logprobs[s.sampled] for e in episodes for s in e.streams], padded)
         per_stream = []
         for episode, numbers in zip(episodes, advantages, strict=True):
@@ -135,6 +136,9 @@ class Sides:
             episode=padded.episode,
             group=padded.group,
         )
+        if settings.mask_truncated:
+            cut = [e.turns[-1].stop_reason in CUT_OFF for e in episodes]
+            batch.mask = batch.mask * torch.tensor([[not cut[episode]] for episode in padded.episode.tolist()])
         token = LOSSES[settings.type](batch, settings)
         if settings.off_policy_mask is not None:
             token = token * off_policy_mask(batch, settings.off_policy_mask)

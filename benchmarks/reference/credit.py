@@ -224,7 +224,7 @@ def gae(plays: Sequence[Play], settings: Any) -> PerEpisode:
     rows = []
     for play in plays:
         lam = settings.gae_lambda
-        if settings.length_alpha is not None:
+        if getattr(settings, "length_alpha", None) is not None:
             lam = max(0.0, 1 - 1 / (settings.length_alpha * len(play.rewards)))
         rows.append(gae_of(play.rewards, play.values, settings.discount, lam))
     return whiten(rows) if settings.whiten else rows
