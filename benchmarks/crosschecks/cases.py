@@ -92,6 +92,9 @@ def cases() -> Iterator[Case]:
     yield Case("temperature", "0.7", {"type": "ppo", **OLD}, temperature=0.7, entropy=0.1)
     for estimator in ("k2", "k3"):
         yield Case("KL", f"{estimator} in the loss", kl={"coefficient": 0.2, "estimator": estimator})
+    for credit in ("rloo", "reinforce", "gae"):
+        in_reward = {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}
+        yield Case("KL", f"k1 in the reward, {credit}", credit={"type": credit}, kl=in_reward)
     yield Case("entropy", "bonus", entropy=0.1)
     for name in CREDITS.names():
         if name in REFERENCE_CREDITS:

@@ -13,7 +13,7 @@ from reference.model import Padded, pad, score, spread
 import posttrain
 from crosschecks.cases import Case
 from crosschecks.episodes import random_advantages, random_episodes, random_values
-from crosschecks.package import last_update, moved_policy, save_model
+from crosschecks.package import last_update, moved_policy, rewards_with_kl, save_model
 from posttrain.episode import CUT_OFF, Advantages, Episode
 from posttrain.recipe.compose import chosen
 from posttrain.recipe.credit import CREDITS as CREDIT_SETTINGS
@@ -61,7 +61,7 @@ class Sides:
         with torch.no_grad():
             now, ref = (score(m, padded, case.temperature) for m in (self.model, self.start))
         set_rollout_logprobs(rng, episodes, padded, now.logprobs, case.distance)
-        ours, theirs = self.credit(case, rng, episodes)
+        ours, theirs = self.credit(case, rng, episodes, padded, ref.logprobs)
         longest = max(16, *(len(stream) for episode in episodes for stream in episode.streams))
         update = last_update(
             self.policy,
@@ -69,13 +69,13 @@ class Sides:
             ours,
             updates=case.updates,
             loss=case.loss,
-            kl=case.kl or 0.0,
+            kl=0.0 if in_reward(case) else case.kl or 0.0,
             entropy_coefficient=case.entropy,
             temperature=case.temperature,
             tokens_per_batch=int(longest * rng.integers(1, 6)),
         )
         self.load(update.weights)
-        old = spread([s.rollout_logprobs[s.sampled] for e in episodes for s in e.streams], padded)
+        old = rollout_logprobs(episodes, padded)
         if case.loss.get("old") == "learner" or "correction" in case.loss:
             old = now.logprobs
         expected, scale = self.expected(case, episodes, padded, theirs, old, ref.logprobs)
@@ -91,7 +91,9 @@ class Sides:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])
 
-    def credit(self, case: Case, rng: np.random.Generator, episodes: list[Episode]) -> tuple[Advantages, PerEpisode]:
+    def credit(
+        self, case: Case, rng: np.random.Generator, episodes: list[Episode], padded: Padded, ref: torch.Tensor
+    ) -> tuple[Advantages, PerEpisode]:
         """Advantages by the package, and by the reference as one number per sampled token of each episode."""
         if case.credit is None:
             ours = random_advantages(rng, episodes, case.advantages_per_stream)
@@ -102,8 +104,14 @@ class Sides:
         values = random_values(rng, episodes)
         greedy = {episode.group: float(rng.integers(0, 2)) for episode in episodes}
         settings = chosen(CREDIT_SETTINGS, case.credit)
-        ours = posttrain.advantages(episodes, settings, values=values, greedy_returns=greedy)
-        return ours, CREDITS[settings.type](plays_of(episodes, values, greedy), settings)
+        rewards = None
+        plays = plays_of(episodes, values, greedy)
+        if in_reward(case):
+            assert case.kl is not None
+            rewards = rewards_with_kl(episodes, case.kl, [ref[row, s].numpy() for row, s in enumerate(padded.sampled)])
+            subtract_kl(plays, padded, rollout_logprobs(episodes, padded) - ref, case.kl["coefficient"])
+        ours = posttrain.advantages(episodes, settings, rewards=rewards, values=values, greedy_returns=greedy)
+        return ours, CREDITS[settings.type](plays, settings)
 
     def expected(
         self,
@@ -117,7 +125,7 @@ class Sides:
         """The reference's loss, with gradient, and the size of its terms."""
         settings = chosen(LOSS_SETTINGS, case.loss)
         now = score(self.model, padded, case.temperature)
-        rollout = spread([s.rollout_logprobs[s.sampled] for e in episodes for s in e.streams], padded)
+        rollout = rollout_logprobs(episodes, padded)
         per_stream = []
         for episode, numbers in zip(episodes, advantages, strict=True):
             place = 0
@@ -144,7 +152,7 @@ class Sides:
             token = token * off_policy_mask(batch, settings.off_policy_mask)
         if settings.correction is not None:
             token = token * correction_factor(batch, settings.correction)
-        if case.kl is not None:
+        if case.kl is not None and not in_reward(case):
             token = token + case.kl["coefficient"] * kl(batch, case.kl["estimator"])
         token = token - case.entropy * batch.entropy
         total = aggregate(token, batch, settings.aggregation, settings.constant)
@@ -159,6 +167,22 @@ class Sides:
             apart += float(((mine - parameter.grad) ** 2).sum())
             size += float((parameter.grad**2).sum())
         return apart**0.5 / (size**0.5 or 1.0)
+
+
+def in_reward(case: Case) -> bool:
+    return case.kl is not None and case.kl.get("apply_to") == "reward"
+
+
+def rollout_logprobs(episodes: Sequence[Episode], padded: Padded) -> torch.Tensor:
+    return spread([s.rollout_logprobs[s.sampled] for episode in episodes for s in episode.streams], padded)
+
+
+def subtract_kl(plays: Sequence[Play], padded: Padded, difference: torch.Tensor, coefficient: float) -> None:
+    """InstructGPT (2203.02155) equation 2, at each token: r - coefficient x (log pi - log pi_ref)."""
+    for index, play in enumerate(plays):
+        rows = padded.episode == index
+        estimates = difference[rows][padded.sampled[rows]].tolist()
+        play.rewards = [reward - coefficient * d for reward, d in zip(play.rewards, estimates, strict=True)]
 
 
 def padded_streams(episodes: Sequence[Episode]) -> Padded:

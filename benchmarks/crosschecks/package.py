@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from harness.models import make_tokenizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import posttrain
-from posttrain.episode import Advantages, Episode
+from posttrain.episode import Advantages, Episode, RewardStreams
+from posttrain.recipe.loss import KlRecipe
+from posttrain.recipe.rollout import RolloutRecipe
+from posttrain.training.reward_scorer import RewardShaping, RunningStatistics
+from posttrain.training.updater import samples_of_episodes
 
 NO_CLIP = 1e30
 
@@ -93,6 +98,15 @@ def last_update(
                 parameter.copy_(before[name])
         policy.version = version
     return Update(metrics.get("loss/total", 0.0), dict(gradient), weights, metrics)
+
+
+def rewards_with_kl(episodes: Sequence[Episode], kl: Mapping[str, Any], ref: Sequence[np.ndarray]) -> RewardStreams:
+    """The reward streams of a step of `rl` with the KL penalty in the reward. `ref`: per stream, [n] of its sampled tokens."""
+    samples = samples_of_episodes(episodes, 0)
+    for sample, logprobs in zip(samples, ref, strict=True):
+        sample.ref_logprobs = logprobs.astype(np.float32)
+    shaping = RewardShaping(RolloutRecipe(), KlRecipe(**kl), RunningStatistics(None))
+    return shaping.shape(episodes, samples, kl["coefficient"])
 
 
 def _weights(policy: posttrain.Policy) -> dict[str, torch.Tensor]:

@@ -141,8 +141,9 @@ def kl(b: Batch, estimator: str) -> Tensor:
 
 
 def kl_importance_weighted(b: Batch, estimator: str) -> Tensor:
-    """DeepSeek-V3.2 (2512.02556) equation 7: pi / pi_old times the estimate; the gradient passes through the ratio too."""
-    return (b.logp - b.old).exp() * kl(b, estimator)
+    """DeepSeek-V3.2 (2512.02556) equation 7: pi over the policy that sampled, times the estimate. The gradient passes through
+    the ratio too."""
+    return (b.logp - b.rollout).exp() * kl(b, estimator)
 
 
 def off_policy_mask(b: Batch, threshold: float) -> Tensor:
