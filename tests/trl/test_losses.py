@@ -10,7 +10,17 @@ from posttrain.losses.policy import TokenBatch, dft, nll, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.models.policy import Policy
-from posttrain.recipe.loss import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from posttrain.recipe.loss import (
+    ApoDownLoss,
+    ApoZeroLoss,
+    BcoLoss,
+    CdpoLoss,
+    DpoLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    SimpoLoss,
+)
 from posttrain.recipe.model import ModelRecipe
 
 from ..conftest import make_tokenizer, tiny_config
@@ -177,7 +187,16 @@ def test_sft(loss_type, loss, models, policy, tmp_path):
     assert_same(theirs, trainer.model, loss(logprobs, data) / divisor, policy.model)
 
 
-@pytest.mark.parametrize(("recipe", "loss_type"), [(DpoLoss(beta=0.2), "sigmoid"), (IpoLoss(beta=0.2), "ipo")])
+@pytest.mark.parametrize(
+    ("recipe", "loss_type"),
+    [
+        (DpoLoss(beta=0.2), "sigmoid"),
+        (IpoLoss(beta=0.2), "ipo"),
+        (ApoZeroLoss(beta=0.2), "apo_zero"),
+        (ApoDownLoss(beta=0.2), "apo_down"),
+        (BcoLoss(beta=0.2), "bco_pair"),
+    ],
+)
 def test_losses_against_a_reference(recipe, loss_type, models, policy, reference, tmp_path):
     from trl import DPOConfig, DPOTrainer
 
@@ -185,7 +204,7 @@ def test_losses_against_a_reference(recipe, loss_type, models, policy, reference
     theirs = trainer.compute_loss(trainer.model, dict(batch))
     ours = preference_losses(recipe, pair_sums(policy, reference, batch))
     assert ours.losses.detach().std() > 0.01
-    if loss_type == "sigmoid":
+    if loss_type != "ipo":
         # Of ipo, TRL logs beta times the summed log-ratios; our rewards are the averages that its loss compares.
         logged = trainer._metrics["train"]
         assert ours.chosen_rewards.mean().item() == pytest.approx(logged["rewards/chosen"][-1], abs=1e-5)

@@ -256,7 +256,7 @@ class KtoLoss(BaseConfig):
     needs_reference: ClassVar[bool] = True
 
     type: Literal["kto"] = "kto"
-    """`kto`: Kahneman-Tversky optimization; a pair counts as one good and one bad answer."""
+    """`kto`: Kahneman-Tversky optimization; a pair counts as two rows, one good and one bad answer."""
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     desirable_weight: float = Field(1.0, gt=0)
@@ -276,7 +276,42 @@ class OrpoLoss(BaseConfig):
     """Weight of the odds-ratio term (lambda in the paper)."""
 
 
-PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss
+class ApoZeroLoss(BaseConfig):
+    """Anchored preference optimization, zero: raises the chosen answer and lowers the rejected one, each relative to the reference model."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["apo_zero"] = "apo_zero"
+    """`apo_zero`: for chosen answers that are better than the model's own."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class ApoDownLoss(BaseConfig):
+    """Anchored preference optimization, down: lowers both answers, and the rejected one more."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["apo_down"] = "apo_down"
+    """`apo_down`: for chosen answers that are worse than the model's own."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class BcoLoss(BaseConfig):
+    """Binary classifier optimization: logistic loss of each answer's implicit reward, relative to a running mean of them."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["bco"] = "bco"
+    """`bco`: binary classifier optimization."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+    shift: bool = True
+    """Subtract the mean implicit reward of all answers of earlier updates (the reward shift of the paper). False: subtract nothing."""
+
+
+PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss | ApoZeroLoss | ApoDownLoss | BcoLoss
 """Losses that compare the two answers of a pair."""
 
 PreferenceLossRecipe = Annotated[PairLossRecipe | KtoLoss, Field(discriminator="type")]

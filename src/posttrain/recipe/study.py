@@ -283,6 +283,8 @@ TRAINING: dict[str, tuple[str, ...]] = {
         "loss/preference",
         "loss/nll",
         "preference/kl",
+        "preference/mismatched",
+        "preference/shift",
         "policy/chosen_logprob",
         "policy/rejected_logprob",
     ),

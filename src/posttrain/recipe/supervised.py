@@ -109,7 +109,7 @@ class DpoRecipe(_Rows):
     stage: Literal["dpo"] = "dpo"
     """Which stage the recipe is for; `posttrain dpo` takes this one."""
     data: DataRecipe
-    """Pairs of answers; for `loss.type: kto`, rows with `label`."""
+    """Pairs of answers; for `loss.type: kto`, rows with `label`, or pairs, which are two rows each."""
     loss: PreferenceLossRecipe = DpoLoss()
     nll_coefficient: float = Field(0.0, ge=0)
     """Weight of the negative log-likelihood of the chosen answer, averaged over its tokens (RPO; Pang et al. 2024, arXiv 2404.19733)."""

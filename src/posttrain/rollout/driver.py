@@ -22,11 +22,9 @@ from posttrain.data.rendering import Message, Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.make import EnvironmentFactory
-from posttrain.environments.protocol import Environment, open_environment
+from posttrain.environments.protocol import Environment, EnvironmentFactory
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError, WorkersLost
-from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.seeds import derive_seed
@@ -233,7 +231,7 @@ class Scorer(Protocol):
 class EpisodeWorker(ABC, Generic[TranscriptT]):
     """Plays episodes: `run_episode` drives the environment, and a subclass supplies the answers."""
 
-    environment: EnvironmentRecipe
+    environment: EnvironmentFactory
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int
@@ -272,7 +270,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         return episode
 
     async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
-        environment = open_environment(self.environment)
+        environment = self.environment()
         transcript: TranscriptT | None = None
         outcome, failure = Outcome.FAILED, None
         try:
@@ -285,7 +283,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
                     break
                 step = await self._call(environment, partial(environment.step, answer))
                 if not math.isfinite(step.reward):
-                    name = self.environment.type
+                    name = self.environment.recipe.type
                     raise EnvironmentFailure(f"{name} gave the reward {step.reward} for seed {request.seed}")
                 transcript.reward(step.reward, dict(step.info))
                 if step.terminated or step.truncated:
@@ -319,9 +317,11 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         except (InputError, WorkersLost):
             raise
         except TimeoutError as error:
-            raise EnvironmentFailure(f"{self.environment.type} took longer than {seconds} s") from error
+            raise EnvironmentFailure(f"{self.environment.recipe.type} took longer than {seconds} s") from error
         except Exception as error:
-            raise EnvironmentFailure(f"{self.environment.type} raised {type(error).__name__}: {error}") from error
+            raise EnvironmentFailure(
+                f"{self.environment.recipe.type} raised {type(error).__name__}: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
 
     engine: Engine
     renderer: Renderer
-    environment: EnvironmentRecipe
+    environment: EnvironmentFactory
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int
@@ -496,7 +496,7 @@ def rollout(
     worker = RolloutWorker(
         engine=engine,
         renderer=Renderer(policy.tokenizer, policy.end_tokens),
-        environment=env.recipe,
+        environment=env,
         rollout=settings,
         sampling=sampling,
         version=policy.version,

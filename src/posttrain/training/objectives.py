@@ -58,11 +58,15 @@ class _PerRow:
 
 
 class PairObjective(_PerRow):
-    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens."""
+    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens.
 
-    def __init__(self, loss: PairLossRecipe, supervised: float) -> None:
+    `shift`: delta of `bco`, None for other losses.
+    """
+
+    def __init__(self, loss: PairLossRecipe, supervised: float, shift: float | None = None) -> None:
         self.loss = loss
         self.supervised = supervised
+        self.shift = shift
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         """Losses without the supervised term."""
@@ -79,6 +83,7 @@ class PairObjective(_PerRow):
                 ref_chosen_logprobs=None if references is None else references[chosen],
                 ref_rejected_logprobs=None if references is None else references[rejected],
             ),
+            self.shift or 0.0,
         )
         return Comparisons(rows, losses.losses, losses.chosen_rewards, losses.rejected_rewards)
 
@@ -93,6 +98,8 @@ class PairObjective(_PerRow):
             f"policy/{name}_logprob": (float(per_token[places].detach().sum()), float(len(places)))
             for name, places in (("chosen", chosen), ("rejected", rejected))
         }
+        if self.shift is not None:
+            totals["preference/shift"] = (self.shift, 1.0)
         loss = compared.losses.sum()
         if self.supervised:
             nll = -per_token[chosen].sum()
@@ -102,11 +109,15 @@ class PairObjective(_PerRow):
 
 
 class UnpairedObjective(_PerRow):
-    """KTO's loss of answers that are labelled good or bad. `kl`: the reference point of the optimizer step, a scalar tensor."""
+    """KTO's loss of answers that are labelled good or bad.
 
-    def __init__(self, loss: KtoLoss, kl: torch.Tensor) -> None:
+    `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated from.
+    """
+
+    def __init__(self, loss: KtoLoss, kl: torch.Tensor, mismatched: int) -> None:
         self.loss = loss
         self.kl = kl
+        self.mismatched = mismatched
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         logps, _ = stream_sums(output, samples)
@@ -121,7 +132,8 @@ class UnpairedObjective(_PerRow):
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         compared = self.compare(output, samples)
-        return compared.losses.sum(), self.totals(compared) | {"preference/kl": (float(self.kl), 1.0)}
+        of_step = {"preference/kl": (float(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
+        return compared.losses.sum(), self.totals(compared) | of_step
 
 
 class RewardObjective(_PerRow):
