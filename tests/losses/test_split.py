@@ -22,8 +22,8 @@ LOSSES = {
     "gmpo": {"type": "gmpo", "clip_low": 0.1, "clip_high": 0.1},
     "reinforce": {"type": "reinforce"},
     "off_policy": {"type": "ppo", "off_policy_mask": 0.05},
-    "tis": {"type": "ppo", "correction": {"type": "tis", "cap": 1.2}},
-    "mis": {"type": "gspo", "correction": {"type": "mis", "cap": 1.2, "level": "sequence"}},
+    "tis": {"type": "ppo", "correction": {"cap": 1.2, "reject": "geometric", "bounds": [0.8, 1.3]}},
+    "mis": {"type": "gspo", "correction": {"weights": "sequence", "reject": "token"}},
 }
 
 

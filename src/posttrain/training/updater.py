@@ -51,6 +51,8 @@ class Sample:
     """[n] float32: log-probabilities under the reference model."""
     old_logprobs: np.ndarray | None = None
     """[n] float32: the learner's own log-probabilities before the step's updates; None takes the engine's."""
+    episode: int | None = None
+    """Number of the stream's episode within the step; None for rows of data."""
     values: np.ndarray | None = None
     """[n] float32: the critic's values before the step's updates, in units of reward."""
     returns: np.ndarray | None = None
@@ -78,10 +80,11 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
             stream=stream,
             label=f"step {step} group {episode.group} episode {episode.index} (environment seed {episode.seed})",
             advantages=np.zeros(int(stream.sampled.sum()), dtype=np.float32),
+            episode=number,
             group=episode.group,
             truncated=bool(episode.turns) and episode.turns[-1].stop_reason in CUT_OFF,
         )
-        for episode in episodes
+        for number, episode in enumerate(episodes)
         for stream in episode.streams
     ]
 
