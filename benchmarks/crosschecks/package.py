@@ -71,7 +71,7 @@ def last_update(
     episodes: Sequence[Episode],
     credit: Advantages,
     updates: int = 1,
-    learning_rate: float = 0.01,
+    learning_rate: float = 0.003,
     **learner: Any,
 ) -> Update:
     """The last of several updates on the same episodes (PPO epochs). Weights and their version are restored afterwards."""
