@@ -211,6 +211,13 @@ def register_loss(name: str) -> Callable[[F], F]:
     return registered
 
 
+class SftLossRecipe(BaseConfig):
+    """Loss of supervised fine-tuning, a mean over the trained tokens of the update."""
+
+    type: Literal["nll", "dft"] = "nll"
+    """`nll`: negative log-likelihood. `dft`: dynamic fine-tuning, the same times the token's probability without gradient, so that tokens the model finds unlikely do not dominate."""
+
+
 KL_STEP = 0.2
 """The adaptive KL coefficient changes by at most this share per horizon (Ziegler et al. 2019)."""
 

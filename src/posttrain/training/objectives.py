@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from posttrain.losses.kl import kl_loss, kl_metrics
-from posttrain.losses.policy import TokenBatch, gpg_factor, nll, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, gpg_factor, nll, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe, SftLossRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.updater import Objective, Sample, Totals, Updater
 
@@ -455,7 +455,11 @@ class SharedObjective:
 
 
 class SupervisedObjective:
-    """Negative log-likelihood of the trained tokens, a mean over the tokens of the optimizer step."""
+    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step."""
+
+    def __init__(self, loss: SftLossRecipe | None = None) -> None:
+        """Default: negative log-likelihood."""
+        self.loss = loss or SftLossRecipe()
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return token_weights("token_mean", [s.sampled_tokens for s in samples])
@@ -467,12 +471,16 @@ class SupervisedObjective:
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
-        loss = nll(output.logprobs, batch)
+        likelihood = nll(output.logprobs, batch)
         count = float(len(batch.rollout_logprobs))
-        return loss, {
-            "loss/nll": (float(loss.detach()), count),
+        metrics = {
+            "loss/nll": (float(likelihood.detach()), count),
             "policy/entropy": (float(output.entropies.detach().sum()), count),
         }
+        if self.loss.type == "nll":
+            return likelihood, metrics
+        loss = dft(output.logprobs, batch)
+        return loss, metrics | {"loss/dft": (float(loss.detach()), count)}
 
 
 def computed(numbers: np.ndarray | None) -> np.ndarray:
