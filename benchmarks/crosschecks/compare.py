@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 from reference.credit import CREDITS, PerEpisode, Play
-from reference.losses import LOSSES, Batch, aggregate, correction_factor, kl, off_policy_mask
+from reference.losses import (
+    LOSSES,
+    Batch,
+    aggregate,
+    clip_cov,
+    correction_factor,
+    kl,
+    kl_cov,
+    off_policy_mask,
+    top_entropy,
+)
 from reference.model import Padded, pad, score, spread
 
 import posttrain
@@ -56,7 +66,7 @@ class Sides:
     def differences(self, case: Case, seed: int) -> tuple[float, float]:
         """Relative difference of the loss and of the gradient, on the batch of a seed."""
         rng = np.random.default_rng((seed, *case.name.encode()))
-        episodes = random_episodes(rng, self.vocabulary, same_turns=case.same_turns)
+        episodes = random_episodes(rng, self.vocabulary, case.groups, same_turns=case.same_turns, binary=case.binary)
         padded = padded_streams(episodes)
         with torch.no_grad():
             now, ref = (score(m, padded, case.temperature) for m in (self.model, self.start))
@@ -70,7 +80,7 @@ class Sides:
             updates=case.updates,
             loss=case.loss,
             kl=0.0 if in_reward(case) else case.kl or 0.0,
-            entropy_coefficient=case.entropy,
+            entropy=case.entropy,
             temperature=case.temperature,
             tokens_per_batch=int(longest * rng.integers(1, 6)),
         )
@@ -148,13 +158,20 @@ class Sides:
             cut = [e.turns[-1].stop_reason in CUT_OFF for e in episodes]
             batch.mask = batch.mask * torch.tensor([[not cut[episode]] for episode in padded.episode.tolist()])
         token = LOSSES[settings.type](batch, settings)
+        rule, penalty = case.entropy.get("covariance", {}), torch.zeros(())
+        if rule.get("type") == "clip_cov":
+            token = token * clip_cov(batch, rule["low"], rule["high"])
+        if rule.get("type") == "kl_cov":
+            penalty = kl_cov(batch, rule["share"], rule["coefficient"])
+        if "top_share" in case.entropy:
+            token = token * top_entropy(batch, case.entropy["top_share"])
         if settings.off_policy_mask is not None:
             token = token * off_policy_mask(batch, settings.off_policy_mask)
         if settings.correction is not None:
             token = token * correction_factor(batch, settings.correction)
         if case.kl is not None and not in_reward(case):
             token = token + case.kl["coefficient"] * kl(batch, case.kl["estimator"])
-        token = token - case.entropy * batch.entropy
+        token = token + penalty - case.entropy.get("coefficient", 0.0) * batch.entropy
         total = aggregate(token, batch, settings.aggregation, settings.constant)
         return total, float(aggregate(token.abs(), batch, settings.aggregation, settings.constant).detach()) or 1.0
 
@@ -216,6 +233,7 @@ def plays_of(
                 turn=joined([s.turn for s in episode.streams]),
                 states=[str(turn.state) for turn in episode.turns],
                 values=joined(own),
+                scores=episode.turns[-1].info["scores"],
                 greedy=greedy[episode.group],
             )
         )

@@ -134,9 +134,9 @@ def pass_at_k(plays: Sequence[Play], settings: Any) -> PerEpisode:
 def gdpo(plays: Sequence[Play], settings: Any) -> PerEpisode:
     """Liu et al. 2026 (2601.05242) equations 4 to 6: each score is normalized within the group; the weighted sum is normalized
     over the episodes of the batch."""
-    sums = [0.0] * len(plays)
+    sums, weights = [0.0] * len(plays), settings.weights or dict.fromkeys(plays[0].scores, 1.0)
     for members in groups(plays):
-        for name, weight in settings.weights.items():
+        for name, weight in weights.items():
             if len(members) > 1:
                 for i, number in zip(members, normalized([plays[i].scores[name] for i in members]), strict=True):
                     sums[i] += weight * number
@@ -224,7 +224,7 @@ def gae(plays: Sequence[Play], settings: Any) -> PerEpisode:
     rows = []
     for play in plays:
         lam = settings.gae_lambda
-        if getattr(settings, "length_alpha", None) is not None:
+        if settings.length_alpha is not None:
             lam = max(0.0, 1 - 1 / (settings.length_alpha * len(play.rewards)))
         rows.append(gae_of(play.rewards, play.values, settings.discount, lam))
     return whiten(rows) if settings.whiten else rows
