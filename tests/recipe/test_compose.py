@@ -274,7 +274,7 @@ def test_a_new_type_hides_no_mistake(recipe_file):
         (
             "rl",
             [
-                "loss.correction.type=tis",
+                "loss.correction.weights=token",
                 "optimizer.learning_rate=1e-6",
                 "rollout.overlong_penalty={limit: 9, buffer: 2}",
             ],

@@ -47,38 +47,49 @@ class TokenBatch:
     ref_logprobs: torch.Tensor | None = None
     """[N] float: log-probabilities under the reference model."""
     old_logprobs: torch.Tensor | None = None
-    """[N] float: the learner's own log-probabilities before the step's updates; None if they equal `rollout_logprobs`."""
+    """[N] float: the learner's own log-probabilities before the step's updates; None takes `rollout_logprobs`."""
     factors: torch.Tensor | None = None
     """[N] float: factor of each token's policy loss by rules over the whole update; None means 1."""
 
+    def stream_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[N], differentiable: the sum of `values` [N] over the stream of each token."""
+        sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.stream, values)[self.stream]
+
     def stream_means(self, values: torch.Tensor) -> torch.Tensor:
         """[N], differentiable: the mean of `values` [N] over the stream of each token."""
-        sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device).index_add(
-            0, self.stream, values
-        )
-        return (sums / self.lengths.clamp(min=1))[self.stream]
+        return self.stream_sums(values) / self.lengths[self.stream]
 
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def token_weights(
-    kind: Aggregation, lengths: Sequence[int], constant: float | None = None
+    kind: Aggregation,
+    lengths: Sequence[int],
+    constant: float | None = None,
+    episodes: Sequence[int] | None = None,
 ) -> tuple[list[float], float]:
     """Weight of each stream's tokens, and the divisor of their weighted sum.
 
     `lengths`: sampled tokens of *all* streams of the optimizer step, including streams that are not computed.
+    `episodes`: number of the episode of each stream; None if every stream is an episode of its own.
 
     - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is
       random, and correlates with returns if lengths do.
-    - `sequence_mean`: weight 1 / length, divisor number of streams with sampled tokens (GRPO, arXiv 2402.03300). Biased:
-      a token of a short answer has more weight than one of a long answer.
+    - `sequence_mean`: weight 1 / sampled tokens of the episode, in all its streams, divisor number of episodes with sampled
+      tokens (GRPO, arXiv 2402.03300). Biased: a token of a short episode has more weight than one of a long episode.
     - `constant`: weight 1, divisor `constant` (Dr. GRPO, arXiv 2503.20783). Unbiased up to that constant.
 
     ValueError if `constant` is needed and missing. A step without sampled tokens has divisor 1.
     """
     if kind == "sequence_mean":
-        return [1.0 / n if n else 0.0 for n in lengths], float(sum(n > 0 for n in lengths) or 1)
+        owners = range(len(lengths)) if episodes is None else episodes
+        totals: dict[int, int] = {}
+        for owner, n in zip(owners, lengths, strict=True):
+            totals[owner] = totals.get(owner, 0) + n
+        weights = [1.0 / totals[owner] if totals[owner] else 0.0 for owner in owners]
+        return weights, float(sum(n > 0 for n in totals.values()) or 1)
     if kind == "token_mean":
         return [1.0] * len(lengths), float(sum(lengths) or 1)
     if constant is None:
@@ -110,34 +121,39 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """Detached importance weights [N] for the mismatch of engine and learner: w = pi_old / pi_rollout, per token or stream.
+    """Detached factors [N] for rollouts of another policy than the learner's: w x m, with r = pi_old / pi_rollout at a token.
 
-    - `tis`: min(w, cap). Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-      training".
-    - `mis`: w where 1 / cap <= w <= cap, else 0, which drops the token or the whole stream. The divisor is
-      unchanged. Source: Ling team 2025, "Every step evolves" (IcePop), arXiv 2510.18855.
-    - level `sequence`: w = exp(mean of the stream's log w), the geometric mean.
+    - w, by `weights`: min(r, cap) for `token`; min(product of r over the stream, cap) for `sequence`; 1 for `none`.
+    - m, by `reject`: 1 where low <= x <= high, else 0, with x = r for `token`, the product of r over the stream for
+      `sequence`, and the geometric mean of r over the stream for `geometric`. The divisor of the loss is unchanged.
 
-    Truncation bounds the variance and adds bias. ValueError if `batch.old_logprobs` is missing.
+    Without cap and rejection, `sequence` weights are unbiased for advantages of whole streams; `token` weights ignore that
+    the rollout policy also chose the tokens before. Truncation and rejection bound the variance and add bias.
+    Sources: token weights: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
+    token rejection: Ling team 2025, "Every step evolves" (IcePop), arXiv 2510.18855; sequence and geometric: Liu, Li et al.
+    2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
+    ValueError if `batch.old_logprobs` is missing.
     """
     if batch.old_logprobs is None:
         raise ValueError("a correction needs the learner's own log-probabilities in `old_logprobs`")
-    log_weights = (batch.old_logprobs - batch.rollout_logprobs).detach()
-    if recipe.level == "sequence":
-        log_weights = batch.stream_means(log_weights)
-    weights = bounded_exp(log_weights)
-    outside = weights > recipe.cap
-    if recipe.type == "tis":
-        applied, dropped = weights.clamp(max=recipe.cap), torch.zeros_like(outside)
-    else:
-        dropped = outside | (weights < 1 / recipe.cap)
-        applied = weights.masked_fill(dropped, 0.0)
-    return applied, {
-        "correction/weight": sum_and_count(applied),
-        "correction/truncated": sum_and_count(outside & ~dropped),
-        "correction/dropped": sum_and_count(dropped),
-        "correction/mismatch": sum_and_count((batch.old_logprobs - batch.rollout_logprobs).abs()),
-    }
+    log_ratios = (batch.old_logprobs - batch.rollout_logprobs).detach()
+    by_level = {"token": lambda x: x, "sequence": batch.stream_sums, "geometric": batch.stream_means}
+    factors = torch.ones_like(log_ratios)
+    metrics = {"correction/mismatch": sum_and_count(log_ratios.abs())}
+    if recipe.weights != "none":
+        assert recipe.cap is not None
+        ratios = bounded_exp(by_level[recipe.weights](log_ratios))
+        factors = ratios.clamp(max=recipe.cap)
+        metrics["correction/truncated"] = sum_and_count(ratios > recipe.cap)
+    if recipe.bounds is not None:
+        ratios = bounded_exp(by_level[recipe.reject](log_ratios))
+        rejected = (ratios < recipe.bounds[0]) | (ratios > recipe.bounds[1])
+        factors = factors.masked_fill(rejected, 0.0)
+        metrics["correction/rejected"] = sum_and_count(rejected)
+        if recipe.reject != "token":
+            streams = float(batch.stream[rejected].unique().numel())
+            metrics["correction/rejected_streams"] = (streams, float((batch.lengths > 0).sum()))
+    return factors, metrics | {"correction/weight": sum_and_count(factors)}
 
 
 def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
@@ -324,6 +340,16 @@ def _clipped_surrogate(
 def nll(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """sum over tokens of weight x -log pi: negative log-likelihood in nats, a scalar to minimize; `logprobs` [N]."""
     return -(batch.weights * logprobs).sum()
+
+
+def dft(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """sum over tokens of weight x -sg(pi) log pi: a scalar to minimize; `logprobs` [N].
+
+    The gradient of -log pi is that of a policy gradient whose reward is 1 / pi, which is largest for the tokens that the
+    model finds least likely. The factor pi removes it: each token has gradient -grad pi.
+    Source: Wu et al. 2025, "On the generalization of SFT", arXiv 2508.05629 (dynamic fine-tuning).
+    """
+    return -(batch.weights * logprobs.detach().exp() * logprobs).sum()
 
 
 def registered_loss(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
