@@ -154,7 +154,8 @@ def test_environments_are_made_from_names_files_and_classes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CREDITS.names() if name not in ("gae", "bilevel_gae", "remax", "gdpo")]
+    "name",
+    [name for name in CREDITS.names() if name not in ("gae", "bilevel_gae", "remax", "gdpo", "optimal_token_baseline")],
 )
 def test_advantages_by_name(engine, name):
     episodes = sampled(engine)
@@ -194,6 +195,26 @@ def test_advantages_that_need_more(engine):
     for credit in ("grpo", GroupCredit(type="grpo"), {"type": "grpo"}):
         found = posttrain.advantages(episodes, credit).values
         assert all(np.array_equal(a[0], b[0]) for a, b in zip(found, same, strict=True))
+
+
+def test_energies_are_the_squared_gradients_of_the_logits(tiny_model):
+    policy = posttrain.Policy(str(tiny_model))
+    episodes = sampled(posttrain.LocalEngine(policy))
+    with pytest.raises(InputError, match=r"pass those of `Learner.energies`"):
+        posttrain.advantages(episodes, "optimal_token_baseline")
+    energies = posttrain.Learner(policy, temperature=0.7).energies(episodes)
+    stream, found = episodes[0].streams[0], energies[0][0]
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    logits = plain(input_ids=torch.from_numpy(stream.ids)[None]).logits[0].detach() / 0.7
+    for place in np.flatnonzero(stream.sampled):
+        row = logits[place - 1].clone().requires_grad_()
+        torch.log_softmax(row, -1)[stream.ids[place]].backward()
+        assert found[place] == pytest.approx(float(row.grad.square().sum()), rel=1e-4)
+    assert not found[~stream.sampled].any()
+    credit = posttrain.advantages(episodes, "optimal_token_baseline", energies=energies)
+    assert [len(own) for own in credit.values] == [len(e.streams) for e in episodes]
 
 
 def test_the_learner_moves_the_policy_towards_credit(tiny_model):

@@ -78,7 +78,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         {"credit": {"type": kind}}
         for kind in (
             *("grpo", "dr_grpo", "opo", "reinforce_pp_baseline", "remax", "brpo", "arpo", "reinforce_pp"),
-            *("maxrl", "pass_at_k"),
+            *("maxrl", "pass_at_k", "optimal_token_baseline"),
         )
     ]
     + [{"credit": {"type": "gdpo", "weights": {"return": 1.0}}}]
