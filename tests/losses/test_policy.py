@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.losses.policy import TokenBatch, gpg_factor, nll, policy_loss
+from posttrain.losses.policy import TokenBatch, dft, gpg_factor, nll, policy_loss
 from posttrain.recipe.loss import CorrectionRecipe, LossRecipe
 
 
@@ -249,3 +249,11 @@ def test_the_off_policy_mask_spares_good_streams_and_near_ones(kind):
     assert masked == pytest.approx([0, 0, *plain[2:]])
     assert any(plain[:2]) or kind.startswith("gspo")  # whose clip is narrower
     assert metrics["policy/off_policy_masked"] == (2.0, 6.0)
+
+
+def test_dft_weighs_each_token_by_its_probability_without_gradient():
+    logprobs = torch.tensor([math.log(0.5), math.log(0.1)], dtype=torch.float64, requires_grad=True)
+    loss = dft(logprobs, batch([0.0, 0.0], weights=[1.0, 0.5]))
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.5 * math.log(0.5) - 0.5 * 0.1 * math.log(0.1))
+    assert logprobs.grad.tolist() == pytest.approx([-0.5, -0.05])

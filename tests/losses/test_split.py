@@ -6,7 +6,7 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.losses.kl import kl_loss
-from posttrain.losses.policy import TokenBatch, nll, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, nll, policy_loss, token_weights
 from posttrain.recipe.loss import LossRecipe
 
 LENGTHS = [3, 1, 5, 2, 4]
@@ -64,8 +64,8 @@ def step(loss, aggregation, parts):
             ref_logprobs=old + joined["reference"],
             old_logprobs=old,
         )
-        if loss == "nll":
-            value, metrics = nll(logprobs, batch), {}
+        if loss in ("nll", "dft"):
+            value, metrics = {"nll": nll, "dft": dft}[loss](logprobs, batch), {}
         elif loss in ("k2", "k3"):
             value, metrics = kl_loss(loss, logprobs, batch), {}
         else:
@@ -77,7 +77,7 @@ def step(loss, aggregation, parts):
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-@pytest.mark.parametrize("loss", [*LOSSES, "k2", "k3", "nll"])
+@pytest.mark.parametrize("loss", [*LOSSES, "k2", "k3", "nll", "dft"])
 def test_any_split_has_the_same_gradient_and_metrics(loss, aggregation):
     whole, totals = step(loss, aggregation, [list(range(5))])
     assert whole.abs().max() > 1e-3

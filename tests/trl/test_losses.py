@@ -6,7 +6,7 @@ TRL computes its loss by padded batches of its own trainers; here, log-probabili
 import pytest
 import torch
 
-from posttrain.losses.policy import TokenBatch, nll, token_weights
+from posttrain.losses.policy import TokenBatch, dft, nll, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.models.policy import Policy
@@ -162,11 +162,12 @@ def assert_same(theirs, their_model, ours, our_model):
         torch.testing.assert_close(mine[name], gradient, atol=1e-5 * largest, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_sft(models, policy, tmp_path):
+@pytest.mark.parametrize(("loss_type", "loss"), [("nll", nll), ("dft", dft)])
+def test_sft(loss_type, loss, models, policy, tmp_path):
     from trl import SFTConfig, SFTTrainer
 
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
-    trainer, batch = build(SFTTrainer, SFTConfig, models, tmp_path, rows)
+    trainer, batch = build(SFTTrainer, SFTConfig, models, tmp_path, rows, loss_type=loss_type)
     answer = batch["labels"] != -100
     assert 0 < answer.sum() < batch["attention_mask"].sum()
     theirs = trainer.compute_loss(trainer.model, dict(batch))
@@ -183,7 +184,7 @@ def test_sft(models, policy, tmp_path):
         lengths=torch.tensor(lengths),
         weights=torch.repeat_interleave(torch.tensor(weights), torch.tensor(lengths)),
     )
-    assert_same(theirs, trainer.model, nll(logprobs, data) / divisor, policy.model)
+    assert_same(theirs, trainer.model, loss(logprobs, data) / divisor, policy.model)
 
 
 @pytest.mark.parametrize(

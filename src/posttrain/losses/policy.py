@@ -342,6 +342,16 @@ def nll(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     return -(batch.weights * logprobs).sum()
 
 
+def dft(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """sum over tokens of weight x -sg(pi) log pi: a scalar to minimize; `logprobs` [N].
+
+    The gradient of -log pi is that of a policy gradient whose reward is 1 / pi, which is largest for the tokens that the
+    model finds least likely. The factor pi removes it: each token has gradient -grad pi.
+    Source: Wu et al. 2025, "On the generalization of SFT", arXiv 2508.05629 (dynamic fine-tuning).
+    """
+    return -(batch.weights * logprobs.detach().exp() * logprobs).sum()
+
+
 def registered_loss(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
     """Losses [N] and metrics of a function of `register_loss`. RunError if the losses have another shape."""
     result = recipe.call(logprobs, batch)

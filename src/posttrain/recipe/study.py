@@ -275,7 +275,7 @@ _COMPARED = tuple(f"preference/{name}" for name in ("accuracy", "margin", "chose
 _FREE = {"rl": ("rollout/score/", "units/", "critic/", "time/"), "reward": ("units/", "time/")}
 """Stage -> beginnings of training metrics whose names are not listed here."""
 TRAINING: dict[str, tuple[str, ...]] = {
-    "sft": (*_ALWAYS, "loss/nll", "policy/entropy"),
+    "sft": (*_ALWAYS, "loss/nll", "loss/dft", "policy/entropy"),
     "reward": (*_ALWAYS, *_COMPARED, "loss/preference", "loss/unevenness"),
     "dpo": (
         *_ALWAYS,
@@ -296,6 +296,8 @@ TRAINING: dict[str, tuple[str, ...]] = {
             for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
         ),
         *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
+        *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
+        *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
         *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
         *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "stale", "stale_alone", "restarted")),
         *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused", "discarded")),

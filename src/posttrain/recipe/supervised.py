@@ -9,7 +9,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.loss import DpoLoss, PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import DpoLoss, PreferenceLossRecipe, RewardLossRecipe, SftLossRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe, StageRecipe, refuse_overlap
@@ -66,6 +66,7 @@ class SftRecipe(_Rows):
     experts: ExpertsRecipe = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
+    loss: SftLossRecipe = SftLossRecipe()
     engine: PolicyEngineRecipe = LocalEngineRecipe()
     """Engine of evaluation episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from posttrain.losses.kl import kl_loss, kl_metrics
-from posttrain.losses.policy import TokenBatch, gpg_factor, nll, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, gpg_factor, nll, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe, SftLossRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.updater import Sample, Totals, Updater
+from posttrain.training.updater import Objective, Sample, Totals, Updater
 
 
 @dataclass(frozen=True)
@@ -323,15 +323,34 @@ class PolicyObjective:
         metrics["loss/policy"] = (float(loss.detach()), weighted)
         metrics["policy/entropy"] = (float(output.entropies.detach().sum()), count)
         metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.rollout_logprobs).abs().sum()), count)
-        metrics |= kl_metrics(output.logprobs, batch)
+        if batch.ref_logprobs is not None:
+            metrics |= kl_metrics(output.logprobs - batch.ref_logprobs)
         if self.kl_coefficient > 0:
             assert batch.ref_logprobs is not None
-            penalty = kl_loss(self.kl.estimator, output.logprobs, batch)
+            penalty = kl_loss(self.kl.estimator, output.logprobs, batch, self.kl.importance_weighted)
             loss = loss + self.kl_coefficient * penalty
             metrics["loss/kl"] = (float(penalty.detach()), weighted)
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * (batch.weights * output.entropies).sum()
         return loss, metrics
+
+
+def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sample]) -> Totals:
+    """`policy/entropy` and `policy/kl` of the episodes that an update leaves out because they cannot add to its gradient.
+
+    Both come from the log-probabilities log p before the step, the learner's where it computed them and else the rollout's, so
+    they need no forward pass. The entropy is estimated by -log p of the sampled tokens, which is unbiased for tokens that
+    p sampled from the whole vocabulary, and the KL by k3 of log p - log p_ref.
+    """
+    idle = [s for s in samples if s.sampled_tokens and not objective.has_signal(s)]
+    if not idle:
+        return {}
+    before = np.concatenate(
+        [s.stream.rollout_logprobs[s.stream.sampled] if s.old_logprobs is None else s.old_logprobs for s in idle]
+    )
+    totals = {"policy/entropy": (float(-before.sum(dtype=np.float64)), float(len(before)))}
+    references = [s.ref_logprobs for s in idle if s.ref_logprobs is not None]
+    return totals | (kl_metrics(before - np.concatenate(references)) if len(references) == len(idle) else {})
 
 
 class MixedObjective:
@@ -436,7 +455,11 @@ class SharedObjective:
 
 
 class SupervisedObjective:
-    """Negative log-likelihood of the trained tokens, a mean over the tokens of the optimizer step."""
+    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step."""
+
+    def __init__(self, loss: SftLossRecipe | None = None) -> None:
+        """Default: negative log-likelihood."""
+        self.loss = loss or SftLossRecipe()
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return token_weights("token_mean", [s.sampled_tokens for s in samples])
@@ -448,12 +471,16 @@ class SupervisedObjective:
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
-        loss = nll(output.logprobs, batch)
+        likelihood = nll(output.logprobs, batch)
         count = float(len(batch.rollout_logprobs))
-        return loss, {
-            "loss/nll": (float(loss.detach()), count),
+        metrics = {
+            "loss/nll": (float(likelihood.detach()), count),
             "policy/entropy": (float(output.entropies.detach().sum()), count),
         }
+        if self.loss.type == "nll":
+            return likelihood, metrics
+        loss = dft(output.logprobs, batch)
+        return loss, metrics | {"loss/dft": (float(loss.detach()), count)}
 
 
 def computed(numbers: np.ndarray | None) -> np.ndarray:
