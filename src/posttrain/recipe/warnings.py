@@ -2,7 +2,7 @@
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.credit import CriticRecipe
+from posttrain.recipe.credit import CriticRecipe, GdpoCredit
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
 from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
 from posttrain.recipe.model import ModelRecipe
@@ -211,6 +211,9 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     elif recipe.critic != type(recipe.critic)():
         # Not an error, so that users can switch between gae and other credit with one key.
         found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
+    if isinstance(recipe.credit, GdpoCredit) and "return" not in (recipe.credit.weights or {}):
+        reason = "credit.weights of gdpo has no weight for `return`"
+        found += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
     loss = recipe.loss
     if loss.ratio_to != "old" and loss.correction is None and _given(loss, "old"):
         found.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
@@ -279,6 +282,11 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
         found.append(
             f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
+        )
+    if isinstance(recipe.credit, GdpoCredit) and recipe.rollout.filter.type != "none":
+        found.append(
+            f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
+            "scores differ, which credit.type gdpo learns from"
         )
     found += _many_updates(recipe) + _steep_kl(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
