@@ -310,6 +310,18 @@ def test_a_broken_model_directory_is_named(tmp_path):
             ["optimizer.warmup_updates=100"],
             "optimizer.warmup_updates 100 is not below the 100 updates of the run",
         ),
+        ("rl", ["model.head_dtype=float32"], "model.head_dtype has no effect: model.dtype is float32"),
+        (
+            "reward",
+            ["data.train=a.jsonl", "model.head_dtype=float32", "model.dtype=bfloat16"],
+            "model.head_dtype has no effect: rewards are computed in float32",
+        ),
+        (
+            "rl",
+            ["model.head_dtype=float32", "model.dtype=bfloat16", "engine.type=vllm"],
+            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
+            "so policy/mismatch keeps the rounding of its logits",
+        ),
         (
             "rl",
             ["model.lora.dropout=0.1"],

@@ -31,9 +31,9 @@ _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    found: list[str] = []
+    found = _head(recipe)
     if isinstance(recipe, GenerateRecipe):
-        return _generation(recipe)
+        return [*found, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
@@ -69,6 +69,22 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     if _given(recipe, "window"):
         found.append(_without_effect("window", "engine.type is openai, so answers are independent"))
     return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
+
+
+def _head(recipe: Recipe) -> list[str]:
+    """Where `model.head_dtype` has no effect, or an effect on one side alone."""
+    if recipe.model.head_dtype == "model":
+        return []
+    if isinstance(recipe, RewardRecipe):
+        return [_without_effect("model.head_dtype", "rewards are computed in float32")]
+    if recipe.model.dtype == "float32":
+        return [_without_effect("model.head_dtype", "model.dtype is float32")]
+    if isinstance(getattr(recipe, "engine", None), VllmEngineRecipe):
+        return [
+            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
+            "so policy/mismatch keeps the rounding of its logits"
+        ]
+    return []
 
 
 def _vllm(engine: BaseConfig) -> list[str]:
