@@ -29,6 +29,9 @@ LOSSES = [
     {"type": "gspo"},
     {"type": "gspo_token"},
     {"type": "cispo"},
+    {"type": "dppo"},
+    {"type": "sapo"},
+    {"type": "gmpo"},
     {"type": "reinforce"},
 ]
 
@@ -119,14 +122,58 @@ def test_unbiased_baselines(kind, loss, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss["type"] != "gspo"], ids=str)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss["type"] not in ("gspo", "gmpo")], ids=str)
 def test_returns_from_each_token_on_are_unbiased(loss, size):
     assert relative_error(expected_gradient({"type": "reinforce"}, loss, size)) < 1e-9
 
 
-def test_gspo_gives_every_token_the_mean_advantage_of_its_stream():
+@pytest.mark.parametrize("kind", ["gspo", "gmpo"])
+def test_a_ratio_of_streams_gives_every_token_the_mean_advantage_of_its_stream(kind):
     # Hence its bias where advantages differ inside a stream, which `gspo_token` is there for.
-    assert error_of_direction(expected_gradient({"type": "reinforce"}, {"type": "gspo"}, 2)) > 0.01
+    assert error_of_direction(expected_gradient({"type": "reinforce"}, {"type": kind}, 2)) > 0.01
+
+
+def corrected_gradient(correction: dict) -> np.ndarray:
+    """[STATES, 2]: expected update with `arpo` where another policy than the learner's samples."""
+    log_rollout = log_softmax(
+        PARAMETERS + 0.5 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1.0, 0], [0, 0]])
+    )
+    every = trajectories()
+    choices = torch.tensor([choice for t in every for choice in t.choices])
+    lengths = torch.tensor([len(t.choices) for t in every])
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    logprobs = torch.log_softmax(parameters, dim=1)[choices[:, 0], choices[:, 1]]
+    per_token = lambda values: torch.repeat_interleave(torch.tensor(values, dtype=torch.float64), lengths)  # noqa: E731
+    batch = TokenBatch(
+        rollout_logprobs=torch.from_numpy(log_rollout)[choices[:, 0], choices[:, 1]],
+        advantages=per_token([t.total for t in every]),
+        stream=torch.repeat_interleave(torch.arange(len(every)), lengths),
+        lengths=lengths,
+        weights=per_token([t.probability(log_rollout) for t in every]),
+        old_logprobs=logprobs.detach(),
+    )
+    recipe = TypeAdapter(LossRecipe).validate_python({"type": "reinforce", "correction": correction})
+    policy_loss(recipe, logprobs, batch)[0].backward()
+    assert parameters.grad is not None
+    return -parameters.grad.numpy()
+
+
+def test_sequence_weights_correct_for_another_rollout_policy():
+    assert relative_error(corrected_gradient({"weights": "sequence", "cap": 1e9})) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"weights": "token", "cap": 1e9},
+        {"weights": "sequence", "cap": 1.5},
+        {"weights": "none", "reject": "geometric", "bounds": [0.5, 1.5]},
+        {"weights": "sequence", "cap": 1e9, "reject": "sequence", "bounds": [0.5, 2.0]},
+    ],
+    ids=str,
+)
+def test_other_corrections_are_biased(correction):
+    assert error_of_direction(corrected_gradient(correction)) > 0.01
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -123,6 +123,15 @@ def test_answers_come_from_the_weights_that_were_sent():
     assert all(replica.asleep for replica in replicas)
 
 
+def test_the_weights_of_another_source_are_sent_for_one_load():
+    engine, replica = opened([Made("a")]), MadePolicy()
+    replica.number = 8.0
+    engine.load_weights(1, replica)
+    assert {one.ids[0] for one in ask_all(engine, range(2))} == {8}
+    engine.load_weights(2)
+    assert {one.ids[0] for one in ask_all(engine, range(2))} == {5}
+
+
 def test_an_episode_stays_with_its_engine():
     replicas = [Made("a"), Made("b")]
     engine = opened(replicas, servers=2)

@@ -228,7 +228,7 @@ def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
         {"model": {"gradient_checkpointing": True}},
         {"credit": {"type": "bilevel_gae"}},
         {"loss": {"type": "gspo"}},
-        {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
+        {"loss": {"type": "ppo", "correction": {"weights": "token"}}},
         {"learner": {"epochs_per_step": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
     ],
     ids=str,

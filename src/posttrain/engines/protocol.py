@@ -78,7 +78,7 @@ class Engine(Protocol):
     """Samples completions of token prompts."""
 
     policy: "Policy"
-    """The policy whose weights `load_weights` takes."""
+    """The policy that the engine samples for."""
     counters: EngineCounters
     capacity: int
     """Maximum number of episodes in flight for which the cache keeps earlier turns."""
@@ -91,9 +91,10 @@ class Engine(Protocol):
         """Keep an episode of `group` open inside the block; the engine may wait for its next request before a pass."""
         ...
 
-    def load_weights(self, version: int) -> None:
-        """Sample with the policy's current weights from now on; `version` is their version.
+    def load_weights(self, version: int, source: "Policy | None" = None) -> None:
+        """Sample with the current weights of `source` from now on, by default those of `policy`; `version` is their version.
 
+        A `source` is a replica of `policy` (`Policy.replica`), such as the one of async rollouts.
         Clears the caches of other weights and wakes a sleeping engine. Requests may be in flight: they continue, each
         token is sampled by one version of the weights (`Completion.versions`), and keys and values of earlier tokens are
         recomputed, so that a token's log-probability is that of its version given all tokens before it.

@@ -83,7 +83,7 @@ class SharedCritic:
         """No effect: the trunk has no gradient."""
 
     @contextmanager
-    def training_mode(self) -> Iterator[None]:
+    def training_mode(self, *draw: int | str) -> Iterator[None]:
         """No effect: the trunk does not learn here, so it runs without dropout."""
         yield
 

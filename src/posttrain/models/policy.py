@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
@@ -67,6 +69,8 @@ class TrainedModel:
             enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             inner.enable_input_require_grads()
+            for layer in _checkpointed_layers(inner):
+                layer._gradient_checkpointing_func = partial(_checkpoint_in_evaluation_mode, layer)
         self.sharded = self.shard(self.model, trained)
 
     def load(self) -> torch.nn.Module:
@@ -121,13 +125,22 @@ class TrainedModel:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     @contextmanager
-    def training_mode(self) -> Iterator[None]:
-        """Enable adapter dropout and gradient checkpointing inside the block."""
-        self.model.train()
+    def training_mode(self, *draw: int | str) -> Iterator[None]:
+        """Enable adapter dropout and gradient checkpointing inside the block, which includes the backward pass.
+
+        Every other module stays in evaluation mode, so the dropout of a model's configuration is never applied. `draw`
+        names the forward pass: the masks are a function of it and of the run seed, whatever was drawn before.
+        """
+        torch.manual_seed(derive_seed(self.seed, "dropout", *draw))
+        dropouts = [module for name, module in self.model.named_modules() if ".lora_dropout." in name]
+        active = [*dropouts, *_checkpointed_layers(self.model)]
+        for module in active:
+            module.training = True
         try:
             yield
         finally:
-            self.model.eval()
+            for module in active:
+                module.training = False
 
     # -- checkpoints and export ---------------------------------------------------------------------------------------
 
@@ -206,6 +219,27 @@ class TrainedModel:
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
+
+
+def _checkpointed_layers(model: torch.nn.Module) -> list[Any]:
+    """The layers whose activations are recomputed in the backward pass, if they are in training mode."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in layers if layer.gradient_checkpointing]
+
+
+def _checkpoint_in_evaluation_mode(layer: torch.nn.Module, forward: Callable[..., T], *inputs: Any) -> T:
+    """Compute a checkpointed layer without the dropout of its configuration, now and when it is recomputed."""
+
+    def compute(*inputs: Any) -> T:
+        layer.training = False
+        try:
+            return forward(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(compute, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 class Policy(TrainedModel):

@@ -275,7 +275,7 @@ _COMPARED = tuple(f"preference/{name}" for name in ("accuracy", "margin", "chose
 _FREE = {"rl": ("rollout/score/", "units/", "critic/", "time/"), "reward": ("units/", "time/")}
 """Stage -> beginnings of training metrics whose names are not listed here."""
 TRAINING: dict[str, tuple[str, ...]] = {
-    "sft": (*_ALWAYS, "loss/nll", "policy/entropy"),
+    "sft": (*_ALWAYS, "loss/nll", "loss/dft", "policy/entropy"),
     "reward": (*_ALWAYS, *_COMPARED, "loss/preference", "loss/unevenness"),
     "dpo": (
         *_ALWAYS,
@@ -283,6 +283,8 @@ TRAINING: dict[str, tuple[str, ...]] = {
         "loss/preference",
         "loss/nll",
         "preference/kl",
+        "preference/mismatched",
+        "preference/shift",
         "policy/chosen_logprob",
         "policy/rejected_logprob",
     ),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from posttrain.engines.openai import chat_client
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
@@ -94,7 +95,7 @@ class RemoteRolloutManager:
         if primer:
             raise InputError(no_primer(environment, primer))
         self.engine = engine
-        self.environment = environment
+        self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
         self.episodes = episodes
         self.model_name = engine.model

@@ -15,11 +15,11 @@ from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
 from posttrain.episode import CUT_OFF, Episode, Outcome, PerToken, RewardStreams, StopReason, Stream, Turn
 from posttrain.errors import InputError
-from posttrain.factory import Factory
 from posttrain.losses.kl import apply_kl_penalty, estimate_kl
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.components import Factory
 from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import RolloutRecipe

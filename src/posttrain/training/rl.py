@@ -8,12 +8,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from rich.console import Console
 
 from posttrain.credit.assign import compute_advantages
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
+from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe, CriticCredit
 from posttrain.recipe.model import LearnerRecipe
@@ -132,13 +134,14 @@ class Components:
     trainer: Trainer[TokenScores]
     credit_settings: CreditRecipe
     updates: LearnerRecipe
-    objective: Callable[[float], Objective[TokenScores]]
-    """The objective of an update, for a KL coefficient."""
+    objective: Callable[[float, bool], Objective[TokenScores]]
+    """The objective of an update, for a KL coefficient, and whether no update of the step came before it."""
     needs_old_logprobs: bool
+    """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
 
     def score(self, samples: Sequence[Sample]) -> None:
-        """Set the log-probabilities that the losses compare with: the reference model's for KL, the learner's own for an
-        importance correction. The latter pass also gives the values of a critic on the policy's trunk."""
+        """Set the log-probabilities that the losses compare with: the reference model's for KL, and the learner's own before
+        the step's updates. The latter pass also gives the values of a critic on the policy's trunk."""
         if self.kl.recipe.coefficient > 0:
             with self.policy.as_reference():
                 references = logprobs(self.learner, samples)
@@ -167,7 +170,7 @@ class Components:
     def update(self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int) -> Totals:
         """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer steps."""
         epochs, per_epoch = self.updates.epochs_per_step, self.updates.updates_per_step
-        critic, objective = self.critic, self.objective(self.kl.coefficient)
+        critic, version = self.critic, self.policy.version
         groups = [episode.group for episode in episodes for _ in episode.streams]
         order = sorted(set(groups))
         count = min(per_epoch, len(order))
@@ -182,8 +185,9 @@ class Components:
             if warm_up:
                 continue
             rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
-            update = self.learner.update([*chosen, *rows], objective)
-            if number > 0:  # the weights are no longer those that sampled
+            first = self.policy.version == version
+            update = self.learner.update([*chosen, *rows], self.objective(self.kl.coefficient, first))
+            if not first:  # the weights are no longer those that sampled
                 update.pop("policy/mismatch", None)
             if critic is not None and critic.head is not None:
                 update["critic/skipped"] = update["optimizer/skipped"]
@@ -200,6 +204,13 @@ def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
     streams = [stream for episode in credit.values for stream in episode]
     for sample, advantages in zip(samples, streams, strict=True):
         sample.advantages = advantages[sample.stream.sampled]
+
+
+def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
+    """Whether the rollouts' log-probabilities can differ from the learner's by more than the rounding of float32."""
+    rounded = resolve_dtype(recipe.model.dtype, policy.device) != torch.float32
+    dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
+    return recipe.engine.type != "local" or rounded or recipe.rollout.async_rollouts > 0 or dropout
 
 
 def make_components(
@@ -240,8 +251,12 @@ def make_components(
     warnings += [*summary, *(ptx.warnings if ptx is not None else [])]
     warnings += [*(unit_credit.warnings if unit_credit is not None else []), *manager.template_warnings()]
 
-    def objective(kl_coefficient: float) -> Objective[TokenScores]:
-        policy_objective = PolicyObjective(recipe.loss, recipe.kl, kl_coefficient, recipe.entropy_coefficient)
+    old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
+
+    def objective(kl_coefficient: float, first_update: bool) -> Objective[TokenScores]:
+        policy_objective = PolicyObjective(
+            recipe.loss, recipe.kl, kl_coefficient, recipe.entropy_coefficient, old, first_update
+        )
         with_values = SharedObjective(policy_objective, recipe.critic.coefficient, recipe.critic.clip)
         of_episodes = policy_objective if head is None else with_values
         return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)
@@ -283,5 +298,5 @@ def make_components(
         credit_settings=recipe.credit,
         updates=recipe.learner,
         objective=objective,
-        needs_old_logprobs=recipe.loss.correction is not None,
+        needs_old_logprobs=old == "learner" and recipe.learner.updates_per_step * recipe.learner.epochs_per_step > 1,
     )

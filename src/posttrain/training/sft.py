@@ -67,7 +67,7 @@ def train(
         warnings=warnings,
         callbacks=callbacks,
     )
-    objective = SupervisedObjective()
+    objective = SupervisedObjective(recipe.loss)
     train_on(trainer, batches, lambda samples: objective, resume, console)
 
 

@@ -25,7 +25,7 @@ from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
 from posttrain.seeds import derive_seed
-from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from posttrain.training.evaluators import START, TRAINED, Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
@@ -163,6 +163,8 @@ class Trainer(Generic[Output]):
         self._finished = False
         """Whether all steps are made. The newest checkpoint is then the last one, and the weights may be the best ones."""
         self._state: dict[str, Any] = {}
+        self._random: dict[str, torch.Tensor] = {}
+        self._seed_process(0)
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -174,14 +176,13 @@ class Trainer(Generic[Output]):
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
-        targets, random = self._tensors(), f"random/{self._world.rank}"
-        if state["processes"] != self._world.size:
-            # Only dropout draws from this generator, and the processes are not the same ones.
-            torch.manual_seed(derive_seed(self.settings.seed, "processes", steps[-1], self._world.rank))
-            targets.pop(random)
-        read_tensors(tensors, targets)
-        if random in targets:
-            torch.set_rng_state(targets[random])
+        targets, random = self._tensors(), random_states(self.model.device)
+        same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
+        read_tensors(tensors, targets | (self._named(random) if same else {}))
+        if same:
+            set_random_states(random)
+        else:
+            self._seed_process(steps[-1])
         self.learner.optimizer.load_state_dict(state["optimizer"])
         for name, checkpointable in self.checkpointables.items():
             checkpointable.load_state_dict(state["checkpointables"][name])
@@ -193,6 +194,17 @@ class Trainer(Generic[Output]):
             part.load_state_dict(state[name])
         self._world.on_rank0(lambda: self._forget_after(self.step))
         self._remember()
+
+    def _seed_process(self, step: int) -> None:
+        """Give torch's global generators a state of this process's own.
+
+        Nothing of the package draws from them: dropout has its own counters. Extensions may.
+        """
+        torch.manual_seed(derive_seed(self.settings.seed, "process", self._world.rank, step))
+
+    def _named(self, random: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Random states of this process under their names in a checkpoint."""
+        return {f"random/{self._world.rank}/{device}": state for device, state in random.items()}
 
     def _open_log(self) -> None:
         self._log = MetricsLog(self.run, self.settings.sinks)
@@ -312,20 +324,22 @@ class Trainer(Generic[Output]):
         best = self.best.step if self.best else None
         state = self._state | {
             "processes": self._world.size,
+            "devices": sorted(self._random),
             "optimizer": self.learner.optimizer.state_dict(),
             "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
-        return self.checkpoints.save(self.step, self.model, self._tensors(), state, best)
+        return self.checkpoints.save(self.step, self.model, self._tensors() | self._named(self._random), state, best)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of a checkpoint except the model's. The random state is that of this process."""
+        """All tensors of a checkpoint except the model's and the random states."""
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.learner.optimizer.tensors().items()}
         for owner, checkpointable in self.checkpointables.items():
             tensors |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
-        return tensors | {f"random/{self._world.rank}": torch.get_rng_state()}
+        return tensors
 
     def _remember(self) -> None:
         """Copy the state between two steps, so that an interrupted rollout leaves no trace in a checkpoint."""
+        self._random = random_states(self.model.device)
         self._state = {
             "step": self.step,
             "evaluated": self.evaluated,

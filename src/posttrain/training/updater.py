@@ -8,6 +8,7 @@ all make the same calls.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -18,7 +19,7 @@ import torch
 
 from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
 from posttrain.distributed.world import current_world
-from posttrain.episode import Episode, Stream
+from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.forward import prompt_length
@@ -51,10 +52,18 @@ class Sample:
     """[n] float32: log-probabilities under the reference model."""
     old_logprobs: np.ndarray | None = None
     """[n] float32: the learner's own log-probabilities before the step's updates; None takes the engine's."""
+    episode: int | None = None
+    """Number of the stream's episode within the step; None for rows of data."""
     values: np.ndarray | None = None
     """[n] float32: the critic's values before the step's updates, in units of reward."""
     returns: np.ndarray | None = None
     """[n] float32: targets of the critic's values."""
+    factors: np.ndarray | None = None
+    """[n] float32: factor of each token's policy loss, which depends on the whole update; None means 1."""
+    group: int = 0
+    """The episode's group."""
+    truncated: bool = False
+    """Whether a token limit cut the last answer of the episode."""
     ptx: bool = False
     """A supervised row that joins an update of reinforcement learning, not an episode."""
     side: PreferenceSide | None = None
@@ -72,8 +81,11 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
             stream=stream,
             label=f"step {step} group {episode.group} episode {episode.index} (environment seed {episode.seed})",
             advantages=np.zeros(int(stream.sampled.sum()), dtype=np.float32),
+            episode=number,
+            group=episode.group,
+            truncated=bool(episode.turns) and episode.turns[-1].stop_reason in CUT_OFF,
         )
-        for episode in episodes
+        for number, episode in enumerate(episodes)
         for stream in episode.streams
     ]
 
@@ -196,6 +208,19 @@ def learning_rate_factor(recipe: OptimizerRecipe, update: int, total: int) -> fl
     return recipe.final_fraction + (1 - recipe.final_fraction) * remaining
 
 
+_NOT_DECAYED = re.compile(
+    r"bias|layernorm|rmsnorm|(^|[._])norm([.]|$)|(^|[._])(wpe|\w*position\w*|pos_emb\w*)([.]|$)", re.I
+)
+
+
+def decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay applies to a parameter: to matrices, but not to norms, biases and embeddings of position.
+
+    As `Trainer.get_decay_parameter_names` of transformers, which decays embeddings of position and other vectors too.
+    """
+    return parameter.ndim > 1 and _NOT_DECAYED.search(name) is None
+
+
 class Optimizer:
     """Steps the parameters of a policy. Parameters in bfloat16 have masters in float32, which are what is optimized; of
     parameters that are divided among processes, the masters are this process's shares.
@@ -213,12 +238,16 @@ class Optimizer:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.masters = [_master(parameter) for parameter in self.parameters]
+        decays = [decayed(name, parameter) for name, parameter in parameters]
+        groups = [
+            {"params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay], "weight_decay": rate}
+            for decay, rate in ((True, recipe.weight_decay), (False, 0.0))
+        ]
         self._adamw = torch.optim.AdamW(
-            self.masters,
+            [group for group in groups if group["params"]],
             lr=recipe.learning_rate,
             betas=recipe.betas,
             eps=recipe.epsilon,
-            weight_decay=recipe.weight_decay,
             fused=True,
         )
         for master in self.masters:
@@ -335,7 +364,7 @@ class Trainable(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def training_mode(self) -> AbstractContextManager[None]: ...
+    def training_mode(self, *draw: int | str) -> AbstractContextManager[None]: ...
 
     def set_last_backward(self, last: bool) -> None: ...
 
@@ -414,15 +443,15 @@ class Updater(Generic[Output]):
         shares = list(self._shares(self._groups([samples[i] for i in signal])))
         for number, (group, counts) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
-            with self.model.training_mode():
+            with self.model.training_mode(*self._draw(number)):
                 output = self.forward(chosen)
-            loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
-            broken = counts and not bool(torch.isfinite(loss))
-            stop = self._world.any(broken)
-            if stop and self._world.size == 1:
-                return self._skip(chosen, objective)
-            self.model.set_last_backward(stop or number == len(shares) - 1)
-            (loss / divisor if counts else loss * 0).backward()
+                loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
+                broken = counts and not bool(torch.isfinite(loss))
+                stop = self._world.any(broken)
+                if stop and self._world.size == 1:
+                    return self._skip(chosen, objective)
+                self.model.set_last_backward(stop or number == len(shares) - 1)
+                (loss / divisor if counts else loss * 0).backward()
             for optimizer in self._optimizers():
                 optimizer.collect()
             if stop:
@@ -500,15 +529,22 @@ class Updater(Generic[Output]):
 
     def _is_finite(self, samples: Sequence[Sample], objective: Objective[Output]) -> bool:
         """Whether these samples on their own give a finite loss and gradient."""
-        loss, _ = objective(self.forward(samples), samples, [1.0] * len(samples))
-        finite = not self._world.any(not bool(torch.isfinite(loss)))
+        with self.model.training_mode(*self._draw(0)):
+            loss, _ = objective(self.forward(samples), samples, [1.0] * len(samples))
+            finite = not self._world.any(not bool(torch.isfinite(loss)))
+            if finite:
+                self.model.set_last_backward(True)
+                loss.backward()
         if finite:
-            self.model.set_last_backward(True)
-            loss.backward()
             trained = [p for optimizer in self._optimizers() for p in optimizer.parameters]
             finite = all(bool(torch.isfinite(local_shard(p.grad)).all()) for p in trained if p.grad is not None)
         self._clear()
         return not self._world.any(not finite)
+
+    def _draw(self, number: int) -> tuple[int | str, ...]:
+        """Names the dropout masks of this process's micro-batch `number` of the next update: its position among those of
+        all processes, so that the masks do not depend on which process computes it."""
+        return self._keys[0], self.optimizer.updates, number * self._world.size + self._world.rank
 
     def _optimizers(self) -> list[Optimizer]:
         return [self.optimizer, *self.joint.values()]

@@ -91,7 +91,7 @@ class LearnerWorker(Worker):
     def _use_workers(self, recipe: Any, workers: WorkerGroup, stack: ExitStack) -> None:
         """Create engines, environments and scorers on the workers until `stack` closes."""
         from posttrain.engines.factory import open_engine
-        from posttrain.environments.protocol import open_environment
+        from posttrain.environments.protocol import environment_maker
         from posttrain.training.reward_scorer import open_scorer
 
         def clients(handles: Sequence[WorkerHandle]) -> list[WorkerClient]:
@@ -115,7 +115,7 @@ class LearnerWorker(Worker):
                 next_worker[0] += 1
                 return RayEnvironment(environment, environment_workers[next_worker[0] % len(environment_workers)])
 
-            stack.enter_context(open_environment.placed_by(make_environment))
+            stack.enter_context(environment_maker.placed_by(lambda environment: make_environment))
         if workers.rewards:
             from posttrain.distributed.ray.actors import RayScorer
 

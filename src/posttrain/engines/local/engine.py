@@ -206,6 +206,8 @@ class LocalEngine:
         self.before_forward: Callable[[], None] | None = None
         self._cache = KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
+        self._source = policy
+        """The policy whose weights are loaded."""
         self._decoder: Decoder | None = None
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
@@ -233,26 +235,26 @@ class LocalEngine:
         finally:
             self._open_episodes -= 1
 
-    def load_weights(self, version: int) -> None:
-        """Sample with the policy's current weights. A sharded policy keeps them gathered until `sleep`.
+    def load_weights(self, version: int, source: Policy | None = None) -> None:
+        """Sample with the current weights of `source`. A sharded policy keeps them gathered until `sleep`.
 
         A pass computes without yielding to the event loop, so this call is always between two passes. Cached keys and
         values are discarded, and those of running sequences are recomputed: every token is sampled by one version of the
         weights given all tokens before it, so its log-probability is what a learner with that version computes.
         """
         self.version = version
-        self._decoder = None
-        if self.policy.sharded is not None:
-            self.policy.sharded.hold()
+        self._source, self._decoder = source or self.policy, None
+        if self._source.sharded is not None:
+            self._source.sharded.hold()
         self._slots.invalidate()
         for sequence in self._running:
             sequence.computed = 0
 
     def sleep(self) -> None:
         """Reshard gathered weights. The cache is kept, because the next step needs it; other weights are the learner's."""
-        if self.policy.sharded is not None:
+        if self._source.sharded is not None:
             self._decoder = None
-            self.policy.sharded.release()
+            self._source.sharded.release()
 
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
@@ -308,7 +310,7 @@ class LocalEngine:
         device = self.policy.device
         with torch.no_grad():
             if self._decoder is None:
-                self._decoder = decoder_of(self.policy.model)
+                self._decoder = decoder_of(self._source.model)
             hidden = self._decoder.hidden(
                 torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), layout
             )

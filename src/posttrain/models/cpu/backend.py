@@ -243,8 +243,6 @@ def use_fused_layers(model: torch.nn.Module) -> None:
             continue
         if part is _Mlp and module.config.hidden_act != "silu":
             continue
-        if part is _Attention and module.attention_dropout > 0:
-            continue
         # A subclass, not a method on the instance: copies of a module then compute with their own weights.
         module.__class__ = type(cls.__name__, (part, cls), {"__module__": __name__})
 
