@@ -98,7 +98,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
 def test_every_algorithm_takes_steps(changes, tiny_model, tmp_path):
     base = small.recipe_values(tiny_model, tmp_path)
     merged = {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
-    run, _ = train(tiny_model, tmp_path, **merged | {"steps": 2})
+    run, _ = train(tiny_model, tmp_path, **merged | small.two_steps(base))
     for line in lines(run, "train"):
         assert line["optimizer/skipped"] == 0
         assert line["optimizer/gradient_norm"] > 0
