@@ -1,4 +1,7 @@
-"""Scripts in a process of their own that does not import torch again: it is forked from the server of `tests.training.small`."""
+"""Scripts in a process of their own that is forked from the server of `tests.training.small`.
+
+It does not import torch again, and its runs draw no figures.
+"""
 
 import multiprocessing
 import os
@@ -7,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from posttrain.training import results
 from tests.training.small import PRELOAD
 
 
@@ -30,6 +34,7 @@ def _child(script: Path, words: list[str], folder: Path, log: Path) -> None:
     os.chdir(folder)
     sys.argv = [str(script), *words]
     sys.path[0] = str(script.parent)
+    results.draw_plots = lambda run: None  # type: ignore[assignment]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit:
