@@ -172,7 +172,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     kl, rollout, learner, found = recipe.kl, recipe.rollout, recipe.learner, []
     found += _sampling("rollout.sampling", rollout.sampling)
     if kl.coefficient == 0:
-        keys = [key for key in ("estimator", "apply_to", "horizon") if _given(kl, key)]
+        keys = [key for key in ("estimator", "apply_to", "importance_weighted", "horizon") if _given(kl, key)]
         found += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
     elif kl.target is None and _given(kl, "horizon"):
         found.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
@@ -204,7 +204,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         and learner.updates_per_step * learner.epochs_per_step == 1
     ):
         clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(loss, key)]
-        reason = "with one update per step the ratio to the learner's old log-probabilities is always 1"
+        reason = "with one update per step the ratio is always 1"
         found += [_without_effect(f"loss.{key}", reason) for key in clips]
     if recipe.evaluation.every > recipe.steps:
         found.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))

@@ -18,9 +18,9 @@ from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit
 from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.objectives import PolicyObjective, logprobs, token_forward
+from posttrain.training.objectives import PolicyObjective, logprobs, metrics_without_pass, token_forward
 from posttrain.training.rl import set_advantages
-from posttrain.training.updater import Optimizer, Sample, Updater, means, samples_of_episodes
+from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
 
 
 def advantages(
@@ -154,7 +154,10 @@ class Learner:
         objective = PolicyObjective(
             self.loss, self.kl, coefficient, self.entropy_coefficient, "learner" if learner_old else "rollout", first
         )
-        metrics = means(self._updater.update(samples, objective))
+        totals = self._updater.update(samples, objective)
+        if not totals["optimizer/skipped"][0]:
+            add_totals(totals, metrics_without_pass(objective, samples))
+        metrics = means(totals)
         mismatch = metrics.get("policy/mismatch", 0.0)
         if (
             first
