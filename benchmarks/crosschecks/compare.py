@@ -69,7 +69,7 @@ class Sides:
             ours,
             loss=case.loss,
             kl=case.kl or 0.0,
-            entropy_coefficient=case.entropy,
+            entropy=case.entropy,
             tokens_per_batch=int(longest * rng.integers(1, 6)),
         )
         anchor = "learner" if "correction" in case.loss else "rollout"
