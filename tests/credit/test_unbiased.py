@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages, reward_streams
-from posttrain.losses.kl import kl_loss
+from posttrain.losses.kl import estimate_kl, kl_loss
 from posttrain.losses.policy import TokenBatch, policy_loss, token_weights
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.recipe.loss import LossRecipe
@@ -226,6 +226,68 @@ def test_the_gradients_of_kl_estimators_are_what_they_claim():
     for estimator, exact in expected.items():
         np.testing.assert_allclose(gradient(kl_loss(estimator, log_policy, batch)), exact, atol=1e-12)
     assert np.abs(reverse - forward).max() > 1e-3
+
+
+REFERENCE = 0.3 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1.0, 0.0], [-0.5, 0.8]])
+"""Logits of a reference policy less those of the policy."""
+
+
+def test_importance_weighted_kl_has_the_gradient_of_the_kl_whoever_samples():
+    log_rollout = log_softmax(PARAMETERS - 1.5 * REFERENCE)
+    every = trajectories()
+    choices = torch.tensor([choice for t in every for choice in t.choices])
+    lengths = torch.tensor([len(t.choices) for t in every])
+    weights = torch.tensor([t.probability(log_rollout) for t in every], dtype=torch.float64).repeat_interleave(lengths)
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    log_policy, target = torch.log_softmax(parameters, dim=1), torch.from_numpy(log_softmax(PARAMETERS + REFERENCE))
+    states, tokens = choices.T
+    visits = torch.zeros(len(PARAMETERS), dtype=torch.float64).index_add(0, states, weights)
+    kl = (visits * (log_policy.exp() * (log_policy - target)).sum(1)).sum()
+    exact = torch.autograd.grad(kl, parameters, retain_graph=True)[0]
+    batch = TokenBatch(
+        rollout_logprobs=torch.from_numpy(log_rollout)[states, tokens],
+        advantages=torch.zeros(len(choices), dtype=torch.float64),
+        stream=torch.repeat_interleave(torch.arange(len(every)), lengths),
+        lengths=lengths,
+        weights=weights,
+        ref_logprobs=target[states, tokens],
+    )
+
+    def gradient(estimator: str, importance_weighted: bool) -> torch.Tensor:
+        loss = kl_loss(estimator, log_policy[states, tokens], batch, importance_weighted)
+        return torch.autograd.grad(loss, parameters, retain_graph=True)[0]
+
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close(gradient(estimator, True), exact, atol=1e-12, rtol=0)
+    for estimator in ("k2", "k3"):
+        assert (gradient(estimator, False) - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("distance", [0.01, -0.3])
+def test_only_k1_is_a_kl_penalty_in_the_reward(distance):
+    reference = log_softmax(PARAMETERS + distance * REFERENCE)
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    log_policy = torch.log_softmax(parameters, dim=1)
+    kl = torch.zeros((), dtype=torch.float64)
+    penalties: dict[str, np.ndarray] = {}
+    for t in trajectories():
+        log_probability = sum(log_policy[choice] for choice in t.choices)
+        difference = sum(log_policy[choice] - reference[choice] for choice in t.choices)
+        kl = kl + t.environment * log_probability.exp() * difference
+        for estimator in ("k1", "k2", "k3"):
+            d = np.array([LOG_POLICY[choice] - reference[choice] for choice in t.choices])
+            paid = t.probability(LOG_POLICY) * estimate_kl(estimator, d).sum()
+            penalties[estimator] = penalties.get(estimator, 0.0) + paid * score(t, LOG_POLICY)
+    kl.backward()
+    assert parameters.grad is not None
+    exact = parameters.grad.numpy()
+    cosine = {
+        name: float((found * exact).sum() / np.linalg.norm(found) / np.linalg.norm(exact))
+        for name, found in penalties.items()
+    }
+    np.testing.assert_allclose(penalties["k1"], exact, atol=1e-12)
+    assert max(cosine["k2"], cosine["k3"]) < 0.5
+    assert np.linalg.norm(penalties["k3"]) < 0.02 * np.linalg.norm(exact)
 
 
 def test_score_is_zero_on_average():

@@ -8,10 +8,20 @@ import torch
 
 import posttrain
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.loss import CispoLoss, CorrectionRecipe, DppoLoss, GspoLoss, PpoLoss, ReinforceLoss
+from posttrain.recipe.loss import (
+    CispoLoss,
+    CorrectionRecipe,
+    DppoLoss,
+    EntropyRecipe,
+    GspoLoss,
+    KlRecipe,
+    PpoLoss,
+    ReinforceLoss,
+)
 from posttrain.recipe.warnings import recipe_warnings
-from posttrain.training.objectives import PolicyObjective
+from posttrain.training.objectives import PolicyObjective, metrics_without_pass
 from posttrain.training.rl import rollouts_may_differ
+from posttrain.training.updater import samples_of_episodes
 
 from .letters import Letters
 
@@ -142,9 +152,37 @@ def test_warnings_say_what_the_ratio_is_to():
     assert not any("treats episodes of older weights as on-policy" in note for note in found)
 
 
-def test_streams_of_an_episode_share_its_weight(policy, episodes):
-    from posttrain.training.updater import samples_of_episodes
+def test_entropy_and_kl_are_over_all_samples(policy, episodes):
+    """Samples without credit get no forward pass, so their part comes from the log-probabilities that are there."""
+    credit = posttrain.advantages(episodes, "rloo")
+    kept = [0, 4]
+    for number, streams in enumerate(credit.values):
+        for values in streams if number not in kept else []:
+            values[:] = 0.0
+    learner = posttrain.Learner(policy, loss="ppo", learning_rate=1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        some = learner.update(episodes, credit)
+        policy.version = 0
+        alone = learner.update([episodes[i] for i in kept], posttrain.Advantages([credit.values[i] for i in kept]))
+    idle = np.concatenate(
+        [s.rollout_logprobs[s.sampled] for i, e in enumerate(episodes) if i not in kept for s in e.streams]
+    )
+    n, passed = len(idle), sum(episodes[i].sampled_tokens for i in kept)
+    assert some["policy/entropy"] == pytest.approx(
+        (passed * alone["policy/entropy"] - idle.sum()) / (n + passed), rel=1e-5
+    )
+    objective = PolicyObjective(PpoLoss(), KlRecipe(coefficient=0.1, apply_to="reward"))
+    samples = samples_of_episodes(episodes, 1)
+    for sample in samples:
+        sample.ref_logprobs = sample.stream.rollout_logprobs[sample.stream.sampled] - 0.5
+    totals = metrics_without_pass(objective, samples)
+    count = sum(s.sampled_tokens for s in samples)
+    assert totals["policy/kl"] == pytest.approx((count * (np.exp(-0.5) - 0.5), count), rel=1e-5)
+    assert metrics_without_pass(PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.1)), samples) == {}
 
+
+def test_streams_of_an_episode_share_its_weight(policy, episodes):
     one, other = episodes[0], episodes[1]
     joined = [posttrain.Episode(**{**vars(one), "streams": [*one.streams, *other.streams]}), episodes[2]]
     samples = samples_of_episodes(joined, 1)

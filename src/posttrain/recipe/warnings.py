@@ -4,7 +4,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CriticRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
-from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
+from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import (
@@ -172,7 +172,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     kl, rollout, learner, found = recipe.kl, recipe.rollout, recipe.learner, []
     found += _sampling("rollout.sampling", rollout.sampling)
     if kl.coefficient == 0:
-        keys = [key for key in ("estimator", "apply_to", "horizon") if _given(kl, key)]
+        keys = [key for key in ("estimator", "apply_to", "importance_weighted", "horizon") if _given(kl, key)]
         found += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
     elif kl.target is None and _given(kl, "horizon"):
         found.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
@@ -204,7 +204,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         and learner.updates_per_step * learner.epochs_per_step == 1
     ):
         clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(loss, key)]
-        reason = "with one update per step the ratio to the learner's old log-probabilities is always 1"
+        reason = "with one update per step the ratio is always 1"
         found += [_without_effect(f"loss.{key}", reason) for key in clips]
     if recipe.evaluation.every > recipe.steps:
         found.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
@@ -240,6 +240,21 @@ def _many_updates(recipe: RlRecipe) -> list[str]:
     ]
 
 
+def _entropy(recipe: RlRecipe) -> list[str]:
+    entropy, learner = recipe.entropy, recipe.learner
+    found = []
+    for key in ("step", "max_coefficient"):
+        if entropy.target is None and _given(entropy, key):
+            found.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
+    if not entropy.has_bonus and entropy.tokens != "all":
+        found.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
+    once = learner.updates_per_step * learner.epochs_per_step == 1
+    if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
+        reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
+        found.append(_without_effect("entropy.covariance.type kl_cov", reason))
+    return found
+
+
 def _steep_kl(recipe: RlRecipe) -> list[str]:
     """The adaptive coefficient moves by at most `KL_STEP` x episodes / horizon in a step (Ziegler et al. 2019)."""
     kl, episodes = recipe.kl, recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
@@ -264,7 +279,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
         )
-    found += _many_updates(recipe) + _steep_kl(recipe)
+    found += _many_updates(recipe) + _steep_kl(recipe) + _entropy(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
         found.append(
             f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "

@@ -20,9 +20,9 @@ from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit
 from posttrain.recipe.loss import LOSSES, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.objectives import PolicyObjective, logprobs, scores, token_forward
+from posttrain.training.objectives import PolicyObjective, logprobs, metrics_without_pass, scores, token_forward
 from posttrain.training.rl import set_advantages, set_bonus_tokens
-from posttrain.training.updater import Optimizer, Sample, Updater, means, samples_of_episodes
+from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
 
 
 def advantages(
@@ -170,7 +170,10 @@ class Learner:
             first,
             random_stream(self.policy.seed, "clip_cov", self.policy.version),
         )
-        metrics = means(self._updater.update(samples, objective))
+        totals = self._updater.update(samples, objective)
+        if not totals["optimizer/skipped"][0]:
+            add_totals(totals, metrics_without_pass(objective, samples))
+        metrics = means(totals)
         mismatch = metrics.get("policy/mismatch", 0.0)
         if (
             first

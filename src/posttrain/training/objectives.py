@@ -27,7 +27,7 @@ from posttrain.recipe.loss import (
     SftLossRecipe,
 )
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.updater import Sample, Totals, Updater
+from posttrain.training.updater import Objective, Sample, Totals, Updater
 
 
 @dataclass(frozen=True)
@@ -394,10 +394,11 @@ class PolicyObjective:
         metrics["loss/policy"] = (float(loss.detach()), weighted)
         metrics["policy/entropy"] = (float(output.entropies.detach().sum()), count)
         metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.rollout_logprobs).abs().sum()), count)
-        metrics |= kl_metrics(output.logprobs, batch)
+        if batch.ref_logprobs is not None:
+            metrics |= kl_metrics(output.logprobs - batch.ref_logprobs)
         if self.kl_coefficient > 0:
             assert batch.ref_logprobs is not None
-            penalty = kl_loss(self.kl.estimator, output.logprobs, batch)
+            penalty = kl_loss(self.kl.estimator, output.logprobs, batch, self.kl.importance_weighted)
             loss = loss + self.kl_coefficient * penalty
             metrics["loss/kl"] = (float(penalty.detach()), weighted)
         if isinstance(self.entropy.covariance, KlCovRecipe):
@@ -425,6 +426,22 @@ def _old_logprobs(sample: Sample) -> np.ndarray:
     """[n]: before the step's updates, by the learner where it has computed them, else by the engine."""
     stream = sample.stream
     return stream.rollout_logprobs[stream.sampled] if sample.old_logprobs is None else sample.old_logprobs
+
+
+def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sample]) -> Totals:
+    """`policy/entropy` and `policy/kl` of the episodes that an update leaves out because they cannot add to its gradient.
+
+    Both come from the log-probabilities log p before the step, the learner's where it computed them and else the rollout's, so
+    they need no forward pass. The entropy is estimated by -log p of the sampled tokens, which is unbiased for tokens that
+    p sampled from the whole vocabulary, and the KL by k3 of log p - log p_ref.
+    """
+    idle = [s for s in samples if s.sampled_tokens and not objective.has_signal(s)]
+    if not idle:
+        return {}
+    before = np.concatenate([_old_logprobs(sample) for sample in idle])
+    totals = {"policy/entropy": (float(-before.sum(dtype=np.float64)), float(len(before)))}
+    references = [s.ref_logprobs for s in idle if s.ref_logprobs is not None]
+    return totals | (kl_metrics(before - np.concatenate(references)) if len(references) == len(idle) else {})
 
 
 class MixedObjective:

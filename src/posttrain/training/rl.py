@@ -37,6 +37,7 @@ from posttrain.training.objectives import (
     PolicyObjective,
     SharedObjective,
     logprobs,
+    metrics_without_pass,
     scores,
     token_forward,
 )
@@ -198,7 +199,10 @@ class Components:
                 continue
             rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
             first = self.policy.version == version
-            update = self.learner.update([*chosen, *rows], self.objective(first))
+            objective = self.objective(first)
+            update = self.learner.update([*chosen, *rows], objective)
+            if not update["optimizer/skipped"][0]:
+                add_totals(update, metrics_without_pass(objective, chosen))
             if not first:  # the weights are no longer those that sampled
                 update.pop("policy/mismatch", None)
             if critic is not None and critic.head is not None:
