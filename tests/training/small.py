@@ -37,7 +37,7 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
         "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 50},
         "entropy": {
             "coefficient": 0.01,
-            "target": 4.5,
+            "target": 8.0,
             "step": 0.01,
             "covariance": {"type": "clip_cov", "share": 0.1, "low": 0.0},
         },
