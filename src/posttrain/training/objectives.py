@@ -7,13 +7,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from posttrain.losses.entropy import clip_cov, covariances, kl_cov, top_entropy
+from posttrain.episode import Episode, PerToken
 from posttrain.losses.kl import kl_loss, kl_metrics
-from posttrain.losses.policy import TokenBatch, dft, gpg_factor, nll, old_logprobs, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, nll, old_logprobs, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
-from posttrain.models.forward import TokenScores
+from posttrain.models.forward import TokenScores, logits_of
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import (
@@ -27,7 +27,8 @@ from posttrain.recipe.loss import (
     SftLossRecipe,
 )
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.updater import Objective, Sample, Totals, Updater
+from posttrain.training.token_rules import logprobs_before, set_factors
+from posttrain.training.updater import Objective, Sample, Totals, Updater, computed, on_stream
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,46 @@ def token_forward(
     return forward
 
 
+def energy_forward(
+    policy: Policy, settings: LearnerRecipe, temperature: float
+) -> Callable[[Sequence[Sample]], torch.Tensor]:
+    """A forward pass that gives the energies [N] float32 of the sampled tokens, sample after sample, without gradient.
+
+    The energy of a token is 1 - 2 p + sum of p_v^2 over the vocabulary, p its probability: the squared norm of the gradient
+    of its log-probability with respect to the logits. `temperature`: as in `token_forward`.
+    """
+
+    def of_states(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        parts = [states.new_zeros(0, dtype=torch.float32)]
+        for start in range(0, len(targets), settings.logits_per_chunk):
+            chunk = slice(start, start + settings.logits_per_chunk)
+            probabilities = torch.softmax(logits_of(policy.model, states[chunk]) / (temperature or 1.0), -1)
+            own = probabilities.gather(1, targets[chunk, None])[:, 0]
+            parts.append(1 - 2 * own + probabilities.square().sum(-1))
+        return torch.cat(parts)
+
+    def forward(samples: Sequence[Sample]) -> torch.Tensor:
+        ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
+        targets = np.concatenate([own[mask] for own, mask in zip(ids, sampled, strict=True)])
+        states = policy.states(ids, sampled)
+        return policy.compute(of_states, states, torch.from_numpy(targets).to(states.device))
+
+    return forward
+
+
+def token_energies(learner: Updater[torch.Tensor], episodes: Sequence[Episode], samples: Sequence[Sample]) -> PerToken:
+    """The energy of each sampled token, zero elsewhere: per episode and stream [T] float32.
+
+    `learner` has the forward pass of `energy_forward`, and `samples` are those of `episodes`.
+    """
+    found: dict[int, np.ndarray] = {}
+    for group, energies in learner.without_gradient(samples):
+        ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
+        found |= dict(zip(group, np.split(energies.cpu().numpy(), ends), strict=True))
+    streams = iter(found[i] for i in range(len(samples)))
+    return [[on_stream(next(streams), stream.sampled) for stream in episode.streams] for episode in episodes]
+
+
 def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Tensor]:
     """Rewards [S] float32, one per sample."""
 
@@ -318,54 +359,20 @@ class PolicyObjective:
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         episodes = [-1 - i if s.episode is None else s.episode for i, s in enumerate(samples)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episodes)
-        self._of_update = {}
+        trained = [s for s, out in zip(samples, masked, strict=True) if not out]
+        self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random)
         if self.loss.mask_truncated:
             self._of_update["policy/truncated_masked"] = (float(sum(masked)), float(len(samples)))
         weights = [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)]
-        self._set_factors(samples, [s for s, out in zip(samples, masked, strict=True) if not out])
         if self.entropy.tokens != "all":
             self._set_bonus_scale(samples, weights)
         return weights, divisor
-
-    def _set_factors(self, samples: Sequence[Sample], trained: Sequence[Sample]) -> None:
-        """Set `factors` and `held` of `samples`. The masks are over the tokens of the `trained` ones, which are not masked."""
-        rule, tokens = self.entropy.covariance, [s.sampled_tokens for s in trained]
-        factors = np.ones(sum(tokens), dtype=np.float32)
-        held = np.zeros(sum(tokens), dtype=bool)
-        if self.loss.type == "gpg":
-            factors *= gpg_factor([s.group for s in samples], [bool(np.any(s.advantages != 0)) for s in samples])
-        if self.entropy.top_share < 1:
-            kept = top_entropy(_joined([computed(s.entropies) for s in trained]), self.entropy.top_share)
-            factors[~kept] = 0.0
-            self._count("policy/low_entropy_masked", ~kept)
-        if rule is not None:
-            values = covariances(_joined([_old_logprobs(s) for s in trained]), _joined([s.advantages for s in trained]))
-            self._of_update["policy/covariance"] = (float(values.sum()), float(len(values)))
-            if isinstance(rule, KlCovRecipe):
-                held = kl_cov(rule, values)
-                self._count("policy/kl_cov_held", held)
-            else:
-                if self.random is None:
-                    raise ValueError("`clip_cov` draws tokens at random; pass `random`")
-                clipped = clip_cov(rule, values, self.random)
-                factors[clipped] = 0.0
-                self._count("policy/clip_cov_masked", clipped)
-        if self.loss.type == "gpg" or self.entropy.top_share < 1 or rule is not None:
-            for sample in samples:  # masked ones weigh nothing
-                none = np.zeros(sample.sampled_tokens, dtype=np.float32)
-                sample.factors, sample.held = none, none.astype(bool)
-            ends = np.cumsum([0, *tokens])
-            for sample, start, end in zip(trained, ends[:-1], ends[1:], strict=True):
-                sample.factors, sample.held = factors[start:end], held[start:end]
 
     def _set_bonus_scale(self, samples: Sequence[Sample], weights: Sequence[float]) -> None:
         pairs = list(zip(samples, weights, strict=True))
         whole = sum(weight * sample.sampled_tokens for sample, weight in pairs)
         bonus = sum(weight * float(computed(sample.bonus).sum()) for sample, weight in pairs)
         self._bonus_scale = whole / bonus if bonus else 0.0
-
-    def _count(self, name: str, flags: np.ndarray) -> None:
-        self._of_update[name] = (float(flags.sum()), float(len(flags)))
 
     def _is_masked(self, sample: Sample) -> bool:
         return self.loss.mask_truncated and sample.truncated
@@ -418,16 +425,6 @@ class PolicyObjective:
         return loss, metrics
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype=np.float32), *parts])
-
-
-def _old_logprobs(sample: Sample) -> np.ndarray:
-    """[n]: before the step's updates, by the learner where it has computed them, else by the engine."""
-    stream = sample.stream
-    return stream.rollout_logprobs[stream.sampled] if sample.old_logprobs is None else sample.old_logprobs
-
-
 def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sample]) -> Totals:
     """`policy/entropy` and `policy/kl` of the episodes that an update leaves out because they cannot add to its gradient.
 
@@ -438,7 +435,7 @@ def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sa
     idle = [s for s in samples if s.sampled_tokens and not objective.has_signal(s)]
     if not idle:
         return {}
-    before = np.concatenate([_old_logprobs(sample) for sample in idle])
+    before = np.concatenate([logprobs_before(sample) for sample in idle])
     totals = {"policy/entropy": (float(-before.sum(dtype=np.float64)), float(len(before)))}
     references = [s.ref_logprobs for s in idle if s.ref_logprobs is not None]
     return totals | (kl_metrics(before - np.concatenate(references)) if len(references) == len(idle) else {})
@@ -572,9 +569,3 @@ class SupervisedObjective:
             return likelihood, metrics
         loss = dft(output.logprobs, batch)
         return loss, metrics | {"loss/dft": (float(loss.detach()), count)}
-
-
-def computed(numbers: np.ndarray | None) -> np.ndarray:
-    """`numbers`, which must not be None: an earlier phase of the step computes them."""
-    assert numbers is not None
-    return numbers

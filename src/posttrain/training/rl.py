@@ -7,22 +7,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
 import torch
 from rich.console import Console
 
 from posttrain.credit.assign import compute_advantages, zero_groups
-from posttrain.credit.units.segment import answer_tokens
-from posttrain.episode import Advantages, Episode, RewardStreams, StopReason
+from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.entropy import EntropyController
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
-from posttrain.recipe.credit import CreditRecipe, CriticCredit
-from posttrain.recipe.loss import EntropyRecipe
+from posttrain.recipe.credit import CreditRecipe, CriticCredit, TokenBaselineCredit
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -36,9 +32,11 @@ from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
     SharedObjective,
+    energy_forward,
     logprobs,
     metrics_without_pass,
     scores,
+    token_energies,
     token_forward,
 )
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
@@ -52,6 +50,7 @@ from posttrain.training.rollouts import (
 )
 from posttrain.training.rows import PtxRows
 from posttrain.training.tasks import check_tasks, too_long
+from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import (
@@ -136,6 +135,8 @@ class Components:
     policy: Policy
     learner: Updater[TokenScores]
     critic: CriticLearner | None
+    energies: Updater[torch.Tensor] | None
+    """Computes the energies of tokens, for `optimal_token_baseline`."""
     rollouts: Rollouts
     rewards: RewardShaping
     unit_credit: UnitCreditor | None
@@ -169,11 +170,12 @@ class Components:
         """One advantage per sampled token: rewards, with those of units, go through the baseline or the critic."""
         episodes = batch.episodes
         self.rewards.running.include(episodes)
+        energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
 
         def advantages(rewards: RewardStreams) -> Advantages:
             values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
             return compute_advantages(
-                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values
+                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values, energies
             )
 
         rewards = self.rewards.shape(episodes, samples, self.kl.coefficient)
@@ -223,25 +225,6 @@ def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
         sample.advantages = advantages[sample.stream.sampled]
 
 
-def set_bonus_tokens(
-    episodes: Sequence[Episode], samples: Sequence[Sample], recipe: EntropyRecipe, policy: Policy
-) -> None:
-    """Mark the sampled tokens of each sample that get the entropy bonus, for a bonus that is not on all of them."""
-    if recipe.tokens == "all":
-        return
-    decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
-    streams = [[np.zeros(len(stream), dtype=bool) for stream in episode.streams] for episode in episodes]
-    for episode, marks in zip(episodes, streams, strict=True):
-        for turn in episode.turns:
-            ids = episode.streams[turn.stream].ids
-            ended = turn.stop_reason is StopReason.END_TOKEN
-            marks[turn.stream][turn.start : turn.stop] = answer_tokens(
-                recipe.tokens, ids[: turn.start], ids[turn.start : turn.stop], ended, decode
-            )
-    for sample, mark in zip(samples, [mark for marks in streams for mark in marks], strict=True):
-        sample.bonus = mark[sample.stream.sampled]
-
-
 def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
     """Whether the rollouts' log-probabilities can differ from the learner's by more than the rounding of float32."""
     rounded = resolve_dtype(recipe.model.dtype, policy.device) != torch.float32
@@ -272,6 +255,10 @@ def make_components(
     head = critic.head if critic is not None else None
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
     forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
+    energies = None
+    if isinstance(recipe.credit, TokenBaselineCredit):
+        of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+        energies = Updater(policy, optimizer, recipe.learner, of_energies)
     joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
 
@@ -326,6 +313,7 @@ def make_components(
         policy=policy,
         learner=learner,
         critic=critic,
+        energies=energies,
         rollouts=rollouts,
         rewards=RewardShaping(recipe.rollout, recipe.kl, running),
         unit_credit=unit_credit,

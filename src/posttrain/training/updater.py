@@ -96,6 +96,12 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
     ]
 
 
+def computed(numbers: np.ndarray | None) -> np.ndarray:
+    """`numbers`, which must not be None: an earlier phase of the step computes them."""
+    assert numbers is not None
+    return numbers
+
+
 def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     """[T] float32: `values` [n] at the sampled tokens of a stream with mask `sampled` [T] bool, 0 elsewhere."""
     full = np.zeros(len(sampled), dtype=np.float32)
