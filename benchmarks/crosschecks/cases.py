@@ -102,6 +102,9 @@ def cases() -> Iterator[Case]:
     yield Case("temperature", "0.7", {"type": "ppo", **OLD}, temperature=0.7, entropy={"coefficient": 0.1})
     for estimator in ("k2", "k3"):
         yield Case("KL", f"{estimator} in the loss", kl={"coefficient": 0.2, "estimator": estimator})
+    for estimator in ("k1", "k2", "k3"):
+        weighted = {"coefficient": 0.2, "estimator": estimator, "importance_weighted": True}
+        yield Case("KL", f"{estimator} in the loss, importance-weighted", kl=weighted)
     for credit in ("rloo", "reinforce", "gae"):
         in_reward = {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}
         yield Case("KL", f"k1 in the reward, {credit}", credit={"type": credit}, kl=in_reward)

@@ -15,10 +15,11 @@ from reference.losses import (
     correction_factor,
     kl,
     kl_cov,
+    kl_importance_weighted,
     off_policy_mask,
     top_entropy,
 )
-from reference.model import Padded, pad, score, spread
+from reference.model import Padded, Scores, pad, score, spread
 
 import posttrain
 from crosschecks.cases import Case
@@ -71,7 +72,7 @@ class Sides:
         with torch.no_grad():
             now, ref = (score(m, padded, case.temperature) for m in (self.model, self.start))
         set_rollout_logprobs(rng, episodes, padded, now.logprobs, case.distance)
-        ours, theirs = self.credit(case, rng, episodes, padded, ref.logprobs)
+        ours, theirs = self.credit(case, rng, episodes, padded, now, ref.logprobs)
         longest = max(16, *(len(stream) for episode in episodes for stream in episode.streams))
         update = last_update(
             self.policy,
@@ -102,7 +103,13 @@ class Sides:
                 parameter.copy_(weights[name])
 
     def credit(
-        self, case: Case, rng: np.random.Generator, episodes: list[Episode], padded: Padded, ref: torch.Tensor
+        self,
+        case: Case,
+        rng: np.random.Generator,
+        episodes: list[Episode],
+        padded: Padded,
+        now: Scores,
+        ref: torch.Tensor,
     ) -> tuple[Advantages, PerEpisode]:
         """Advantages by the package, and by the reference as one number per sampled token of each episode."""
         if case.credit is None:
@@ -120,7 +127,16 @@ class Sides:
             assert case.kl is not None
             rewards = rewards_with_kl(episodes, case.kl, [ref[row, s].numpy() for row, s in enumerate(padded.sampled)])
             subtract_kl(plays, padded, rollout_logprobs(episodes, padded) - ref, case.kl["coefficient"])
-        ours = posttrain.advantages(episodes, settings, rewards=rewards, values=values, greedy_returns=greedy)
+        energies = None
+        if settings.type == "optimal_token_baseline":
+            energies = posttrain.Learner(self.policy).energies(episodes)
+            exact = 1 - 2 * now.logprobs.exp() + now.squares
+            for index, play in enumerate(plays):
+                rows = padded.episode == index
+                play.energies = exact[rows][padded.sampled[rows]].tolist()
+        ours = posttrain.advantages(
+            episodes, settings, rewards=rewards, values=values, greedy_returns=greedy, energies=energies
+        )
         return ours, CREDITS[settings.type](plays, settings)
 
     def expected(
@@ -170,7 +186,8 @@ class Sides:
         if settings.correction is not None:
             token = token * correction_factor(batch, settings.correction)
         if case.kl is not None and not in_reward(case):
-            token = token + case.kl["coefficient"] * kl(batch, case.kl["estimator"])
+            estimate = kl_importance_weighted if case.kl.get("importance_weighted") else kl
+            token = token + case.kl["coefficient"] * estimate(batch, case.kl["estimator"])
         token = token + penalty - case.entropy.get("coefficient", 0.0) * batch.entropy
         total = aggregate(token, batch, settings.aggregation, settings.constant)
         return total, float(aggregate(token.abs(), batch, settings.aggregation, settings.constant).detach()) or 1.0

@@ -134,11 +134,12 @@ def correction_factor(b: Batch, s: Any) -> Tensor:
 
 
 def kl(b: Batch, estimator: str) -> Tensor:
-    """Schulman 2020, "Approximating KL divergence": estimators of KL(pi, pi_ref) from samples of pi."""
+    """Schulman 2020, "Approximating KL divergence": estimators of KL(pi, pi_ref) from samples of pi. k3 is cut off at 10 nats,
+    as in verl."""
     d = b.logp - b.ref
     if estimator == "k1":
         return d
-    return d**2 / 2 if estimator == "k2" else (-d).exp() - 1 + d
+    return d**2 / 2 if estimator == "k2" else ((-d).exp() - 1 + d).clamp(max=10)
 
 
 def kl_importance_weighted(b: Batch, estimator: str) -> Tensor:
