@@ -216,9 +216,9 @@ def test_recipes_that_mean_nothing_are_refused(changes, words, tiny_model, rewar
 
 
 def test_a_reward_model_that_cannot_give_the_credit_is_named(tiny_model, reward_model, unit_reward_model, tmp_path):
-    with pytest.raises(InputError, match="rewards whole answers; train one with `units`"):
+    with pytest.raises(InputError, match="train a reward model with `units`"):
         run(recipe(tiny_model, tmp_path, reward_model, {"type": "unit_rewards"}, name="a"))
-    with pytest.raises(InputError, match="rewards units, so an answer without some"):
+    with pytest.raises(InputError, match="rewards units, and removing some"):
         run(recipe(tiny_model, tmp_path, unit_reward_model, {"type": "prefix"}, name="b"))
     given = {"type": "unit_rewards", "normalizer": str(tmp_path / "params.json")}
     with pytest.raises(InputError, match=r"^unit_credit\.normalizer.* params\.json cannot be read|params\.json"):
