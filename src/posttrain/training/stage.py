@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 def precision_notes(recipe: Recipe) -> list[str]:
     """One sentence for each model of `recipe` whose precision depends on this machine: what `dtype: auto` selects and why,
     and where bfloat16 is emulated."""
-    sections = {"model": recipe.model}
+    dtypes: dict[str, str] = {"model": recipe.model.dtype}
     if isinstance(recipe, RlRecipe):
-        sections |= {"reward": recipe.reward} if recipe.reward is not None else {}
-        sections |= {"critic": recipe.critic} if recipe.has_critic and recipe.critic.backbone == "separate" else {}
-    dtypes = {name: section.dtype for name, section in sections.items() if section.dtype != "float32"}
+        if recipe.reward is not None:
+            dtypes["reward"] = recipe.reward.dtype
+        if recipe.has_critic and recipe.critic.backbone == "separate":
+            dtypes["critic"] = recipe.critic.dtype
+    dtypes = {name: dtype for name, dtype in dtypes.items() if dtype != "float32"}
     if not dtypes or recipe.remote is not None:
         return []
     import torch
