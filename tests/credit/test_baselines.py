@@ -21,7 +21,7 @@ from posttrain.credit.baselines import (
     rloo,
     standardize,
 )
-from posttrain.credit.returns import reinforce, reinforce_pp, reinforce_pp_baseline
+from posttrain.credit.returns import optimal_token_baseline, reinforce, reinforce_pp, reinforce_pp_baseline
 from posttrain.errors import RunError
 
 # Group 7 holds 1, 2, 6 (mean 3, sample variance (4 + 1 + 9) / 2 = 7); group 3 holds 0, 4.
@@ -183,6 +183,19 @@ def test_order_of_episodes_changes_no_bit(data):
     parts = reinforce_pp_baseline(returns[order], groups[order], lengths[order])
     for place, part in zip(order, parts, strict=True):
         np.testing.assert_array_equal(whole[place], part)
+
+
+def test_optimal_token_baseline_weighs_returns_by_the_energy_so_far():
+    rewards = [np.array([0.0, 1.0, 4.0]), np.array([1.0, 2.0]), np.array([9.0])]
+    energies = [np.array([0.5, 0.25, 0.3]), np.array([0.1, 0.4]), np.array([0.2])]
+    # Returns 5, 5, 4 and 3, 2; energies so far 0.5, 0.75, 1.05 and 0.1, 0.5.
+    first, second = (0.5 * 5 + 0.1 * 3) / 0.6, (0.75 * 5 + 0.5 * 2) / 1.25
+    found = optimal_token_baseline(rewards, energies, np.array([0, 0, 1]))
+    np.testing.assert_allclose(found[0], [5 - first, 5 - second, 4.0])  # nothing to compare the third token with
+    np.testing.assert_allclose(found[1], [3 - first, 2 - second])
+    np.testing.assert_array_equal(found[2], [0.0])
+    equal = optimal_token_baseline([np.array([0.0, 1.0]), np.array([0.0, 1.0])], energies[:2], np.zeros(2, int))
+    assert not np.concatenate(equal).any()
 
 
 def test_reinforce_discounts_per_sampled_token():

@@ -12,6 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages, reward_streams
+from posttrain.credit.returns import optimal_token_baseline
 from posttrain.losses.kl import estimate_kl, kl_loss
 from posttrain.losses.policy import TokenBatch, policy_loss, token_weights
 from posttrain.recipe.credit import CreditRecipe
@@ -239,6 +240,26 @@ def test_pass_at_k_is_the_gradient_of_the_best_of_k(rewards, size, k):
     found = attempts * mean_of_scores({"type": "pass_at_k", "k": k}, size, every)
     np.testing.assert_allclose(found, exact, atol=2e-7 * attempts)
     assert np.abs(exact).max() > 0.1
+
+
+def token_baseline_gradient(size: int) -> np.ndarray:
+    """[STATES, 2]: the expected mean over a group of the sum over tokens of advantage x score, with exact energies."""
+    policy = np.exp(LOG_POLICY)
+    scores = np.eye(2) - policy[:, None, :]  # [STATES, token, 2]: gradient of the token's log-probability
+    total = np.zeros_like(EXACT)
+    for chosen, probability in joint_samples(size, LOG_POLICY):
+        rewards = [np.array(t.rewards)[np.array(t.sampled)] for t in chosen]
+        energies = [np.array([(scores[choice] ** 2).sum() for choice in t.choices]) for t in chosen]
+        found = optimal_token_baseline(rewards, energies, np.zeros(size, int))
+        for t, advantages in zip(chosen, found, strict=True):
+            for (state, token), advantage in zip(t.choices, advantages, strict=True):
+                total[state] += probability * advantage * scores[state, token] / size
+    return total
+
+
+def test_the_bias_of_the_optimal_token_baseline_falls_with_the_group():
+    errors = [error_of_direction(token_baseline_gradient(size)) for size in (2, 3)]
+    assert 0.01 < errors[1] < errors[0]
 
 
 def test_a_discount_is_biased():

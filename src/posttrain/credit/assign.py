@@ -9,6 +9,7 @@ from posttrain.credit.baselines import OUTCOME_BASELINES, gdpo, pass_at_k
 from posttrain.credit.returns import (
     gae,
     length_adaptive_lambda,
+    optimal_token_baseline,
     reinforce,
     reinforce_pp,
     reinforce_pp_baseline,
@@ -25,6 +26,7 @@ from posttrain.recipe.credit import (
     GdpoCredit,
     GroupCredit,
     PassAtKCredit,
+    TokenBaselineCredit,
     TokenCredit,
     ValueCredit,
 )
@@ -41,15 +43,17 @@ def compute_advantages(
     rewards: RewardStreams,
     greedy_returns: Mapping[int, float] | None = None,
     values: PerToken | None = None,
+    energies: PerToken | None = None,
 ) -> Advantages:
     """One advantage per sampled token: per episode and stream [T] float32, zero where nothing was sampled.
 
     `rewards`: per token, such as `reward_streams(episodes)`. `greedy_returns`: group id -> return of the greedy episode,
-    for `remax`. `values`: the critic's value before each sampled token, for `gae` and `bilevel_gae`.
+    for `remax`. `values`: the critic's value before each sampled token, for `gae` and `bilevel_gae`. `energies`: that of
+    each sampled token, for `optimal_token_baseline`.
 
     The return of an episode is the sum of all its rewards. Neither the order of episodes nor that of groups changes a
     bit of the result. RunError for a reward that is not finite or that sits on a token that was not sampled, which no
-    token could be credited with. ValueError for missing `values`.
+    token could be credited with. ValueError for missing `values` or `energies`.
     """
     masks = [[stream.sampled for stream in episode.streams] for episode in episodes]
     token_rewards = sampled_rewards(episodes, rewards)
@@ -58,6 +62,11 @@ def compute_advantages(
             raise ValueError(f"{recipe.type} needs the values of a critic")
         advantages = critic_advantages(recipe, episodes, token_rewards, sampled_values(episodes, values))
         advantages = whiten(advantages) if recipe.whiten else advantages
+    elif isinstance(recipe, TokenBaselineCredit):
+        if energies is None:
+            raise ValueError(f"{recipe.type} needs the energies of the tokens")
+        groups = np.array([episode.group for episode in episodes], dtype=np.int64)
+        advantages = optimal_token_baseline(token_rewards, sampled_values(episodes, energies), groups)
     elif isinstance(recipe, TurnCredit):
         advantages = turn_advantages(recipe, episodes, token_rewards)
     elif isinstance(recipe, GroupCredit | PassAtKCredit | GdpoCredit | BatchCredit | TokenCredit):

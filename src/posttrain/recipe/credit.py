@@ -84,6 +84,13 @@ class GdpoCredit(Credit):
     """Weight of each score by name: those that the reward function or the environment reports, and `return` for the return with all penalties and the reward model's score. Null: 1 for each reported score but `score`, which is their combination."""
 
 
+class TokenBaselineCredit(Credit):
+    """Reward-to-go minus a baseline per token, which weights the group's returns by the norm of their gradients."""
+
+    type: Literal["optimal_token_baseline"]
+    """`optimal_token_baseline`: reward from the token on minus the mean of the group at that token, weighted by the energy of the tokens up to it. Costs one more forward pass per step."""
+
+
 class BatchCredit(Credit):
     """Statistics of the whole batch, without groups."""
 
@@ -151,6 +158,7 @@ CREDITS.build_in(
     GroupCredit,
     PassAtKCredit,
     GdpoCredit,
+    TokenBaselineCredit,
     BatchCredit,
     TokenCredit,
     TurnReturnsCredit,

@@ -13,6 +13,7 @@ from posttrain.recipe.credit import (
     GroupCredit,
     MtGrpoCredit,
     PassAtKCredit,
+    TokenBaselineCredit,
     TokenCredit,
     TurnReturnsCredit,
 )
@@ -76,7 +77,7 @@ class RlRecipe(PlayedRecipe):
             return self.credit.baseline == "others"
         if isinstance(self.credit, GroupCredit):
             return self.credit.type != "remax"
-        return isinstance(self.credit, PassAtKCredit | GdpoCredit | MtGrpoCredit | GigpoCredit)
+        return isinstance(self.credit, PassAtKCredit | GdpoCredit | TokenBaselineCredit | MtGrpoCredit | GigpoCredit)
 
     def _penalties(self) -> list[str]:
         """Keys that subtract something from the environment's reward."""
@@ -107,12 +108,14 @@ class RlRecipe(PlayedRecipe):
             return self
         if self.reward is None:
             raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
-        if isinstance(self.unit_credit, CausalCredit) and not isinstance(self.credit, CriticCredit | TokenCredit):
+        if isinstance(self.unit_credit, CausalCredit) and not isinstance(
+            self.credit, CriticCredit | TokenCredit | TokenBaselineCredit
+        ):
             what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
             raise ValueError(
                 f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so `unit_credit.type: "
-                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce or "
-                "reinforce_pp, or give units advantages with loo, trunc or shapley"
+                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce, "
+                "reinforce_pp or optimal_token_baseline, or give units advantages with loo, trunc or shapley"
             )
         if self.loss.type in ("gspo", "gmpo"):
             raise ValueError(

@@ -17,7 +17,7 @@ from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
-from posttrain.recipe.credit import CreditRecipe, CriticCredit
+from posttrain.recipe.credit import CreditRecipe, CriticCredit, TokenBaselineCredit
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -30,9 +30,11 @@ from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
     SharedObjective,
+    energy_forward,
     logprobs,
     metrics_without_pass,
     scores,
+    token_energies,
     token_forward,
 )
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
@@ -127,6 +129,8 @@ class Components:
     policy: Policy
     learner: Updater[TokenScores]
     critic: CriticLearner | None
+    energies: Updater[torch.Tensor] | None
+    """Computes the energies of tokens, for `optimal_token_baseline`."""
     rollouts: Rollouts
     rewards: RewardShaping
     unit_credit: UnitCreditor | None
@@ -157,11 +161,12 @@ class Components:
         """One advantage per sampled token: rewards, with those of units, go through the baseline or the critic."""
         episodes = batch.episodes
         self.rewards.running.include(episodes)
+        energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
 
         def advantages(rewards: RewardStreams) -> Advantages:
             values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
             return compute_advantages(
-                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values
+                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values, energies
             )
 
         rewards = self.rewards.shape(episodes, samples, self.kl.coefficient)
@@ -241,6 +246,10 @@ def make_components(
     head = critic.head if critic is not None else None
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
     forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
+    energies = None
+    if isinstance(recipe.credit, TokenBaselineCredit):
+        of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+        energies = Updater(policy, optimizer, recipe.learner, of_energies)
     joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
 
@@ -293,6 +302,7 @@ def make_components(
         policy=policy,
         learner=learner,
         critic=critic,
+        energies=energies,
         rollouts=rollouts,
         rewards=RewardShaping(recipe.rollout, recipe.kl, running),
         unit_credit=unit_credit,
