@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10, help="random batches of each row")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/algorithms.md instead")
     chosen = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -36,6 +37,11 @@ def main() -> None:
         "loss and gradient: the largest relative difference over the batches, float32 against float64; the gradient is of all parameters",
         f"agrees: both are below {TOLERANCE:g}",
     ]
+    if chosen.markdown:
+        print("| part | algorithm | batches | loss | gradient |\n|---|---|---:|---:|---:|")
+        for row in rows:
+            print("| {part} | {algorithm} | {batches} | {loss:.0e} | {gradient:.0e} |".format(**row))
+        return
     show("The package against formulas written anew from the papers", rows, notes, chosen.json)
     if any(row["agrees"] != "yes" for row in rows):
         sys.exit(1)

@@ -153,7 +153,9 @@ def test_environments_are_made_from_names_files_and_classes(tmp_path):
         posttrain.make_env(Letters, worthy=1.0)
 
 
-@pytest.mark.parametrize("name", [name for name in CREDITS.names() if name not in ("gae", "bilevel_gae", "remax")])
+@pytest.mark.parametrize(
+    "name", [name for name in CREDITS.names() if name not in ("gae", "bilevel_gae", "remax", "gdpo")]
+)
 def test_advantages_by_name(engine, name):
     episodes = sampled(engine)
     credit = posttrain.advantages(episodes, name)
@@ -171,6 +173,15 @@ def test_advantages_that_need_more(engine):
         with pytest.raises(InputError, match="values of a critic"):
             posttrain.advantages(episodes, name)
         assert posttrain.advantages(episodes, name, values=values, whiten=False).values
+    with pytest.raises(RunError, match=r"gdpo: no episode reports scores; .* names that it reports \(return\)"):
+        posttrain.advantages(episodes, "gdpo")
+    for place, episode in enumerate(episodes):
+        episode.turns[-1].info["scores"] = {"score": episode.total_reward, "format": float(place % 2), "length": 1.0}
+    flat = [streams[-1].sum() for streams in posttrain.advantages(episodes, "gdpo").values]
+    assert np.sign(flat).tolist() == [-1.0, 1.0] * (len(episodes) // 2)
+    with pytest.raises(RunError, match=r"has the score 'form'; .*\(format, length, return, score\)"):
+        posttrain.advantages(episodes, "gdpo", weights={"form": 1.0})
+    assert posttrain.advantages(episodes, "gdpo", weights={"return": 1.0, "format": 0.1}).values
     with pytest.raises(RunError, match="greedy"):
         posttrain.advantages(episodes, "remax")
     own = posttrain.advantages(episodes, "remax", greedy_returns={0: 1.0, 1: 1.0, 2: 1.0})

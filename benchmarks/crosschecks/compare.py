@@ -1,20 +1,20 @@
 """Both sides on the same random batch, and the difference between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from reference.credit import CREDITS, PerEpisode, Play
-from reference.losses import LOSSES, Batch, aggregate, kl, off_policy_mask, weights_of_correction
+from reference.losses import LOSSES, Batch, aggregate, correction_factor, kl, off_policy_mask
 from reference.model import Padded, pad, score, spread
 
 import posttrain
 from crosschecks.cases import Case
 from crosschecks.episodes import random_advantages, random_episodes, random_values
-from crosschecks.package import moved_policy, one_step, save_model
-from posttrain.episode import Advantages, Episode
+from crosschecks.package import last_update, moved_policy, rewards_with_kl, save_model
+from posttrain.episode import CUT_OFF, Advantages, Episode
 from posttrain.recipe.compose import chosen
 from posttrain.recipe.credit import CREDITS as CREDIT_SETTINGS
 from posttrain.recipe.loss import LOSSES as LOSS_SETTINGS
@@ -59,26 +59,41 @@ class Sides:
         episodes = random_episodes(rng, self.vocabulary, same_turns=case.same_turns)
         padded = padded_streams(episodes)
         with torch.no_grad():
-            now, ref = score(self.model, padded), score(self.start, padded)
+            now, ref = (score(m, padded, case.temperature) for m in (self.model, self.start))
         set_rollout_logprobs(rng, episodes, padded, now.logprobs, case.distance)
-        ours, theirs = self.credit(case, rng, episodes)
+        ours, theirs = self.credit(case, rng, episodes, padded, ref.logprobs)
         longest = max(16, *(len(stream) for episode in episodes for stream in episode.streams))
-        total, gradient, _ = one_step(
+        update = last_update(
             self.policy,
             episodes,
             ours,
+            updates=case.updates,
             loss=case.loss,
-            kl=case.kl or 0.0,
+            kl=0.0 if in_reward(case) else case.kl or 0.0,
             entropy_coefficient=case.entropy,
+            temperature=case.temperature,
             tokens_per_batch=int(longest * rng.integers(1, 6)),
         )
-        anchor = "learner" if "correction" in case.loss else "rollout"
-        expected, scale = self.expected(case, episodes, padded, theirs, ref.logprobs, anchor)
+        self.load(update.weights)
+        old = rollout_logprobs(episodes, padded)
+        if case.loss.get("old") == "learner" or "correction" in case.loss:
+            old = now.logprobs
+        expected, scale = self.expected(case, episodes, padded, theirs, old, ref.logprobs)
         self.model.zero_grad()
         expected.backward()
-        return abs(total - float(expected.detach())) / scale, self.gradient_difference(gradient)
+        difference = abs(update.loss - float(expected.detach())) / scale, self.gradient_difference(update.gradient)
+        self.load(dict(self.policy.model.named_parameters()))
+        return difference
 
-    def credit(self, case: Case, rng: np.random.Generator, episodes: list[Episode]) -> tuple[Advantages, PerEpisode]:
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the reference's model other weights."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+
+    def credit(
+        self, case: Case, rng: np.random.Generator, episodes: list[Episode], padded: Padded, ref: torch.Tensor
+    ) -> tuple[Advantages, PerEpisode]:
         """Advantages by the package, and by the reference as one number per sampled token of each episode."""
         if case.credit is None:
             ours = random_advantages(rng, episodes, case.advantages_per_stream)
@@ -89,8 +104,14 @@ class Sides:
         values = random_values(rng, episodes)
         greedy = {episode.group: float(rng.integers(0, 2)) for episode in episodes}
         settings = chosen(CREDIT_SETTINGS, case.credit)
-        ours = posttrain.advantages(episodes, settings, values=values, greedy_returns=greedy)
-        return ours, CREDITS[settings.type](plays_of(episodes, values, greedy), settings)
+        rewards = None
+        plays = plays_of(episodes, values, greedy)
+        if in_reward(case):
+            assert case.kl is not None
+            rewards = rewards_with_kl(episodes, case.kl, [ref[row, s].numpy() for row, s in enumerate(padded.sampled)])
+            subtract_kl(plays, padded, rollout_logprobs(episodes, padded) - ref, case.kl["coefficient"])
+        ours = posttrain.advantages(episodes, settings, rewards=rewards, values=values, greedy_returns=greedy)
+        return ours, CREDITS[settings.type](plays, settings)
 
     def expected(
         self,
@@ -98,13 +119,13 @@ class Sides:
         episodes: Sequence[Episode],
         padded: Padded,
         advantages: PerEpisode,
+        old: torch.Tensor,
         ref: torch.Tensor,
-        anchor: str,
     ) -> tuple[torch.Tensor, float]:
         """The reference's loss, with gradient, and the size of its terms."""
         settings = chosen(LOSS_SETTINGS, case.loss)
-        now = score(self.model, padded)
-        rollout = spread([s.rollout_logprobs[s.sampled] for e in episodes for s in e.streams], padded)
+        now = score(self.model, padded, case.temperature)
+        rollout = rollout_logprobs(episodes, padded)
         per_stream = []
         for episode, numbers in zip(episodes, advantages, strict=True):
             place = 0
@@ -114,7 +135,7 @@ class Sides:
                 place += count
         batch = Batch(
             logp=now.logprobs,
-            old=rollout if anchor == "rollout" else now.logprobs.detach(),
+            old=old,
             rollout=rollout,
             ref=ref,
             A=spread(per_stream, padded),
@@ -123,13 +144,15 @@ class Sides:
             episode=padded.episode,
             group=padded.group,
         )
+        if settings.mask_truncated:
+            cut = [e.turns[-1].stop_reason in CUT_OFF for e in episodes]
+            batch.mask = batch.mask * torch.tensor([[not cut[episode]] for episode in padded.episode.tolist()])
         token = LOSSES[settings.type](batch, settings)
         if settings.off_policy_mask is not None:
             token = token * off_policy_mask(batch, settings.off_policy_mask)
         if settings.correction is not None:
-            c = settings.correction
-            token = token * weights_of_correction(batch, c.type, c.level, c.cap)
-        if case.kl is not None:
+            token = token * correction_factor(batch, settings.correction)
+        if case.kl is not None and not in_reward(case):
             token = token + case.kl["coefficient"] * kl(batch, case.kl["estimator"])
         token = token - case.entropy * batch.entropy
         total = aggregate(token, batch, settings.aggregation, settings.constant)
@@ -144,6 +167,22 @@ class Sides:
             apart += float(((mine - parameter.grad) ** 2).sum())
             size += float((parameter.grad**2).sum())
         return apart**0.5 / (size**0.5 or 1.0)
+
+
+def in_reward(case: Case) -> bool:
+    return case.kl is not None and case.kl.get("apply_to") == "reward"
+
+
+def rollout_logprobs(episodes: Sequence[Episode], padded: Padded) -> torch.Tensor:
+    return spread([s.rollout_logprobs[s.sampled] for episode in episodes for s in episode.streams], padded)
+
+
+def subtract_kl(plays: Sequence[Play], padded: Padded, difference: torch.Tensor, coefficient: float) -> None:
+    """InstructGPT (2203.02155) equation 2, at each token: r - coefficient x (log pi - log pi_ref)."""
+    for index, play in enumerate(plays):
+        rows = padded.episode == index
+        estimates = difference[rows][padded.sampled[rows]].tolist()
+        play.rewards = [reward - coefficient * d for reward, d in zip(play.rewards, estimates, strict=True)]
 
 
 def padded_streams(episodes: Sequence[Episode]) -> Padded:

@@ -15,7 +15,7 @@ def random_episodes(
     """1 to 4 groups of 1 to 4 episodes of 1 to 3 turns.
 
     A turn goes into the stream of the turn before, after tokens of a tool, or starts a new stream. In a quarter of the
-    groups all rewards are equal. `binary`: an episode earns 0 or 1, with its last turn.
+    groups all rewards are equal. A quarter of the last answers are cut off. `binary`: an episode earns 0 or 1, with its last turn.
     """
     episodes = []
     for group in range(groups or int(rng.integers(1, 5))):
@@ -45,7 +45,7 @@ def _episode(
             tool = rng.integers(3, vocabulary, rng.integers(1, 5))
             streams[-1] += [(int(token), False, 0.0, -1) for token in tool]
         answer = rng.integers(3, vocabulary, rng.integers(1, 7))
-        start = len(streams[-1])
+        start, last = len(streams[-1]), number == len(rewards) - 1
         streams[-1] += [(int(token), True, 0.0, number) for token in answer[:-1]]
         streams[-1].append((int(answer[-1]), True, reward, number))
         share = float(rng.choice((0.0, 0.5, 1.0)))
@@ -55,7 +55,7 @@ def _episode(
                 start=start,
                 stop=len(streams[-1]),
                 reward=reward,
-                stop_reason=StopReason.END_TOKEN,
+                stop_reason=StopReason.TURN_BUDGET if last and rng.random() < 0.25 else StopReason.END_TOKEN,
                 answer="",
                 info=dict(zip(PARTS, (reward - share, share), strict=True)),
                 state=str(rng.integers(0, 2)),

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class Play:
     """Of each turn."""
     values: list[float] = field(default_factory=list)
     """[L]: a critic's value before each token."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward, by name."""
+    energies: list[float] = field(default_factory=list)
+    """[L]: squared norm of the gradient of each token's log-probability with respect to its logits, 1 - 2 p + sum p^2."""
     greedy: float = 0.0
     """Return of a greedy episode of the group's task."""
 
@@ -103,6 +108,58 @@ def _opo(group: list[Play]) -> list[float]:
     return [play.total - baseline for play in group]
 
 
+def _maxrl(group: list[Play]) -> list[float]:
+    """Tajwar et al. 2026 (2602.02710): (r - mean) / mean, 0 without a success."""
+    R = [play.total for play in group]
+    return [(r - mean(R)) / mean(R) if mean(R) > 0 else 0.0 for r in R]
+
+
+def pass_at_k(plays: Sequence[Play], settings: Any) -> PerEpisode:
+    """Tang et al. 2025 (2503.19595) equation 5: best of k attempts minus the best without this one, a mean over all sets of k
+    of the group that hold it. k is the size of the group where that is smaller or k is not given."""
+
+    def rule(group: list[Play]) -> list[float]:
+        R = [play.total for play in group]
+        k = min(settings.k or len(R), len(R))
+        numbers = []
+        for i in range(len(R)):
+            others = R[:i] + R[i + 1 :]
+            sets = list(combinations(others, k - 1))
+            numbers.append(mean([max(R[i], *chosen) - max(chosen) for chosen in sets]))
+        return numbers
+
+    return in_groups(rule)(plays, settings)
+
+
+def gdpo(plays: Sequence[Play], settings: Any) -> PerEpisode:
+    """Liu et al. 2026 (2601.05242) equations 4 to 6: each score is normalized within the group; the weighted sum is normalized
+    over the episodes of the batch."""
+    sums = [0.0] * len(plays)
+    for members in groups(plays):
+        for name, weight in settings.weights.items():
+            if len(members) > 1:
+                for i, number in zip(members, normalized([plays[i].scores[name] for i in members]), strict=True):
+                    sums[i] += weight * number
+    return constant(plays, normalized(sums))
+
+
+def optimal_token_baseline(plays: Sequence[Play], settings: Any) -> PerEpisode:
+    """Li et al. 2026 (2602.07078): the reward-to-go minus, at the t-th token, the mean over the group's episodes that have one,
+    weighted by the cumulative energy of their tokens up to it."""
+    out: PerEpisode = [[0.0] * len(play.rewards) for play in plays]
+    for members in groups(plays):
+        if len(members) == 1:
+            continue
+        for i in members:
+            returns = rewards_to_go(plays[i].rewards, 1.0)
+            for t in range(len(returns)):
+                alive = [plays[j] for j in members if t < len(plays[j].rewards)]
+                weights = [sum(play.energies[: t + 1]) for play in alive]
+                seen = [sum(play.rewards[t:]) for play in alive]
+                out[i][t] = returns[t] - sum(w * G for w, G in zip(weights, seen, strict=True)) / sum(weights)
+    return out
+
+
 def remax(plays: Sequence[Play], settings: Any) -> PerEpisode:
     """Li et al. 2023 (2310.10505) equation 5: the return of a greedy episode is the baseline."""
     return constant(plays, [play.total - play.greedy for play in plays])
@@ -163,7 +220,13 @@ def gae_of(rewards: Sequence[float], values: Sequence[float], gamma: float, lam:
 
 
 def gae(plays: Sequence[Play], settings: Any) -> PerEpisode:
-    rows = [gae_of(play.rewards, play.values, settings.discount, settings.gae_lambda) for play in plays]
+    """`length_alpha`: VAPO (2504.05118) equation 8, lambda = 1 - 1 / (alpha x length)."""
+    rows = []
+    for play in plays:
+        lam = settings.gae_lambda
+        if getattr(settings, "length_alpha", None) is not None:
+            lam = max(0.0, 1 - 1 / (settings.length_alpha * len(play.rewards)))
+        rows.append(gae_of(play.rewards, play.values, settings.discount, lam))
     return whiten(rows) if settings.whiten else rows
 
 
@@ -261,6 +324,10 @@ CREDITS: dict[str, Credit] = {
     "dr_grpo": in_groups(_dr_grpo),
     "rloo": in_groups(_rloo),
     "opo": in_groups(_opo),
+    "maxrl": in_groups(_maxrl),
+    "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
+    "optimal_token_baseline": optimal_token_baseline,
     "remax": remax,
     "brpo": brpo,
     "arpo": arpo,

@@ -111,19 +111,25 @@ def gpg(b: Batch, s: Any) -> Tensor:
     return -(len(silent) / max(1, int((~silent).sum()))) * b.A * b.logp
 
 
-def weights_of_correction(b: Batch, kind: str, level: str, cap: float) -> Tensor:
-    """[B, T] without gradient. w = pi_old / mu at the token, the product over a stream, or its geometric mean.
+def correction_factor(b: Batch, s: Any) -> Tensor:
+    """[B, T] without gradient: factor of a token's loss for rollouts of another policy mu, with r = pi_old / mu.
 
-    Truncated importance sampling (Yao et al. 2025): min(w, cap). Masked (IcePop, Ling team 2025): w within [1/cap, cap],
-    else 0.
+    Truncated importance sampling (Yao et al. 2025): min(r, cap), of the token or of the product over the stream. Rejection
+    sets it to 0 outside the bounds: of a token (IcePop, 2510.18855), of the product over the stream, or of its geometric mean
+    (Liu and Li 2025, "When speed kills stability").
     """
-    log_w = (b.old - b.rollout) * b.mask
-    if level == "sequence":
-        log_w = log_w.sum(1, keepdim=True).expand_as(log_w)
-    elif level == "geometric":
-        log_w = stream_mean(log_w, b.mask).expand_as(log_w)
-    w = log_w.exp().detach()
-    return w.clamp(max=cap) if kind == "tis" else torch.where((w <= cap) & (w >= 1 / cap), w, torch.zeros_like(w))
+    log_r = (b.old - b.rollout) * b.mask
+    ratios = {
+        "none": torch.ones_like(log_r),
+        "token": log_r.exp(),
+        "sequence": log_r.sum(1, keepdim=True).exp().expand_as(log_r),
+        "geometric": stream_mean(log_r, b.mask).exp().expand_as(log_r),
+    }
+    factor = ratios[s.weights] if s.cap is None else ratios[s.weights].clamp(max=s.cap)
+    if s.reject != "none":
+        low, high = s.bounds
+        factor = factor * ((ratios[s.reject] >= low) & (ratios[s.reject] <= high))
+    return factor.detach()
 
 
 def kl(b: Batch, estimator: str) -> Tensor:
@@ -135,8 +141,9 @@ def kl(b: Batch, estimator: str) -> Tensor:
 
 
 def kl_importance_weighted(b: Batch, estimator: str) -> Tensor:
-    """DeepSeek-V3.2 (2512.02556) equation 7: pi / pi_old times the estimate; the gradient passes through the ratio too."""
-    return (b.logp - b.old).exp() * kl(b, estimator)
+    """DeepSeek-V3.2 (2512.02556) equation 7: pi over the policy that sampled, times the estimate. The gradient passes through
+    the ratio too."""
+    return (b.logp - b.rollout).exp() * kl(b, estimator)
 
 
 def off_policy_mask(b: Batch, threshold: float) -> Tensor:

@@ -47,7 +47,7 @@ def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.n
 
 
 def gae(
-    rewards: Sequence[np.ndarray], values: Sequence[np.ndarray], discount: float, gae_lambda: float
+    rewards: Sequence[np.ndarray], values: Sequence[np.ndarray], discount: float, gae_lambda: float | Sequence[float]
 ) -> list[np.ndarray]:
     """A_t = sum over k >= t of (discount x gae_lambda)^(k - t) d_k, with d_k = r_k + discount V_{k+1} - V_k.
 
@@ -56,10 +56,20 @@ def gae(
     values of the policy it is unbiased for any `gae_lambda`. Otherwise errors of the values bias it.
     Source: Schulman et al. 2016, "High-dimensional continuous control using GAE", arXiv 1506.02438.
 
-    `rewards` and `values`: per episode [n], in units of reward; `discount` and `gae_lambda` in [0, 1]. Returns per
-    episode [n] float64.
+    `rewards` and `values`: per episode [n], in units of reward; `discount` and `gae_lambda` in [0, 1], the latter one
+    number or one per episode. Returns per episode [n] float64.
     """
-    return [_gae(r, v, discount, gae_lambda) for r, v in zip(rewards, values, strict=True)]
+    lambdas = [gae_lambda] * len(rewards) if isinstance(gae_lambda, float | int) else gae_lambda
+    return [_gae(r, v, discount, own) for r, v, own in zip(rewards, values, lambdas, strict=True)]
+
+
+def length_adaptive_lambda(length: int, alpha: float) -> float:
+    """max(0, 1 - 1 / (alpha x length)): the GAE lambda of an episode of `length` sampled tokens.
+
+    The weights lambda^j of later errors then sum to about alpha x length, a fixed share of the episode, whatever its
+    length. Source: Yue et al. 2025, "VAPO", arXiv 2504.05118, length-adaptive GAE, with alpha 0.05.
+    """
+    return max(0.0, 1.0 - 1.0 / (alpha * length)) if length else 0.0
 
 
 def whiten(episodes: list[np.ndarray]) -> list[np.ndarray]:

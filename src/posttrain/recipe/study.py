@@ -302,6 +302,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
         *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "stale", "stale_alone", "restarted")),
         *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused", "discarded")),
         "kl/coefficient",
+        "credit/zero_groups",
         "reward/group_spread",
     ),
 }

@@ -40,8 +40,8 @@ def advantages(
     Args:
         episodes: what `rollout` returned, whole groups of them.
         credit: a `credit.type` of the recipe reference (`grpo`, `dr_grpo`, `rloo`, `brpo`, `arpo`, `reinforce`,
-            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`,
-            `bilevel_gae`, or one that was registered), or its settings.
+            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `maxrl`, `pass_at_k`, `gdpo`, `turn_returns`, `mt_grpo`,
+            `gigpo`, `gae`, `bilevel_gae`, or one that was registered), or its settings.
         rewards: rewards per token to use instead of those in the episodes, for example with a KL penalty in them.
         values: a critic's values before each sampled token, as `[episode][stream]` [T] float32; `gae` and `bilevel_gae`
             need them.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from posttrain.credit.assign import compute_advantages
+from posttrain.credit.assign import compute_advantages, zero_groups
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
@@ -103,6 +103,7 @@ def train(
                     with trainer.phase("update"):
                         totals = c.update(batch.episodes, samples, step)
                     metrics = rollout_metrics(batch) | means(totals) | credit.metrics
+                    metrics["credit/zero_groups"] = zero_groups(batch.episodes, credit.advantages)
                     metrics["tokens/trained"] = float(learner.trained_tokens - tokens)
                     metrics["optimizer/learning_rate"] = learner.optimizer.learning_rate
                     if recipe.kl.coefficient > 0:
