@@ -286,6 +286,17 @@ def _steep_kl(recipe: RlRecipe) -> list[str]:
     ]
 
 
+def _truncated(sampling: SamplingRecipe) -> list[str]:
+    keys = [f"rollout.sampling.{key}" for key in ("top_p", "top_k", "min_p") if _given(sampling, key)]
+    if not keys or sampling.temperature == 0:
+        return []
+    return [
+        f"{' and '.join(keys)} truncate the distribution that is sampled from, but the log-probabilities that are learned from "
+        "are those of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
+        "policy/entropy and policy/kl are biased; sample from the full vocabulary (top_p 1, top_k 0, min_p 0)"
+    ]
+
+
 def _rl_doubtful(recipe: RlRecipe) -> list[str]:
     loss, lora, optimizer, found = recipe.loss, recipe.model.lora, recipe.optimizer, []
     if isinstance(recipe.unit_credit, CausalCredit) and getattr(recipe.credit, "discount", 1.0) < 1:
@@ -303,7 +314,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
             "scores differ, which credit.type gdpo learns from"
         )
-    found += _many_updates(recipe) + _steep_kl(recipe) + _entropy(recipe)
+    found += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
         found.append(
             f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "
