@@ -176,6 +176,7 @@ def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, t
     assert len({round(r, 6) for rewards in paid for r in rewards}) > 6
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": "running"})
     recipe["rollout"]["missing_eos_penalty"] = 0.5
