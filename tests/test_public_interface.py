@@ -155,7 +155,10 @@ def test_environments_are_made_from_names_files_and_classes(tmp_path):
         posttrain.make_env(Letters, worthy=1.0)
 
 
-@pytest.mark.parametrize("name", [name for name in CREDITS.names() if name not in ("gae", "bilevel_gae", "remax")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in CREDITS.names() if name not in ("gae", "bilevel_gae", "remax", "gdpo", "optimal_token_baseline")],
+)
 def test_advantages_by_name(engine, name):
     episodes = sampled(engine)
     credit = posttrain.advantages(episodes, name)
@@ -173,6 +176,15 @@ def test_advantages_that_need_more(engine):
         with pytest.raises(InputError, match="values of a critic"):
             posttrain.advantages(episodes, name)
         assert posttrain.advantages(episodes, name, values=values, whiten=False).values
+    with pytest.raises(RunError, match=r"gdpo: no episode reports scores; .* names that it reports \(return\)"):
+        posttrain.advantages(episodes, "gdpo")
+    for place, episode in enumerate(episodes):
+        episode.turns[-1].info["scores"] = {"score": episode.total_reward, "format": float(place % 2), "length": 1.0}
+    flat = [streams[-1].sum() for streams in posttrain.advantages(episodes, "gdpo").values]
+    assert np.sign(flat).tolist() == [-1.0, 1.0] * (len(episodes) // 2)
+    with pytest.raises(RunError, match=r"has the score 'form'; .*\(format, length, return, score\)"):
+        posttrain.advantages(episodes, "gdpo", weights={"form": 1.0})
+    assert posttrain.advantages(episodes, "gdpo", weights={"return": 1.0, "format": 0.1}).values
     with pytest.raises(RunError, match="greedy"):
         posttrain.advantages(episodes, "remax")
     own = posttrain.advantages(episodes, "remax", greedy_returns={0: 1.0, 1: 1.0, 2: 1.0})
@@ -185,6 +197,26 @@ def test_advantages_that_need_more(engine):
     for credit in ("grpo", GroupCredit(type="grpo"), {"type": "grpo"}):
         found = posttrain.advantages(episodes, credit).values
         assert all(np.array_equal(a[0], b[0]) for a, b in zip(found, same, strict=True))
+
+
+def test_energies_are_the_squared_gradients_of_the_logits(tiny_model):
+    policy = posttrain.Policy(str(tiny_model))
+    episodes = sampled(posttrain.LocalEngine(policy))
+    with pytest.raises(InputError, match=r"pass those of `Learner.energies`"):
+        posttrain.advantages(episodes, "optimal_token_baseline")
+    energies = posttrain.Learner(policy, temperature=0.7).energies(episodes)
+    stream, found = episodes[0].streams[0], energies[0][0]
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    logits = plain(input_ids=torch.from_numpy(stream.ids)[None]).logits[0].detach() / 0.7
+    for place in np.flatnonzero(stream.sampled):
+        row = logits[place - 1].clone().requires_grad_()
+        torch.log_softmax(row, -1)[stream.ids[place]].backward()
+        assert found[place] == pytest.approx(float(row.grad.square().sum()), rel=1e-4)
+    assert not found[~stream.sampled].any()
+    credit = posttrain.advantages(episodes, "optimal_token_baseline", energies=energies)
+    assert [len(own) for own in credit.values] == [len(e.streams) for e in episodes]
 
 
 def test_the_learner_moves_the_policy_towards_credit(tiny_model):
@@ -302,7 +334,7 @@ def test_a_registered_function_has_to_fit(registered, policy, engine):
     episodes = sampled(engine)
     with pytest.raises(RunError, match="11 advantages for 12 episodes"):
         posttrain.advantages(episodes, "shifted")
-    learner = posttrain.Learner(policy, loss="plain", entropy_coefficient=0.1)
+    learner = posttrain.Learner(policy, loss="plain", entropy=0.1)
     credit = posttrain.advantages(episodes, BatchCredit(type="arpo"))
     with pytest.raises(RunError, match="one per sampled token"):
         learner.update(episodes, credit)

@@ -55,7 +55,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         tmp_path,
         steps=12,
         kl={"coefficient": 0.0},
-        entropy_coefficient=0.0,
+        entropy={"coefficient": 0.0},
         seeds={"start": 0, "count": 100},
         rollout={"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 8, "tokens_per_episode": 700},
         learner={"tokens_per_batch": 8000},
@@ -76,8 +76,12 @@ def test_training_raises_the_return(tiny_model, tmp_path):
     "changes",
     [
         {"credit": {"type": kind}}
-        for kind in ("grpo", "dr_grpo", "opo", "reinforce_pp_baseline", "remax", "brpo", "arpo", "reinforce_pp")
+        for kind in (
+            *("grpo", "dr_grpo", "opo", "reinforce_pp_baseline", "remax", "brpo", "arpo", "reinforce_pp"),
+            *("maxrl", "pass_at_k", "optimal_token_baseline"),
+        )
     ]
+    + [{"credit": {"type": "gdpo", "weights": {"return": 1.0}}}]
     + [
         {"loss": {"type": "gspo"}},
         {"loss": {"type": "gspo_token"}},
@@ -102,6 +106,7 @@ def test_every_algorithm_takes_steps(changes, tiny_model, tmp_path):
     for line in lines(run, "train"):
         assert line["optimizer/skipped"] == 0
         assert line["optimizer/gradient_norm"] > 0
+        assert 0 <= line["credit/zero_groups"] < 1
 
 
 def test_a_run_can_be_made_longer(tiny_model, tmp_path):

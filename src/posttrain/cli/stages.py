@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from posttrain.planning.devices import Device
     from posttrain.planning.memory import ModelSizes
+    from posttrain.recipe.stages import Recipe
 
 
 WORDS = "[RECIPE ...] [key=value ...]"
@@ -50,9 +53,19 @@ def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Pat
 
         recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
-        show_plan(recipe, sizes, Console(), device)
+        console = Console()
+        show_plan(recipe, sizes, console, device)
+        show_precision(recipe, console)
         return
     VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite)
+
+
+def show_precision(recipe: "Recipe", console: "Console") -> None:
+    """Print what `dtype: auto` would select on this machine."""
+    from posttrain.training.stage import precision_notes
+
+    for note in precision_notes(recipe):
+        console.print(f"precision: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def planned_device(dry_run: bool, on: str | None) -> "Device | None":
@@ -258,6 +271,7 @@ def pipeline(
             if stage in chosen:
                 console.rule(f"stage {stage.name}")
                 show_plan(stage.recipe, start[stage.name], console, device)
+                show_precision(stage.recipe, console)
         return
     from posttrain.recipe.sources import read_overrides
     from posttrain.verbs import pipeline as run_pipeline

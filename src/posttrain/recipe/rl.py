@@ -8,9 +8,12 @@ from posttrain.recipe.credit import (
     CreditRecipe,
     CriticCredit,
     CriticRecipe,
+    GdpoCredit,
     GigpoCredit,
     GroupCredit,
     MtGrpoCredit,
+    PassAtKCredit,
+    TokenBaselineCredit,
     TokenCredit,
     TurnReturnsCredit,
 )
@@ -22,7 +25,7 @@ from posttrain.recipe.engines import (
     refuse_unknown_logprobs,
 )
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
+from posttrain.recipe.loss import EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
@@ -51,8 +54,7 @@ class RlRecipe(PlayedRecipe):
     critic: CriticRecipe = CriticRecipe()
     loss: LossRecipe = PpoLoss()
     kl: KlRecipe = KlRecipe()
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus in the loss."""
+    entropy: EntropyRecipe = EntropyRecipe()
     ptx: PtxRecipe | None = None
     """Supervised rows mixed into every policy update. Null: none."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
@@ -70,9 +72,28 @@ class RlRecipe(PlayedRecipe):
     @property
     def compares_groups(self) -> bool:
         """Whether the credit type compares the episodes of a group, which then needs at least two."""
-        return self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "mt_grpo", "gigpo") or (
-            isinstance(self.credit, TurnReturnsCredit) and self.credit.baseline == "others"
-        )
+        if isinstance(self.credit, TurnReturnsCredit):
+            return self.credit.baseline == "others"
+        if isinstance(self.credit, GroupCredit):
+            return self.credit.type != "remax"
+        return isinstance(self.credit, PassAtKCredit | GdpoCredit | TokenBaselineCredit | MtGrpoCredit | GigpoCredit)
+
+    def _penalties(self) -> list[str]:
+        """Keys that subtract something from the environment's reward."""
+        return [
+            key
+            for key, given in (
+                ("kl.apply_to", self.kl.coefficient > 0 and self.kl.apply_to == "reward"),
+                ("rollout.overlong_penalty", self.rollout.overlong_penalty is not None),
+                ("rollout.missing_eos_penalty", self.rollout.missing_eos_penalty > 0),
+            )
+            if given
+        ]
+
+    @property
+    def rewards_beside_scores(self) -> list[str]:
+        """Keys of rewards that are part of the return but of none of the scores that an environment reports."""
+        return [*self._penalties(), *(["reward"] if self.reward is not None else [])]
 
     @property
     def needs_reference(self) -> bool:
@@ -86,12 +107,14 @@ class RlRecipe(PlayedRecipe):
             return self
         if self.reward is None:
             raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
-        if isinstance(self.unit_credit, CausalCredit) and not isinstance(self.credit, CriticCredit | TokenCredit):
+        if isinstance(self.unit_credit, CausalCredit) and not isinstance(
+            self.credit, CriticCredit | TokenCredit | TokenBaselineCredit
+        ):
             what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
             raise ValueError(
                 f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so `unit_credit.type: "
-                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce or "
-                "reinforce_pp, or give units advantages with loo, trunc or shapley"
+                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce, "
+                "reinforce_pp or optimal_token_baseline, or give units advantages with loo, trunc or shapley"
             )
         if self.loss.type in ("gspo", "gmpo"):
             raise ValueError(
@@ -128,6 +151,16 @@ class RlRecipe(PlayedRecipe):
         if self.compares_groups and self.rollout.episodes_per_group < 2:
             raise ValueError(
                 f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
+            )
+        if isinstance(self.credit, PassAtKCredit) and (self.credit.k or 0) > self.rollout.episodes_per_group:
+            raise ValueError(
+                f"`credit.k` ({self.credit.k}) is more than `rollout.episodes_per_group` "
+                f"({self.rollout.episodes_per_group}); lower it, or sample more episodes per group"
+            )
+        if self.credit.type == "maxrl" and (penalties := self._penalties()):
+            raise ValueError(
+                f"`credit.type: maxrl` divides by the mean return of a group, which must not be negative, and "
+                f"`{penalties[0]}` subtracts from returns; remove it, or use rloo"
             )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
             raise ValueError(

@@ -2,9 +2,9 @@
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.credit import CriticRecipe
+from posttrain.recipe.credit import CriticRecipe, GdpoCredit
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
-from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
+from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import (
@@ -31,9 +31,9 @@ _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    found: list[str] = []
+    found = _head(recipe)
     if isinstance(recipe, GenerateRecipe):
-        return _generation(recipe)
+        return [*found, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
@@ -69,6 +69,22 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     if _given(recipe, "window"):
         found.append(_without_effect("window", "engine.type is openai, so answers are independent"))
     return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
+
+
+def _head(recipe: Recipe) -> list[str]:
+    """Where `model.head_dtype` has no effect, or an effect on one side alone."""
+    if recipe.model.head_dtype == "model":
+        return []
+    if isinstance(recipe, RewardRecipe):
+        return [_without_effect("model.head_dtype", "rewards are computed in float32")]
+    if recipe.model.dtype == "float32":
+        return [_without_effect("model.head_dtype", "model.dtype is float32")]
+    if isinstance(getattr(recipe, "engine", None), VllmEngineRecipe):
+        return [
+            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
+            "so policy/mismatch keeps the rounding of its logits"
+        ]
+    return []
 
 
 def _vllm(engine: BaseConfig) -> list[str]:
@@ -195,6 +211,9 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     elif recipe.critic != type(recipe.critic)():
         # Not an error, so that users can switch between gae and other credit with one key.
         found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
+    if isinstance(recipe.credit, GdpoCredit) and "return" not in (recipe.credit.weights or {}):
+        reason = "credit.weights of gdpo has no weight for `return`"
+        found += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
     loss = recipe.loss
     if loss.ratio_to != "old" and loss.correction is None and _given(loss, "old"):
         found.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
@@ -240,6 +259,21 @@ def _many_updates(recipe: RlRecipe) -> list[str]:
     ]
 
 
+def _entropy(recipe: RlRecipe) -> list[str]:
+    entropy, learner = recipe.entropy, recipe.learner
+    found = []
+    for key in ("step", "max_coefficient"):
+        if entropy.target is None and _given(entropy, key):
+            found.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
+    if not entropy.has_bonus and entropy.tokens != "all":
+        found.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
+    once = learner.updates_per_step * learner.epochs_per_step == 1
+    if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
+        reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
+        found.append(_without_effect("entropy.covariance.type kl_cov", reason))
+    return found
+
+
 def _steep_kl(recipe: RlRecipe) -> list[str]:
     """The adaptive coefficient moves by at most `KL_STEP` x episodes / horizon in a step (Ziegler et al. 2019)."""
     kl, episodes = recipe.kl, recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
@@ -249,6 +283,17 @@ def _steep_kl(recipe: RlRecipe) -> list[str]:
     return [
         f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, the "
         f"coefficient is multiplied by {factor:.2g} each step and quickly approaches 0; raise kl.horizon"
+    ]
+
+
+def _truncated(sampling: SamplingRecipe) -> list[str]:
+    keys = [f"rollout.sampling.{key}" for key in ("top_p", "top_k", "min_p") if _given(sampling, key)]
+    if not keys or sampling.temperature == 0:
+        return []
+    return [
+        f"{' and '.join(keys)} truncate the distribution that is sampled from, but the log-probabilities that are learned from "
+        "are those of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
+        "policy/entropy and policy/kl are biased; sample from the full vocabulary (top_p 1, top_k 0, min_p 0)"
     ]
 
 
@@ -264,7 +309,12 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
         )
-    found += _many_updates(recipe) + _steep_kl(recipe)
+    if isinstance(recipe.credit, GdpoCredit) and recipe.rollout.filter.type != "none":
+        found.append(
+            f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
+            "scores differ, which credit.type gdpo learns from"
+        )
+    found += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
         found.append(
             f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "

@@ -11,15 +11,26 @@ import torch
 from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stream
 from posttrain.errors import InputError
+from posttrain.losses.entropy import EntropyController
 from posttrain.losses.kl import KlController
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
-from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit
-from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
+from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit, TokenBaselineCredit
+from posttrain.recipe.loss import LOSSES, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.objectives import PolicyObjective, logprobs, metrics_without_pass, token_forward
+from posttrain.seeds import random_stream
+from posttrain.training.objectives import (
+    PolicyObjective,
+    energy_forward,
+    logprobs,
+    metrics_without_pass,
+    scores,
+    token_energies,
+    token_forward,
+)
 from posttrain.training.rl import set_advantages
+from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
 
 
@@ -30,6 +41,7 @@ def advantages(
     rewards: RewardStreams | None = None,
     values: PerToken | None = None,
     greedy_returns: Mapping[int, float] | None = None,
+    energies: PerToken | None = None,
     **settings: Any,
 ) -> Advantages:
     """One advantage per sampled token of `episodes`, by the name of a credit.
@@ -40,25 +52,28 @@ def advantages(
     Args:
         episodes: what `rollout` returned, whole groups of them.
         credit: a `credit.type` of the recipe reference (`grpo`, `dr_grpo`, `rloo`, `brpo`, `arpo`, `reinforce`,
-            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`,
-            `bilevel_gae`, or one that was registered), or its settings.
+            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `maxrl`, `pass_at_k`, `gdpo`,
+            `optimal_token_baseline`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`, `bilevel_gae`, or one that was registered), or its settings.
         rewards: rewards per token to use instead of those in the episodes, for example with a KL penalty in them.
         values: a critic's values before each sampled token, as `[episode][stream]` [T] float32; `gae` and `bilevel_gae`
             need them.
         greedy_returns: group id -> return of a greedy episode of the group's task; `remax` needs them.
+        energies: what `Learner.energies` returned for the episodes; `optimal_token_baseline` needs them.
         settings: keys of the credit by name.
 
     Returns:
         `Advantages`; `values[episode][stream]` is [T] float32, zero where no token was sampled.
 
     Raises:
-        InputError: there is no such credit, a setting is wrong, or `values` are missing.
+        InputError: there is no such credit, a setting is wrong, or `values` or `energies` are missing.
         RunError: a reward is not finite, or `greedy_returns` lacks a group.
     """
     recipe: CreditRecipe = chosen(CREDITS, credit, **settings)
     if isinstance(recipe, CriticCredit) and values is None:
         raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
-    return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values)
+    if isinstance(recipe, TokenBaselineCredit) and energies is None:
+        raise InputError(f"credit {recipe.type} needs the energies of the tokens; pass those of `Learner.energies`")
+    return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values, energies)
 
 
 MISMATCH = 1e-3
@@ -80,7 +95,7 @@ class Learner:
         *,
         loss: str | PolicyLoss | Mapping[str, Any] = "ppo",
         kl: float | KlRecipe | Mapping[str, Any] = 0.0,
-        entropy_coefficient: float = 0.0,
+        entropy: float | EntropyRecipe | Mapping[str, Any] = 0.0,
         temperature: float = 1.0,
         tokens_per_batch: int = 4096,
         updates: int = 1,
@@ -93,7 +108,8 @@ class Learner:
             loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `sapo`, `gmpo`,
                 `reinforce`, `gpg`, or one that was registered), or its settings such as `PpoLoss(clip_high=0.28)`.
             kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
-            entropy_coefficient: weight of the entropy bonus.
+            entropy: weight of the entropy bonus, or the settings of the `entropy` section of a recipe. Entropies that
+                `top_share` ranks by are those of the present weights.
             temperature: the temperature that the episodes were sampled with.
             tokens_per_batch: most tokens in one forward pass. A longer stream raises RunError.
             updates: optimizer steps of the whole loop, over which a `schedule` other than `constant` runs.
@@ -111,13 +127,21 @@ class Learner:
                 "a learner adds the KL penalty to the loss; with `apply_to: reward`, subtract it from the rewards that you "
                 "pass to `advantages`"
             )
-        self.entropy_coefficient = entropy_coefficient
+        weight = isinstance(entropy, int | float)
+        self.entropy = section(EntropyRecipe, coefficient=entropy) if weight else section(EntropyRecipe, entropy)
+        self._entropy_controller = EntropyController(self.entropy)
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
         self._controller = KlController(self.kl)
         self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
+        self._energies = Updater(policy, self.optimizer, batches, energy_forward(policy, batches, temperature))
         self._old: dict[int, tuple[weakref.ref[Stream], np.ndarray | None]] = {}
         """Streams that were learned from, by `id`, and their old log-probabilities; None takes the rollout's."""
+
+    def energies(self, episodes: Sequence[Episode]) -> PerToken:
+        """The energy of each sampled token, zero elsewhere: per episode and stream [T] float32, for `advantages` with
+        `optimal_token_baseline`. One forward pass."""
+        return token_energies(self._energies, episodes, samples_of_episodes(episodes, self.policy.version))
 
     def update(self, episodes: Sequence[Episode], credit: Advantages) -> dict[str, float]:
         """Make one optimizer step.
@@ -151,8 +175,19 @@ class Learner:
                     sample.ref_logprobs = reference
         first = self._set_old_logprobs(samples)
         learner_old = any(sample.old_logprobs is not None for sample in samples)
+        if self.entropy.top_share < 1:
+            for sample, (_, entropies, _) in zip(samples, scores(self._updater, samples), strict=True):
+                sample.entropies = entropies
+        set_bonus_tokens(episodes, samples, self.entropy, self.policy)
         objective = PolicyObjective(
-            self.loss, self.kl, coefficient, self.entropy_coefficient, "learner" if learner_old else "rollout", first
+            self.loss,
+            self.kl,
+            coefficient,
+            self.entropy,
+            self._entropy_controller.coefficient,
+            "learner" if learner_old else "rollout",
+            first,
+            random_stream(self.policy.seed, "clip_cov", self.policy.version),
         )
         totals = self._updater.update(samples, objective)
         if not totals["optimizer/skipped"][0]:
@@ -174,6 +209,7 @@ class Learner:
         for message in self._updater.take_warnings():
             warnings.warn(message, stacklevel=2)
         self._controller.update(metrics.get("policy/kl"), len(episodes))
+        self._entropy_controller.update(metrics.get("policy/bonus_entropy", metrics.get("policy/entropy")))
         return metrics
 
     def _set_old_logprobs(self, samples: Sequence[Sample]) -> bool:

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from posttrain.credit.assign import compute_advantages
+from posttrain.credit.assign import compute_advantages, zero_groups
 from posttrain.episode import Advantages, Episode, RewardStreams
+from posttrain.losses.entropy import EntropyController
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
-from posttrain.recipe.credit import CreditRecipe, CriticCredit
+from posttrain.recipe.credit import CreditRecipe, CriticCredit, TokenBaselineCredit
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
+from posttrain.seeds import random_stream
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
@@ -30,9 +32,11 @@ from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
     SharedObjective,
+    energy_forward,
     logprobs,
     metrics_without_pass,
     scores,
+    token_energies,
     token_forward,
 )
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
@@ -46,6 +50,7 @@ from posttrain.training.rollouts import (
 )
 from posttrain.training.rows import PtxRows
 from posttrain.training.tasks import check_tasks, too_long
+from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import (
@@ -95,7 +100,7 @@ def train(
                 trainer.sampled(step, batch.sampled)
                 with trainer.phase("credit"):
                     samples = samples_of_episodes(batch.episodes, step)
-                    c.score(samples)
+                    c.score(batch.episodes, samples)
                     credit = c.credit(batch, samples, step)
                     set_advantages(samples, credit.advantages)
                 write_episodes(run.episodes, step, "train", batch.episodes, credit.advantages, credit.units)
@@ -103,11 +108,15 @@ def train(
                     with trainer.phase("update"):
                         totals = c.update(batch.episodes, samples, step)
                     metrics = rollout_metrics(batch) | means(totals) | credit.metrics
+                    metrics["credit/zero_groups"] = zero_groups(batch.episodes, credit.advantages)
                     metrics["tokens/trained"] = float(learner.trained_tokens - tokens)
                     metrics["optimizer/learning_rate"] = learner.optimizer.learning_rate
                     if recipe.kl.coefficient > 0:
                         metrics["kl/coefficient"] = c.kl.coefficient
                     c.kl.update(metrics.get("policy/kl"), len(batch.episodes))
+                    if recipe.entropy.has_bonus:
+                        metrics["entropy/coefficient"] = c.entropy.coefficient
+                    c.entropy.update(metrics.get("policy/bonus_entropy", metrics.get("policy/entropy")))
                     fired = c.guards.check(metrics)
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
@@ -126,41 +135,47 @@ class Components:
     policy: Policy
     learner: Updater[TokenScores]
     critic: CriticLearner | None
+    energies: Updater[torch.Tensor] | None
+    """Computes the energies of tokens, for `optimal_token_baseline`."""
     rollouts: Rollouts
     rewards: RewardShaping
     unit_credit: UnitCreditor | None
     ptx: PtxRows | None
     kl: KlController
+    entropy: EntropyController
     guards: Guards
     trainer: Trainer[TokenScores]
     credit_settings: CreditRecipe
     updates: LearnerRecipe
-    objective: Callable[[float, bool], Objective[TokenScores]]
-    """The objective of an update, for a KL coefficient, and whether no update of the step came before it."""
+    objective: Callable[[bool], Objective[TokenScores]]
+    """The objective of an update, given whether no update of the step came before it."""
     needs_old_logprobs: bool
     """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
 
-    def score(self, samples: Sequence[Sample]) -> None:
-        """Set the log-probabilities that the losses compare with: the reference model's for KL, and the learner's own before
-        the step's updates. The latter pass also gives the values of a critic on the policy's trunk."""
+    def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
+        """Set what the losses need of the weights before the step's updates: the reference model's log-probabilities for KL,
+        the learner's own and its entropies. The latter pass also gives the values of a critic on the policy's trunk."""
         if self.kl.recipe.coefficient > 0:
             with self.policy.as_reference():
                 references = logprobs(self.learner, samples)
             for sample, reference in zip(samples, references, strict=True):
                 sample.ref_logprobs = reference
-        if self.needs_old_logprobs:
-            for sample, (old, values) in zip(samples, scores(self.learner, samples), strict=True):
-                sample.old_logprobs, sample.values = old, values
+        if self.needs_old_logprobs or self.entropy.recipe.top_share < 1:
+            for sample, (old, entropies, values) in zip(samples, scores(self.learner, samples), strict=True):
+                sample.old_logprobs = old if self.needs_old_logprobs else None
+                sample.entropies, sample.values = entropies, values
+        set_bonus_tokens(episodes, samples, self.entropy.recipe, self.policy)
 
     def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int) -> StepCredit:
         """One advantage per sampled token: rewards, with those of units, go through the baseline or the critic."""
         episodes = batch.episodes
         self.rewards.running.include(episodes)
+        energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
 
         def advantages(rewards: RewardStreams) -> Advantages:
             values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
             return compute_advantages(
-                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values
+                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values, energies
             )
 
         rewards = self.rewards.shape(episodes, samples, self.kl.coefficient)
@@ -187,7 +202,7 @@ class Components:
                 continue
             rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
             first = self.policy.version == version
-            objective = self.objective(self.kl.coefficient, first)
+            objective = self.objective(first)
             update = self.learner.update([*chosen, *rows], objective)
             if not update["optimizer/skipped"][0]:
                 add_totals(update, metrics_without_pass(objective, chosen))
@@ -240,6 +255,10 @@ def make_components(
     head = critic.head if critic is not None else None
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
     forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
+    energies = None
+    if isinstance(recipe.credit, TokenBaselineCredit):
+        of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+        energies = Updater(policy, optimizer, recipe.learner, of_energies)
     joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
 
@@ -257,9 +276,12 @@ def make_components(
 
     old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
 
-    def objective(kl_coefficient: float, first_update: bool) -> Objective[TokenScores]:
+    kl, entropy, guards = KlController(recipe.kl), EntropyController(recipe.entropy), Guards(recipe.guards)
+
+    def objective(first_update: bool) -> Objective[TokenScores]:
+        random = random_stream(recipe.seed, "clip_cov", policy.version)
         policy_objective = PolicyObjective(
-            recipe.loss, recipe.kl, kl_coefficient, recipe.entropy_coefficient, old, first_update
+            recipe.loss, recipe.kl, kl.coefficient, recipe.entropy, entropy.coefficient, old, first_update, random
         )
         with_values = SharedObjective(policy_objective, recipe.critic.coefficient, recipe.critic.clip)
         of_episodes = policy_objective if head is None else with_values
@@ -267,7 +289,6 @@ def make_components(
 
     tasks = TaskOrder(recipe.seeds, recipe.seed, left_out=left_out)
     rollouts = make_rollouts(recipe, manager, tasks, run)
-    kl, guards = KlController(recipe.kl), Guards(recipe.guards)
     evaluator = EpisodeEvaluator(manager, recipe.evaluation, recipe.seed, run.episodes, recipe.name, left_out)
     checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
     if isinstance(rollouts, AsyncRollouts):
@@ -283,7 +304,7 @@ def make_components(
         learner,
         evaluators=[evaluator],
         best_by=evaluator.choice(recipe.evaluation.metric),
-        stateful={"tasks": tasks, "kl": kl, "guards": guards, "reward": running},
+        stateful={"tasks": tasks, "kl": kl, "entropy": entropy, "guards": guards, "reward": running},
         checkpointables=checkpointables,
         warnings=warnings,
         callbacks=callbacks,
@@ -292,11 +313,13 @@ def make_components(
         policy=policy,
         learner=learner,
         critic=critic,
+        energies=energies,
         rollouts=rollouts,
         rewards=RewardShaping(recipe.rollout, recipe.kl, running),
         unit_credit=unit_credit,
         ptx=ptx,
         kl=kl,
+        entropy=entropy,
         guards=guards,
         trainer=trainer,
         credit_settings=recipe.credit,
