@@ -4,7 +4,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CriticRecipe, GdpoCredit
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
-from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
+from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import (
@@ -259,6 +259,21 @@ def _many_updates(recipe: RlRecipe) -> list[str]:
     ]
 
 
+def _entropy(recipe: RlRecipe) -> list[str]:
+    entropy, learner = recipe.entropy, recipe.learner
+    found = []
+    for key in ("step", "max_coefficient"):
+        if entropy.target is None and _given(entropy, key):
+            found.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
+    if not entropy.has_bonus and entropy.tokens != "all":
+        found.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
+    once = learner.updates_per_step * learner.epochs_per_step == 1
+    if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
+        reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
+        found.append(_without_effect("entropy.covariance.type kl_cov", reason))
+    return found
+
+
 def _steep_kl(recipe: RlRecipe) -> list[str]:
     """The adaptive coefficient moves by at most `KL_STEP` x episodes / horizon in a step (Ziegler et al. 2019)."""
     kl, episodes = recipe.kl, recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
@@ -268,6 +283,17 @@ def _steep_kl(recipe: RlRecipe) -> list[str]:
     return [
         f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, the "
         f"coefficient is multiplied by {factor:.2g} each step and quickly approaches 0; raise kl.horizon"
+    ]
+
+
+def _truncated(sampling: SamplingRecipe) -> list[str]:
+    keys = [f"rollout.sampling.{key}" for key in ("top_p", "top_k", "min_p") if _given(sampling, key)]
+    if not keys or sampling.temperature == 0:
+        return []
+    return [
+        f"{' and '.join(keys)} truncate the distribution that is sampled from, but the log-probabilities that are learned from "
+        "are those of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
+        "policy/entropy and policy/kl are biased; sample from the full vocabulary (top_p 1, top_k 0, min_p 0)"
     ]
 
 
@@ -288,7 +314,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
             "scores differ, which credit.type gdpo learns from"
         )
-    found += _many_updates(recipe) + _steep_kl(recipe)
+    found += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
         found.append(
             f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "
