@@ -220,9 +220,9 @@ def test_files_and_overrides_merge_left_to_right(recipe_file):
     first = recipe_file("steps: 1\nkl: {coefficient: 0.1, apply_to: reward}\nmodel: {lora: {rank: 4}}\n", "a.yaml")
     second = recipe_file("kl: {coefficient: 1e-2}\n", "b.yaml")
     recipe = load_recipe(
-        [first, second], ["steps=3", "--entropy_coefficient", "0.5", "--seed=7", "model.lora=null"], "rl"
+        [first, second], ["steps=3", "--entropy.coefficient", "0.5", "--seed=7", "model.lora=null"], "rl"
     )
-    assert (recipe.steps, recipe.entropy_coefficient, recipe.seed, recipe.model.lora) == (3, 0.5, 7, None)
+    assert (recipe.steps, recipe.entropy.coefficient, recipe.seed, recipe.model.lora) == (3, 0.5, 7, None)
     assert (recipe.kl.coefficient, recipe.kl.apply_to) == (0.01, "reward")
 
 

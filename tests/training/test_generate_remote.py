@@ -144,8 +144,7 @@ def test_nothing_at_all_leaves_the_name_free(tmp_path, capsys):
 
 def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
     with serving(square) as server:
-        reference = [*COMMAND, *words(server.url, "out=whole.jsonl", "name=whole")]
-        subprocess.run(reference, check=True, capture_output=True)
+        assert main(words(server.url, "out=whole.jsonl", "name=whole")) == 0
 
         def slow(request):
             reply = square(request)

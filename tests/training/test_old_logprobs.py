@@ -8,7 +8,16 @@ import torch
 
 import posttrain
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.loss import CispoLoss, CorrectionRecipe, DppoLoss, GspoLoss, KlRecipe, PpoLoss, ReinforceLoss
+from posttrain.recipe.loss import (
+    CispoLoss,
+    CorrectionRecipe,
+    DppoLoss,
+    EntropyRecipe,
+    GspoLoss,
+    KlRecipe,
+    PpoLoss,
+    ReinforceLoss,
+)
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.training.objectives import PolicyObjective, metrics_without_pass
 from posttrain.training.rl import rollouts_may_differ
@@ -184,7 +193,7 @@ def test_entropy_and_kl_are_over_all_samples(policy, episodes):
     totals = metrics_without_pass(objective, samples)
     count = sum(s.sampled_tokens for s in samples)
     assert totals["policy/kl"] == pytest.approx((count * (np.exp(-0.5) - 0.5), count), rel=1e-5)
-    assert metrics_without_pass(PolicyObjective(PpoLoss(), entropy=0.1), samples) == {}
+    assert metrics_without_pass(PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.1)), samples) == {}
 
 
 def test_streams_of_an_episode_share_its_weight(policy, episodes):

@@ -296,8 +296,14 @@ TRAINING: dict[str, tuple[str, ...]] = {
             for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
         ),
         *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
-        *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped", "divergence", "gate")),
-        *(f"policy/{name}" for name in ("off_policy_masked", "truncated_masked")),
+        *(
+            f"policy/{name}"
+            for name in ("divergence", "gate", "off_policy_masked", "truncated_masked", "bonus_entropy")
+        ),
+        *(f"policy/{name}" for name in ("low_entropy_masked", "covariance", "clip_cov_masked", "kl_cov_held")),
+        "loss/kl_cov",
+        "entropy/coefficient",
+        *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
         *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
         *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
         *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "stale", "stale_alone", "restarted")),

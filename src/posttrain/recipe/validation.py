@@ -30,7 +30,7 @@ RENAMED_KEYS = {
     "engine.start_seconds": "engine.start_timeout",
     "engine.token_limit": "engine.token_limit_field",
     "engine.workers": "engine.max_concurrent",
-    "entropy": "entropy_coefficient",
+    "entropy_coefficient": "entropy.coefficient",
     "environment.interpreter.seconds": "environment.interpreter.timeout",
     "environment.interpreter.tool_seconds": "environment.interpreter.tool_timeout",
     "environment.judge.seconds": "environment.judge.timeout",

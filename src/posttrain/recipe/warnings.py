@@ -4,7 +4,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CriticRecipe, GdpoCredit
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
-from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
+from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import (
@@ -261,6 +261,21 @@ def _many_updates(recipe: RlRecipe) -> list[str]:
     ]
 
 
+def _entropy(recipe: RlRecipe) -> list[str]:
+    entropy, learner = recipe.entropy, recipe.learner
+    found = []
+    for key in ("step", "max_coefficient"):
+        if entropy.target is None and _given(entropy, key):
+            found.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
+    if not entropy.has_bonus and entropy.tokens != "all":
+        found.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
+    once = learner.updates_per_step * learner.epochs_per_step == 1
+    if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
+        reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
+        found.append(_without_effect("entropy.covariance.type kl_cov", reason))
+    return found
+
+
 def _steep_kl(recipe: RlRecipe) -> list[str]:
     """The adaptive coefficient moves by at most `KL_STEP` x episodes / horizon in a step (Ziegler et al. 2019)."""
     kl, episodes = recipe.kl, recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
@@ -301,7 +316,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
             "scores differ, which credit.type gdpo learns from"
         )
-    warnings += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling)
+    warnings += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
         warnings.append(
             f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "

@@ -60,6 +60,12 @@ class Sample:
     """[n] float32: targets of the critic's values."""
     factors: np.ndarray | None = None
     """[n] float32: factor of each token's policy loss, which depends on the whole update; None means 1."""
+    entropies: np.ndarray | None = None
+    """[n] float32: entropy, in nats, of the learner's distribution before the step's updates."""
+    bonus: np.ndarray | None = None
+    """[n] bool: whether the token gets the entropy bonus; None means all."""
+    held: np.ndarray | None = None
+    """[n] bool: whether KL-Cov holds the token near the old policy; None means none."""
     group: int = 0
     """The episode's group."""
     truncated: bool = False
@@ -88,6 +94,12 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
         for number, episode in enumerate(episodes)
         for stream in episode.streams
     ]
+
+
+def computed(numbers: np.ndarray | None) -> np.ndarray:
+    """`numbers`, which must not be None: an earlier phase of the step computes them."""
+    assert numbers is not None
+    return numbers
 
 
 def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:

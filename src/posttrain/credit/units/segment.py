@@ -146,6 +146,42 @@ def thinking_tokens(answer: AlignedText, opened: bool = False) -> int:
     return token
 
 
+ANSWER_OPENING, ANSWER_CLOSING = "<answer>", "</answer>"
+
+
+def answer_tokens(
+    part: Literal["after_thinking", "answer"], before: np.ndarray, ids: np.ndarray, ended: bool, decode: Decode
+) -> np.ndarray:
+    """[n] bool: the tokens of an answer that are its content, not its form.
+
+    `after_thinking`: those after the thinking block; none of a block that is not closed. `answer`: those that lie between the
+    last `<answer>` and the `</answer>` after it, or the end; a token that also holds a part of a tag is not among them. The
+    end token is in neither. The text only chooses among sampled tokens, as it does for units.
+
+    `before`: the token ids in front of the answer, which may end with the opening tag. `ids` [n]; `ended`: the last one is an
+    end token.
+    """
+    marks = np.zeros(len(ids), dtype=bool)
+    body = len(ids) - ended
+    if body <= 0:
+        return marks
+    text = align(ids[:body].tolist(), decode)
+    if part == "after_thinking":
+        marks[thinking_tokens(text, opened(before, decode)) : body] = True
+        return marks
+    start = text.text.rfind(ANSWER_OPENING)
+    if start >= 0:
+        start += len(ANSWER_OPENING)
+    elif opened(before, decode, ANSWER_OPENING):
+        start = 0
+    else:
+        return marks
+    end = text.text.find(ANSWER_CLOSING, start)
+    end = len(text.text) if end < 0 else end
+    marks[:body] = (text.offsets[:-1] >= start) & (text.offsets[1:] <= end)
+    return marks
+
+
 def entropy_cuts(
     entropies: np.ndarray, threshold: float, peak: Literal["threshold", "local_max"] = "threshold"
 ) -> np.ndarray:
@@ -247,9 +283,9 @@ def episode_answers(episode: Episode, decode: Decode, entropies: Sequence[np.nda
     return answers
 
 
-def opened(before: np.ndarray, decode: Decode) -> bool:
-    """Whether the token ids `before` an answer [n] int64 end with `<think>`, so that the answer begins inside the block."""
-    return decode(before[-_PROMPT_TAIL:].tolist()).rstrip().endswith(OPENING)
+def opened(before: np.ndarray, decode: Decode, tag: str = OPENING) -> bool:
+    """Whether the token ids `before` an answer [n] int64 end with `tag`, so that the answer begins inside the block."""
+    return decode(before[-_PROMPT_TAIL:].tolist()).rstrip().endswith(tag)
 
 
 def segment(recipe: UnitsRecipe, answers: Sequence[Answer], decode: Decode) -> Spans:
