@@ -152,6 +152,20 @@ def test_warnings_say_what_the_ratio_is_to():
     assert not any("treats episodes of older weights as on-policy" in note for note in found)
 
 
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ([], None),
+        (["top_p=0.9"], "rollout.sampling.top_p truncate"),
+        (["top_k=20", "min_p=0.1"], "rollout.sampling.top_k and rollout.sampling.min_p truncate"),
+    ],
+)
+def test_truncated_sampling_is_warned_of(given, keys):
+    recipe = load_recipe([], [f"rollout.sampling.{key}" for key in given], "rl")
+    found = [note for note in recipe_warnings(recipe) if "of the full vocabulary" in note]
+    assert [note.startswith(str(keys)) for note in found] == ([] if keys is None else [True])
+
+
 def test_entropy_and_kl_are_over_all_samples(policy, episodes):
     """Samples without credit get no forward pass, so their part comes from the log-probabilities that are there."""
     credit = posttrain.advantages(episodes, "rloo")

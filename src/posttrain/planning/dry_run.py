@@ -194,7 +194,7 @@ def _rl(recipe: RlRecipe) -> list[str]:
         f"episodes of {rollout.tokens_per_episode} tokens",
         f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
         *_ahead(recipe),
-        *_beside(recipe, recipe.steps * updates),
+        *_additional(recipe, recipe.steps * updates),
         *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
         f"training on seeds {recipe.seeds}, {used}",
     ]
@@ -237,7 +237,7 @@ def _units(credit: UnitCreditRecipe) -> str:
     return f"{credit.type} {what} for K units per answer, weight {credit.beta:g}: {asked} more per episode"
 
 
-def _beside(recipe: RlRecipe, updates: int) -> list[str]:
+def _additional(recipe: RlRecipe, updates: int) -> list[str]:
     """Work of the optimizer steps besides the policy: critic and rows."""
     lines = []
     if recipe.has_critic:

@@ -342,8 +342,8 @@ def _held_out(stage: str, base: Mapping[str, Any]) -> list[str]:
     """What evaluations hold, but for scores and domains."""
     rows = _has_rows(base)
     played = stage == "rl" or (stage == "sft" and base.get("environment") is not None)
-    found = [f"validation/{name}" for name in VALIDATION.get(stage, ())] if rows else []
-    return found + (list(PLAYED) if played else [])
+    metrics = [f"validation/{name}" for name in VALIDATION.get(stage, ())] if rows else []
+    return metrics + (list(PLAYED) if played else [])
 
 
 def _has_rows(base: Mapping[str, Any]) -> bool:
@@ -386,9 +386,9 @@ def _counts_rows(metric: str) -> bool:
 def _nearest(metric: str, known: list[str]) -> str | None:
     """The known metric that `metric` resembles, told by what follows its section."""
     tails = {name.rpartition("/")[2]: name for name in known if name.rpartition("/")[0] == metric.rpartition("/")[0]}
-    found = difflib.get_close_matches(metric.rpartition("/")[2], tails, 1, 0.7)
-    if found:
-        return tails[found[0]]
+    near = difflib.get_close_matches(metric.rpartition("/")[2], tails, 1, 0.7)
+    if near:
+        return tails[near[0]]
     return next(iter(difflib.get_close_matches(metric, known, 1, 0.85)), None)
 
 

@@ -283,8 +283,8 @@ class Optimizer:
     def add_up(self) -> None:
         """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
         added up already."""
-        own = zip(self.parameters, self.masters, strict=True)
-        current_world().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
+        pairs = zip(self.parameters, self.masters, strict=True)
+        current_world().sum([m.grad for p, m in pairs if m.grad is not None and not is_sharded(p)])
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -296,8 +296,10 @@ class Optimizer:
         divided = [is_sharded(parameter) for parameter in self.parameters]
         norms = []
         for of_shares in (False, True):
-            own = [m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None]
-            norms.append(torch.nn.utils.get_total_norm(own))
+            gradients = [
+                m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None
+            ]
+            norms.append(torch.nn.utils.get_total_norm(gradients))
         if not any(divided):
             return norms[0]
         (squares,) = current_world().sum([norms[1].double() ** 2])
@@ -324,14 +326,16 @@ class Optimizer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
         optimizer's own, to be written, or read into."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             state = self._adamw.state[master]
-            found |= {f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
-            found[f"{name}/step"] = state["step"]
+            tensors |= {
+                f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")
+            }
+            tensors[f"{name}/step"] = state["step"]
             if compute_dtype(parameter) != torch.float32:
-                found[f"{name}/master"] = shard_like(master.detach(), parameter)
-        return found
+                tensors[f"{name}/master"] = shard_like(master.detach(), parameter)
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """What else resuming needs, as plain JSON."""
