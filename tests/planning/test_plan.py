@@ -167,7 +167,18 @@ def test_pairs_that_are_all_known_need_no_copy_of_the_reference():
 
     assert not has_copy()
     assert has_copy("loss.type=kto")
+    assert has_copy("reference.update_every=8")
     assert has_copy("data.streaming=true", "steps=5")
+
+
+def test_the_moving_average_of_a_reference_is_in_float32():
+    def row(*changes):
+        changes = ("kl.coefficient=0.1", "kl.reference.update_every=8", *changes)
+        return memory_estimate(recipe_of(*changes), SIZES)["reference model"][0]
+
+    assert row() == row("kl.reference.mix=0.5") == 4 * 1000
+    assert row("model.dtype=bfloat16") == 2 * 1000
+    assert row("model.dtype=bfloat16", "kl.reference.mix=0.5") == (2 + 4) * 1000
 
 
 def test_memory_of_a_critic_of_its_own():

@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["kl.zork=1"],
             "override kl.zork=1: there is no key kl.zork; "
-            "the keys of kl are apply_to, coefficient, estimator, horizon, importance_weighted, target",
+            "the keys of kl are apply_to, coefficient, estimator, horizon, importance_weighted, reference, target",
         ),
         (
             ["epochs=1"],

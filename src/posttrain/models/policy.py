@@ -312,21 +312,32 @@ class Policy(TrainedModel):
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Score as the reference model inside the block: with adapters off, or with a frozen copy of the initial weights."""
+        """Score as the reference model inside the block: with adapters off, or with a copy of the initial weights.
+
+        `MovingReference` updates this copy.
+        """
         with torch.no_grad():
             if self.recipe.lora is not None:
                 with self.model.disable_adapter():  # type: ignore[operator]
                     yield
                 return
-            if self._reference is None:
-                model = self.load()
-                self._reference = model, self.shard(model, trained=False)
             trained = self.model, self.sharded
-            self.model, self.sharded = self._reference
+            self.model, self.sharded = self._reference_copy()
             try:
                 yield
             finally:
                 self.model, self.sharded = trained
+
+    def reference_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of the copy that `as_reference` scores with, by name. There is none with adapters."""
+        assert self.recipe.lora is None, "the reference model is the policy with its adapters off"
+        return dict(self._reference_copy()[0].named_parameters())
+
+    def _reference_copy(self) -> tuple[torch.nn.Module, ShardedModel | None]:
+        if self._reference is None:
+            model = self.load()
+            self._reference = model, self.shard(model, trained=False)
+        return self._reference
 
     # -- weights for engines ------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     needed = isinstance(recipe, DpoRecipe) and recipe.keeps_reference
     if needed or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
         if recipe.model.lora is None:
-            rows["reference model"] = (width * sizes.parameters, "a copy of the initial model")
+            rows["reference model"] = _reference(recipe, sizes, width, trained)
         else:
             rows["reference model"] = (0, "the policy with adapters disabled")
     if (
@@ -159,6 +159,15 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x 12 bytes",
     )
     return rows
+
+
+def _reference(recipe: DpoRecipe | RlRecipe, sizes: ModelSizes, width: int, trained: int) -> tuple[int, str]:
+    settings = recipe.kl.reference if isinstance(recipe, RlRecipe) else recipe.reference
+    if not recipe.moves_reference:
+        return width * sizes.parameters, "a copy of the initial model"
+    if width == 2 and settings.mix < 1:
+        return width * sizes.parameters + 4 * trained, "a copy of the model, and its moving average in float32"
+    return width * sizes.parameters, "a copy of the model, updated during training"
 
 
 def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:

@@ -134,7 +134,7 @@ class DppoLoss(PolicyLoss):
     divergence: Literal["tv", "kl"] = "tv"
     """How the change of a token's probability is measured: `tv`: difference of probabilities; `kl`: KL, in nats, of the two events this token and any other."""
     delta: float = Field(0.15, gt=0)
-    """Largest divergence of a token that may move further from the sampling policy. For `kl`, 0.05 is of the same order as 0.15 for `tv`."""
+    """Largest divergence of a token that may move further from the sampling policy: a difference of probabilities for `tv`, nats for `kl`. The authors' script in verl takes 0.15 for `tv`, the default here, and 0.05 for `kl`."""
 
     @model_validator(mode="after")
     def _ratio_has_the_engine_in_it(self):
@@ -222,6 +222,25 @@ KL_STEP = 0.2
 """The adaptive KL coefficient changes by at most this share per horizon (Ziegler et al. 2019)."""
 
 
+class ReferenceRecipe(BaseConfig):
+    """Updates of the reference model towards the policy (TR-DPO; Gorbatovski et al. 2024, arXiv 2404.09656)."""
+
+    update_every: int | None = Field(None, ge=1)
+    """Optimizer steps of the policy between updates of the reference model; skipped steps do not count. Null: the reference model stays the initial model."""
+    mix: float = Field(1.0, gt=0, le=1)
+    """Share of the policy's weights in the updated reference model: reference = mix x policy + (1 - mix) x reference. 1: a copy of the policy (hard update); below 1: a moving average (soft update)."""
+
+    @model_validator(mode="after")
+    def _mixed_into_something(self):
+        if self.update_every is None and self.mix != 1:
+            raise ValueError("`mix` has no effect while `update_every` is null; set `update_every`, or remove `mix`")
+        return self
+
+
+ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is the policy with its adapters off; remove one of the two"
+"""Why a reference model has no weights of its own that could be updated."""
+
+
 class KlRecipe(BaseConfig):
     """KL penalty towards the reference model."""
 
@@ -237,6 +256,7 @@ class KlRecipe(BaseConfig):
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
     horizon: float = Field(10_000.0, gt=0)
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
+    reference: ReferenceRecipe = ReferenceRecipe()
 
     @model_validator(mode="after")
     def _estimator_fits_the_place(self):

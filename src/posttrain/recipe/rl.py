@@ -25,7 +25,7 @@ from posttrain.recipe.engines import (
     refuse_unknown_logprobs,
 )
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.loss import EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
+from posttrain.recipe.loss import ADAPTERS_OFF, EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
@@ -101,6 +101,11 @@ class RlRecipe(PlayedRecipe):
         segmenter = getattr(self.unit_credit, "segmenter", None)
         return self.kl.coefficient > 0 or isinstance(segmenter, EntropyUnits)
 
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference model of the KL penalty is updated during training."""
+        return self.kl.coefficient > 0 and self.kl.reference.update_every is not None
+
     @model_validator(mode="after")
     def _units_fit(self):
         if self.unit_credit is None:
@@ -132,6 +137,19 @@ class RlRecipe(PlayedRecipe):
             raise ValueError(
                 f"one episode may have `rollout.tokens_per_episode` = {longest} tokens, more than the reward model's "
                 f"limit `reward.tokens_per_batch` = {self.reward.tokens_per_batch}; raise the latter or lower the former"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_fits(self):
+        if not self.moves_reference:
+            return self
+        if self.model.lora is not None:
+            raise ValueError(f"`kl.reference.update_every` {ADAPTERS_OFF}")
+        if isinstance(getattr(self.unit_credit, "segmenter", None), EntropyUnits):
+            raise ValueError(
+                "`unit_credit.segmenter.type: entropy` needs a reference model that stays the initial model; remove "
+                "`kl.reference.update_every`, or use another segmenter"
             )
         return self
 

@@ -9,7 +9,14 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.loss import DpoLoss, PreferenceLossRecipe, RewardLossRecipe, SftLossRecipe
+from posttrain.recipe.loss import (
+    ADAPTERS_OFF,
+    DpoLoss,
+    PreferenceLossRecipe,
+    ReferenceRecipe,
+    RewardLossRecipe,
+    SftLossRecipe,
+)
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe, StageRecipe, refuse_overlap
@@ -113,21 +120,32 @@ class DpoRecipe(_Rows):
     loss: PreferenceLossRecipe = DpoLoss()
     nll_coefficient: float = Field(0.0, ge=0)
     """Weight of the negative log-likelihood of the chosen answer, averaged over its tokens (RPO; Pang et al. 2024, arXiv 2404.19733)."""
+    reference: ReferenceRecipe = ReferenceRecipe()
     cache_ref_logprobs: bool = True
-    """Cache the reference model's log-probabilities on disk for later runs on the same rows."""
+    """Cache the initial model's log-probabilities on disk for later runs on the same rows. With `reference.update_every`, those of held-out rows alone."""
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=1e-6)
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
 
     @property
     def keeps_reference(self) -> bool:
         """Whether the reference model stays loaded during training, because its log-probabilities cannot be computed beforehand."""
-        return self.loss.needs_reference and (self.loss.type == "kto" or self.data.streaming)
+        computed_later = self.loss.type == "kto" or self.data.streaming or self.moves_reference
+        return self.loss.needs_reference and computed_later
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference model is updated during training."""
+        return self.reference.update_every is not None
 
     @model_validator(mode="after")
     def _parts_fit(self):
         _check_rows(self, self.data, 1 if self.loss.type == "kto" else 2)
         if self.nll_coefficient and self.loss.type in ("kto", "orpo"):
             raise ValueError(f"`nll_coefficient` is not supported by `loss.type: {self.loss.type}`; set it to 0")
+        if self.moves_reference and not self.loss.needs_reference:
+            raise ValueError(f"`loss.type: {self.loss.type}` has no reference model; remove `reference.update_every`")
+        if self.moves_reference and self.model.lora is not None:
+            raise ValueError(f"`reference.update_every` {ADAPTERS_OFF}")
         if self.loss.type == "kto" and self.rows_per_update < 2:
             raise ValueError("`loss.type: kto` compares the rows of an update; set `rows_per_update` to 2 or more")
         return self

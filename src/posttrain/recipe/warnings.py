@@ -190,7 +190,9 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     kl, rollout, learner, warnings = recipe.kl, recipe.rollout, recipe.learner, []
     warnings += _sampling("rollout.sampling", rollout.sampling)
     if kl.coefficient == 0:
-        keys = [key for key in ("estimator", "apply_to", "importance_weighted", "horizon") if _given(kl, key)]
+        keys = [
+            key for key in ("estimator", "apply_to", "importance_weighted", "horizon", "reference") if _given(kl, key)
+        ]
         warnings += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
     elif kl.target is None and _given(kl, "horizon"):
         warnings.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
@@ -268,7 +270,9 @@ def _entropy(recipe: RlRecipe) -> list[str]:
         if entropy.target is None and _given(entropy, key):
             warnings.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
     if not entropy.has_bonus and entropy.tokens != "all":
-        warnings.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
+        warnings.append(
+            _without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target")
+        )
     once = learner.updates_per_step * learner.epochs_per_step == 1
     if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
         reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"

@@ -26,23 +26,28 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
+from posttrain.training.reference import MovingReference
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Optimizer, Sample, Updater
+from posttrain.training.updater import Optimizer, Sample, Totals, Updater
 
 
 class ReferenceLogprobs:
-    """Sets `ref_logprobs` of samples, with the initial policy as the reference model and a cache on disk."""
+    """Sets `ref_logprobs` of samples. What `precompute` was given has those of the initial policy, with a cache on disk."""
 
-    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores]) -> None:
-        """Construct it before the policy's weights change or are restored from a checkpoint."""
+    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores], cached: bool = True) -> None:
+        """Construct it before the policy's weights change or are restored from a checkpoint.
+
+        Without `cached` nothing is kept, neither on disk nor in memory: for a reference model that changes.
+        """
         self.policy = policy
         self.learner = learner
         self._known: dict[bytes, np.ndarray] = {}
         self._directory: Path | None = None
-        if recipe.loss.needs_reference and recipe.cache_ref_logprobs:
+        self.cached = cached
+        if recipe.loss.needs_reference and recipe.cache_ref_logprobs and cached:
             home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
             self._directory = Path(recipe.data.cache).parent if recipe.data.cache else home
             self._model = _digest_of(policy)
@@ -53,6 +58,7 @@ class ReferenceLogprobs:
         The policy must have its initial weights. It is then its own reference, so no copy of the weights is needed.
         """
         assert self.policy.version == 0, "the policy was already trained"
+        assert self.cached, "the reference model changes"
         names = [_name(sample.stream) for sample in samples]
         missing = sorted({name for name in names if name not in self._known})
         if not missing:
@@ -158,8 +164,10 @@ def train(
     reference = ReferenceLogprobs(recipe, policy, learner)
     pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
     shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
-    objective_for = partial(_objective, recipe, learner, reference, pool, shift)
-    evaluator = PreferenceEvaluator(learner, data, recipe.name, objective_for, unpaired=kind == "unpaired")
+    held_out = partial(_objective, recipe, learner, reference, pool, shift)
+    evaluator = PreferenceEvaluator(learner, data, recipe.name, held_out, unpaired=kind == "unpaired")
+    moving = MovingReference(recipe.reference, policy, optimizer) if recipe.moves_reference else None
+    current = reference if moving is None else ReferenceLogprobs(recipe, policy, learner, cached=False)
     trainer = Trainer(
         LoopSettings.of(recipe, total),
         run,
@@ -169,13 +177,33 @@ def train(
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
         warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings(), *_one_prompt(pool)],
         stateful={"shift": shift} if shift is not None else {},
+        checkpointables={"reference": moving} if moving is not None else {},
         callbacks=callbacks,
     )
     if recipe.loss.needs_reference:
-        rows = [*data.stored, *data.validation, *data.test]
+        parts = [_samples(rows) for rows in (data.validation, data.test)]
         with trainer.phase("reference"):
-            reference.precompute([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
-    train_on(trainer, batches, objective_for, resume, console, shift.update if shift is not None else None)
+            known = [sample for part in parts for sample in part]
+            if moving is None:
+                known = [*_samples(data.stored), *known]
+            elif recipe.loss.type == "kto":
+                known += [
+                    other for part in parts if part for other in mismatched_samples(part, pool, recipe.data.max_tokens)
+                ]
+            reference.precompute(known)
+
+    def learned(totals: Totals) -> None:
+        if shift is not None:
+            shift.update(totals)
+        if moving is not None:
+            moving.follow()
+            totals["reference/updates"] = (float(moving.updates), 1.0)
+
+    train_on(trainer, batches, partial(_objective, recipe, learner, current, pool, shift), resume, console, learned)
+
+
+def _samples(rows: Sequence[TokenRow]) -> list[Sample]:
+    return [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
 
 
 def _objective(

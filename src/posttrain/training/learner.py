@@ -29,6 +29,7 @@ from posttrain.training.objectives import (
     token_energies,
     token_forward,
 )
+from posttrain.training.reference import MovingReference
 from posttrain.training.rl import set_advantages
 from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
@@ -117,7 +118,7 @@ class Learner:
                 `max_gradient_norm`, `schedule`, `warmup_updates`, ...
 
         Raises:
-            InputError: a setting is wrong, or `kl.apply_to` is `reward`.
+            InputError: a setting is wrong, `kl.apply_to` is `reward`, or `kl.reference` is to follow a policy with adapters.
         """
         self.policy = policy
         self.loss: PolicyLoss = chosen(LOSSES, loss)
@@ -133,6 +134,8 @@ class Learner:
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
         self._controller = KlController(self.kl)
+        moves = self.kl.coefficient > 0 and self.kl.reference.update_every is not None
+        self._reference = MovingReference(self.kl.reference, policy, self.optimizer) if moves else None
         self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
         self._energies = Updater(policy, self.optimizer, batches, energy_forward(policy, batches, temperature))
         self._old: dict[int, tuple[weakref.ref[Stream], np.ndarray | None]] = {}
@@ -190,6 +193,9 @@ class Learner:
             random_stream(self.policy.seed, "clip_cov", self.policy.version),
         )
         totals = self._updater.update(samples, objective)
+        if self._reference is not None:
+            self._reference.follow()
+            totals["reference/updates"] = (float(self._reference.updates), 1.0)
         if not totals["optimizer/skipped"][0]:
             add_totals(totals, metrics_without_pass(objective, samples))
         metrics = means(totals)

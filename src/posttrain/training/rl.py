@@ -39,6 +39,7 @@ from posttrain.training.objectives import (
     token_energies,
     token_forward,
 )
+from posttrain.training.reference import MovingReference
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
@@ -113,6 +114,8 @@ def train(
                     metrics["optimizer/learning_rate"] = learner.optimizer.learning_rate
                     if recipe.kl.coefficient > 0:
                         metrics["kl/coefficient"] = c.kl.coefficient
+                    if c.reference is not None:
+                        metrics["reference/updates"] = float(c.reference.updates)
                     c.kl.update(metrics.get("policy/kl"), len(batch.episodes))
                     if recipe.entropy.has_bonus:
                         metrics["entropy/coefficient"] = c.entropy.coefficient
@@ -142,6 +145,8 @@ class Components:
     unit_credit: UnitCreditor | None
     ptx: PtxRows | None
     kl: KlController
+    reference: MovingReference | None
+    """Moves the reference model of the KL penalty."""
     entropy: EntropyController
     guards: Guards
     trainer: Trainer[TokenScores]
@@ -204,6 +209,8 @@ class Components:
             first = self.policy.version == version
             objective = self.objective(first)
             update = self.learner.update([*chosen, *rows], objective)
+            if self.reference is not None:
+                self.reference.follow()
             if not update["optimizer/skipped"][0]:
                 add_totals(update, metrics_without_pass(objective, chosen))
             if not first:  # the weights are no longer those that sampled
@@ -291,6 +298,9 @@ def make_components(
     rollouts = make_rollouts(recipe, manager, tasks, run)
     evaluator = EpisodeEvaluator(manager, recipe.evaluation, recipe.seed, run.episodes, recipe.name, left_out)
     checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
+    reference = MovingReference(recipe.kl.reference, policy, optimizer) if recipe.moves_reference else None
+    if reference is not None:
+        checkpointables["reference"] = reference
     if isinstance(rollouts, AsyncRollouts):
         checkpointables["ahead"] = rollouts
         if recipe.kl.coefficient > 0:
@@ -319,6 +329,7 @@ def make_components(
         unit_credit=unit_credit,
         ptx=ptx,
         kl=kl,
+        reference=reference,
         entropy=entropy,
         guards=guards,
         trainer=trainer,

@@ -56,7 +56,8 @@ def train_on(
     """Make the run's updates, evaluate and save on schedule, and finish.
 
     `objective_for` returns the objective of an update's samples. It may complete them first, for example with reference
-    log-probabilities. `learned` gets the metrics of each update as (sum, count), before the checkpoint of its step.
+    log-probabilities. `learned` gets the metrics of each update as (sum, count), before the checkpoint of its step, and
+    may add to them.
     """
     learner, steps = trainer.learner, trainer.settings.steps
     if resume:

@@ -1,0 +1,90 @@
+"""A reference model that follows the policy (TR-DPO), instead of staying the initial model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from posttrain.errors import InputError
+from posttrain.models.policy import Policy
+from posttrain.recipe.loss import ADAPTERS_OFF, ReferenceRecipe
+from posttrain.training.updater import Optimizer
+
+
+def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], mix: float) -> None:
+    """averages <- mix * weights + (1 - mix) * averages, in place; with mix = 1 a copy, bit for bit.
+
+    `averages`, `weights`: tensors of equal shapes in pairs, float32 where mix < 1.
+
+    Source: Gorbatovski et al. 2024, "Learn your reference model for real good alignment" (TR-DPO), arXiv 2404.09656:
+    the soft update, whose weight alpha is `mix`, and the hard update, which is mix = 1.
+    """
+    for average, weight in zip(averages, weights, strict=True):
+        if mix == 1:
+            average.copy_(weight)
+        else:
+            average.mul_(1 - mix).add_(weight, alpha=mix)
+
+
+class MovingReference:
+    """The reference model of a policy, updated every `update_every` optimizer steps of that policy.
+
+    It changes the copy that `Policy.as_reference` scores with. Where the weights are not float32 and `mix` is below 1, the
+    average is kept in float32, because small changes would be rounded away. `tensors` are what a checkpoint needs.
+
+    Attributes:
+        updates: updates of the reference model so far.
+    """
+
+    def __init__(self, recipe: ReferenceRecipe, policy: Policy, optimizer: Optimizer) -> None:
+        """Load the reference model. `optimizer`: that of all trained parameters of `policy`.
+
+        Raises:
+            InputError: the policy has adapters, or is sharded.
+        """
+        if policy.recipe.lora is not None:
+            raise InputError(f"`reference.update_every` {ADAPTERS_OFF}")
+        if policy.sharded is not None:
+            raise InputError(
+                "`reference.update_every` is not supported for sharded models; remove it, or train in processes that each "
+                "hold the whole model"
+            )
+        assert recipe.update_every is not None
+        self.every = recipe.update_every
+        self.mix = recipe.mix
+        self.policy = policy
+        self.optimizer = optimizer
+        self.updates = 0
+        self._start = policy.version
+        copies = policy.reference_parameters()
+        self._parameters = [copies[name].detach() for name in optimizer.names]
+        rounded = recipe.mix < 1
+        self._averages = [p.float() if rounded and p.dtype != torch.float32 else p for p in self._parameters]
+
+    def follow(self) -> None:
+        """Update the reference model if the policy has made enough optimizer steps. Call it after each, in `critical()`."""
+        if (self.policy.version - self._start) // self.every == self.updates:
+            return
+        self.updates += 1
+        with torch.no_grad():
+            move_towards(self._averages, [master.detach() for master in self.optimizer.masters], self.mix)
+        self._hand_out()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The averages, to be written, or read into."""
+        return dict(zip(self.optimizer.names, self._averages, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of updates."""
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, once `tensors` were read."""
+        self.updates = state["updates"]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give parameters of a lower precision the values of their averages."""
+        for parameter, average in zip(self._parameters, self._averages, strict=True):
+            if average is not parameter:
+                parameter.copy_(average)
