@@ -21,6 +21,19 @@ class PreferenceSide:
     """How much better the chosen answer of a pair is, in units of reward."""
 
 
+@dataclass(frozen=True)
+class TeacherScores:
+    """What a teacher says about n sampled tokens, in nats."""
+
+    logprobs: np.ndarray
+    """[n] float32: log-probability of each."""
+    candidates: np.ndarray | None = None
+    """[n, k] int32: its most probable tokens at each position, the most probable first. None: not computed, or all tokens."""
+    distribution: np.ndarray | None = None
+    """[n, k + 1] float32: log-probabilities of the candidates and, last, of all other tokens together; [n, V] where
+    `candidates` is None. None: not computed."""
+
+
 @dataclass
 class Sample:
     """One stream as the learner sees it, with n sampled tokens among its T."""
@@ -38,8 +51,10 @@ class Sample:
     """[n] float32: the critic's values before the step's updates, in units of reward."""
     returns: np.ndarray | None = None
     """[n] float32: targets of the critic's values."""
+    teacher: TeacherScores | None = None
+    """The teacher's scores of the sampled tokens."""
     ptx: bool = False
-    """A supervised row that joins an update of reinforcement learning, not an episode."""
+    """A supervised row in reinforcement learning or distillation, not an episode."""
     side: PreferenceSide | None = None
     """Set for preference data alone."""
 

@@ -43,7 +43,7 @@ from posttrain.training.rollouts import (
     TaskOrder,
     rollout_metrics,
 )
-from posttrain.training.rows import PtxRows
+from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
@@ -119,7 +119,7 @@ class Components:
     rollouts: Rollouts
     rewards: RewardShaping
     unit_credit: UnitCreditor | None
-    ptx: PtxRows | None
+    ptx: FixedRows | None
     kl: KlController
     guards: Guards
     trainer: Trainer[TokenScores]
@@ -229,7 +229,9 @@ def make_components(
     if recipe.unit_credit is not None and scorer is not None:
         turns, budget = recipe.environment.max_turns, recipe.learner.tokens_per_batch
         unit_credit = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, recipe.seed, turns)
-    ptx = PtxRows(recipe.ptx, manager.renderer, recipe.seed) if recipe.ptx is not None else None
+    ptx = None
+    if (mixed := recipe.ptx) is not None:
+        ptx = FixedRows(mixed.data, mixed.loss_on, mixed.rows_per_update, manager.renderer, recipe.seed)
     warnings += [*summary, *(ptx.warnings if ptx is not None else [])]
     warnings += [*(unit_credit.warnings if unit_credit is not None else []), *manager.template_warnings()]
 
