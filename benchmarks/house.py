@@ -21,6 +21,7 @@ from typing import Any
 from harness.models import model_directory
 from harness.table import show
 
+import posttrain
 from posttrain.training.trainer import Callback
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -40,6 +41,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Trace the stages, count the source, and print both tables."""
     chosen = options()
+    check_source()
     rows = []
     for stage in [name for name in chosen.stages.split(",") if name]:
         trace = traced_step(stage)
@@ -55,6 +57,13 @@ def main() -> None:
         print("import circle:", " -> ".join(circle))
     if chosen.json:
         Path(chosen.json).write_text(json.dumps({"steps": rows, "source": source}, indent=1) + "\n")
+
+
+def check_source() -> None:
+    """Exit unless the imported package is the one whose files are counted: a trace of another one would be empty."""
+    imported = Path(posttrain.__file__).resolve().parent
+    if imported != CORE:
+        sys.exit(f"posttrain is imported from {imported}, not from {CORE}: set PYTHONPATH={SOURCE}")
 
 
 # -- one step -----------------------------------------------------------------------------------------------------------

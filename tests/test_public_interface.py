@@ -272,7 +272,7 @@ def test_recipes_are_as_strict_with_registered_kinds(registered):
         ({"credit": {"type": "shifted"}}, "credit.by is missing; it must be a number"),
         (
             {"loss": {"clip_low": 0.1, "type": "plain"}},
-            "it belongs to loss.type ppo, gspo, gspo_token, cispo, not plain",
+            "it belongs to loss.type ppo, gspo, gspo_token, cispo, gmpo, not plain",
         ),
     ]:
         with pytest.raises(InputError, match=message):

@@ -1,7 +1,7 @@
 """The recipe's classes where pydantic is not installed: defaults and nothing else, which is all a benchmark needs.
 
 Of posttrain the benchmark imports `models`, `engines`, `losses`, `training.learner`, `training.forward` and
-`training.optimizer`. Beside torch, transformers and numpy they want pydantic, for the recipe's parts.
+`training.updater`. Beside torch, transformers and numpy they want pydantic, for the recipe's parts.
 """
 
 import sys

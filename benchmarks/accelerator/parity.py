@@ -7,8 +7,7 @@ import torch
 from accelerator.decoding import answers, engine_of, random_prompts
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
-from posttrain.models.forward import logits_of, token_scores
-from posttrain.models.packing import PackedLayout
+from posttrain.models.forward import PackedLayout, logits_of, token_scores
 from posttrain.recipe.rollout import SamplingRecipe
 
 BUNDLES = [(70, [130, 64, 5]), (33, [200]), (16, [40, 41]), (257, [])]

@@ -18,9 +18,8 @@ from posttrain.models.forward import TokenScores
 from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample
 from posttrain.training.objectives import logprobs, token_batch
-from posttrain.training.updater import Totals
+from posttrain.training.updater import Sample, Totals
 
 
 class ClippedLoss:

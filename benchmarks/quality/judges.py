@@ -18,9 +18,9 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import EntropyUnits, TextUnits, UnitsRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample, pack
 from posttrain.training.unit_credit import JudgedAnswer, UnitValuer
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
+from posttrain.training.updater import Sample, pack
 from quality.arithmetic import wrong_calculations
 from quality.solutions import Reader
 

@@ -39,7 +39,9 @@ def _places(job: dict[str, Any], round_number: int) -> list[Any]:
 
 
 def _environment(job: dict[str, Any]) -> Any:
-    return LongGame.Recipe(type=f"{LongGame.__module__}:LongGame", max_turns=job["turns"], size=job["size"])
+    from posttrain.environments.make import make_env
+
+    return make_env(LongGame, max_turns=job["turns"], size=job["size"])
 
 
 def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) 
 
     places = _places(job, round_number)
     lengths = {
-        derive_seed(*place.stream, 0, turn): answer_length(job, place.seed, place.index, turn)
+        derive_seed(*place.rng_key, 0, turn): answer_length(job, place.seed, place.index, turn)
         for place in places
         for turn in range(job["turns"])
     }
@@ -96,15 +98,15 @@ def play_theirs(model: Any, tokenizer: Any, job: dict[str, Any], round_number: i
 
     from posttrain.data.rendering import Renderer
     from posttrain.episode import StopReason
-    from posttrain.rollout.transcript import TokenTranscript
+    from posttrain.rollout.driver import TokenTranscript
 
     torch.manual_seed(round_number + 1)
-    recipe = _environment(job)
+    environment = _environment(job)
     renderer = Renderer(tokenizer, frozenset(tokenizer.all_special_ids))
     places = _places(job, round_number)
     sampled = computed = answers = 0
     begun = time.perf_counter()
-    games = [LongGame(recipe) for _ in places]
+    games = [environment() for _ in places]
     talks = [
         TokenTranscript(renderer, game.reset(place.seed).messages) for game, place in zip(games, places, strict=True)
     ]

@@ -17,7 +17,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import SeedRange
-from posttrain.runs.files import write_atomically
+from posttrain.runs.directory import write_atomically
 from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
 from posttrain.training.evaluators import START

@@ -141,7 +141,7 @@ def test_the_table_shows_what_is_missing_as_nothing():
 
 def test_a_whole_pass_leaves_nothing_on_the_processor(monkeypatch):
     """On the meta device, which like a GPU refuses tensors of the processor, through the GPU's attention."""
-    monkeypatch.setattr("posttrain.models.packing.supports", lambda query: True)
+    monkeypatch.setattr("posttrain.models.forward.supports", lambda query: True)
     device = torch.device("meta")
     policy = RandomPolicy(TINY["4B"], device)
     policy.model.to(torch.bfloat16)

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,11 +120,12 @@ def test_wrong_input_is_one_sentence(words, message):
     assert "\n" not in str(error)
 
 
-def test_help_starts_at_once():
+def test_help_imports_little():
     code = "import sys; from posttrain.cli.env import app\ntry: app(['play', '--help'])\nfinally: print(*sys.modules)"
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    assert time.monotonic() - start < 1.5
-    assert not {"torch", "numpy", "gymnasium", "omegaconf"} & set(done.stdout.split())
+    imported = done.stdout.splitlines()[-1].split()
+    assert not {"torch", "numpy", "gymnasium", "omegaconf"} & set(imported)
+    # Typer alone brings about 400. A number of modules does not depend on the load of the machine, as seconds do.
+    assert 100 < len(imported) < 500

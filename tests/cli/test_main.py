@@ -3,7 +3,6 @@
 import errno
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -38,17 +37,15 @@ def stage(monkeypatch):
     return recorder
 
 
-def test_help_is_light_and_quick():
+def test_help_imports_little():
     code = (
         "import sys\nfrom posttrain.cli.main import main\nassert main(['--help']) == 0\n"
         "heavy = {'torch', 'transformers', 'matplotlib', 'pydantic', 'gymnasium'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+        "assert len(sys.modules) < 550, len(sys.modules)\n"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    # The promise is one second on an idle machine; tests share theirs with others.
-    assert time.perf_counter() - started < 5
     assert all(f" {verb} " in done.stdout for verb in VERBS)
 
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages, reward_streams
-from posttrain.losses.kl import kl_loss
+from posttrain.losses.kl import estimate_kl, kl_loss
 from posttrain.losses.policy import TokenBatch, policy_loss, token_weights
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.recipe.loss import LossRecipe
@@ -29,6 +29,9 @@ LOSSES = [
     {"type": "gspo"},
     {"type": "gspo_token"},
     {"type": "cispo"},
+    {"type": "dppo"},
+    {"type": "sapo"},
+    {"type": "gmpo"},
     {"type": "reinforce"},
 ]
 
@@ -119,14 +122,58 @@ def test_unbiased_baselines(kind, loss, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss["type"] != "gspo"], ids=str)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss["type"] not in ("gspo", "gmpo")], ids=str)
 def test_returns_from_each_token_on_are_unbiased(loss, size):
     assert relative_error(expected_gradient({"type": "reinforce"}, loss, size)) < 1e-9
 
 
-def test_gspo_gives_every_token_the_mean_advantage_of_its_stream():
+@pytest.mark.parametrize("kind", ["gspo", "gmpo"])
+def test_a_ratio_of_streams_gives_every_token_the_mean_advantage_of_its_stream(kind):
     # Hence its bias where advantages differ inside a stream, which `gspo_token` is there for.
-    assert error_of_direction(expected_gradient({"type": "reinforce"}, {"type": "gspo"}, 2)) > 0.01
+    assert error_of_direction(expected_gradient({"type": "reinforce"}, {"type": kind}, 2)) > 0.01
+
+
+def corrected_gradient(correction: dict) -> np.ndarray:
+    """[STATES, 2]: expected update with `arpo` where another policy than the learner's samples."""
+    log_rollout = log_softmax(
+        PARAMETERS + 0.5 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1.0, 0], [0, 0]])
+    )
+    every = trajectories()
+    choices = torch.tensor([choice for t in every for choice in t.choices])
+    lengths = torch.tensor([len(t.choices) for t in every])
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    logprobs = torch.log_softmax(parameters, dim=1)[choices[:, 0], choices[:, 1]]
+    per_token = lambda values: torch.repeat_interleave(torch.tensor(values, dtype=torch.float64), lengths)  # noqa: E731
+    batch = TokenBatch(
+        rollout_logprobs=torch.from_numpy(log_rollout)[choices[:, 0], choices[:, 1]],
+        advantages=per_token([t.total for t in every]),
+        stream=torch.repeat_interleave(torch.arange(len(every)), lengths),
+        lengths=lengths,
+        weights=per_token([t.probability(log_rollout) for t in every]),
+        old_logprobs=logprobs.detach(),
+    )
+    recipe = TypeAdapter(LossRecipe).validate_python({"type": "reinforce", "correction": correction})
+    policy_loss(recipe, logprobs, batch)[0].backward()
+    assert parameters.grad is not None
+    return -parameters.grad.numpy()
+
+
+def test_sequence_weights_correct_for_another_rollout_policy():
+    assert relative_error(corrected_gradient({"weights": "sequence", "cap": 1e9})) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"weights": "token", "cap": 1e9},
+        {"weights": "sequence", "cap": 1.5},
+        {"weights": "none", "reject": "geometric", "bounds": [0.5, 1.5]},
+        {"weights": "sequence", "cap": 1e9, "reject": "sequence", "bounds": [0.5, 2.0]},
+    ],
+    ids=str,
+)
+def test_other_corrections_are_biased(correction):
+    assert error_of_direction(corrected_gradient(correction)) > 0.01
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -179,6 +226,68 @@ def test_the_gradients_of_kl_estimators_are_what_they_claim():
     for estimator, exact in expected.items():
         np.testing.assert_allclose(gradient(kl_loss(estimator, log_policy, batch)), exact, atol=1e-12)
     assert np.abs(reverse - forward).max() > 1e-3
+
+
+REFERENCE = 0.3 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1.0, 0.0], [-0.5, 0.8]])
+"""Logits of a reference policy less those of the policy."""
+
+
+def test_importance_weighted_kl_has_the_gradient_of_the_kl_whoever_samples():
+    log_rollout = log_softmax(PARAMETERS - 1.5 * REFERENCE)
+    every = trajectories()
+    choices = torch.tensor([choice for t in every for choice in t.choices])
+    lengths = torch.tensor([len(t.choices) for t in every])
+    weights = torch.tensor([t.probability(log_rollout) for t in every], dtype=torch.float64).repeat_interleave(lengths)
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    log_policy, target = torch.log_softmax(parameters, dim=1), torch.from_numpy(log_softmax(PARAMETERS + REFERENCE))
+    states, tokens = choices.T
+    visits = torch.zeros(len(PARAMETERS), dtype=torch.float64).index_add(0, states, weights)
+    kl = (visits * (log_policy.exp() * (log_policy - target)).sum(1)).sum()
+    exact = torch.autograd.grad(kl, parameters, retain_graph=True)[0]
+    batch = TokenBatch(
+        rollout_logprobs=torch.from_numpy(log_rollout)[states, tokens],
+        advantages=torch.zeros(len(choices), dtype=torch.float64),
+        stream=torch.repeat_interleave(torch.arange(len(every)), lengths),
+        lengths=lengths,
+        weights=weights,
+        ref_logprobs=target[states, tokens],
+    )
+
+    def gradient(estimator: str, importance_weighted: bool) -> torch.Tensor:
+        loss = kl_loss(estimator, log_policy[states, tokens], batch, importance_weighted)
+        return torch.autograd.grad(loss, parameters, retain_graph=True)[0]
+
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close(gradient(estimator, True), exact, atol=1e-12, rtol=0)
+    for estimator in ("k2", "k3"):
+        assert (gradient(estimator, False) - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("distance", [0.01, -0.3])
+def test_only_k1_is_a_kl_penalty_in_the_reward(distance):
+    reference = log_softmax(PARAMETERS + distance * REFERENCE)
+    parameters = torch.tensor(PARAMETERS, requires_grad=True)
+    log_policy = torch.log_softmax(parameters, dim=1)
+    kl = torch.zeros((), dtype=torch.float64)
+    penalties: dict[str, np.ndarray] = {}
+    for t in trajectories():
+        log_probability = sum(log_policy[choice] for choice in t.choices)
+        difference = sum(log_policy[choice] - reference[choice] for choice in t.choices)
+        kl = kl + t.environment * log_probability.exp() * difference
+        for estimator in ("k1", "k2", "k3"):
+            d = np.array([LOG_POLICY[choice] - reference[choice] for choice in t.choices])
+            paid = t.probability(LOG_POLICY) * estimate_kl(estimator, d).sum()
+            penalties[estimator] = penalties.get(estimator, 0.0) + paid * score(t, LOG_POLICY)
+    kl.backward()
+    assert parameters.grad is not None
+    exact = parameters.grad.numpy()
+    cosine = {
+        name: float((found * exact).sum() / np.linalg.norm(found) / np.linalg.norm(exact))
+        for name, found in penalties.items()
+    }
+    np.testing.assert_allclose(penalties["k1"], exact, atol=1e-12)
+    assert max(cosine["k2"], cosine["k3"]) < 0.5
+    assert np.linalg.norm(penalties["k3"]) < 0.02 * np.linalg.norm(exact)
 
 
 def test_score_is_zero_on_average():

@@ -50,6 +50,33 @@ def test_text_becomes_messages():
     assert made("prompt", row) == PromptExample([user], "rows row 1", row)
 
 
+def test_a_pair_is_one_good_and_one_bad_answer(tmp_path):
+    user = {"role": "user", "content": "q"}
+    answers = {name: {"role": "assistant", "content": name} for name in ("chosen", "rejected")}
+    rows = [
+        {"prompt": "q", "chosen": "chosen", "rejected": "rejected", "domain": "d"},
+        {"chosen": [user, answers["chosen"]], "rejected": [user, answers["rejected"]], "completion": None},
+        {"prompt": "q", "completion": "chosen", "label": False, "chosen": "x", "rejected": "y"},
+        {"prompt": "q", "chosen": "chosen"},
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = Problems()
+    examples = list(read_examples("unpaired", [SourceRecipe(path=str(path))], COLUMNS, problems))
+    assert [(example.label, example.completion) for example in examples] == [
+        (True, [answers["chosen"]]),
+        (False, [answers["rejected"]]),
+        (True, [answers["chosen"]]),
+        (False, [answers["rejected"]]),
+        (False, [answers["chosen"]]),
+    ]
+    assert all(example.prompt == [user] for example in examples)
+    assert [example.domain for example in examples[:2]] == ["d", "d"]
+    assert (problems.used, problems.total) == (3, 1)
+    first = list(read_examples("unpaired", [SourceRecipe(path=str(path))], COLUMNS, Problems(), max_rows=1))
+    assert first == examples[:2]
+
+
 def test_other_names_of_columns():
     row = {"question": "q", "answer": "a", "prompt": None}
     assert len(made("conversation", row, prompt="question", completion="answer").messages) == 2

@@ -114,9 +114,9 @@ def test_reading_is_lazy(tmp_path):
     path = tmp_path / "train.jsonl"
     write_lines(path, ROWS * 10_000)
     rows = read_rows(SourceRecipe(path=str(path)))
-    started = time.perf_counter()
+    started = time.process_time()
     assert next(rows) == ("train.jsonl row 1", ROWS[0])
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 0.1
 
 
 # What is broken.

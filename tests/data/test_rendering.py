@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from posttrain.data.rendering import Renderer
 from posttrain.episode import StopReason
 from posttrain.errors import InputError
-from posttrain.rollout.transcript import TokenTranscript
+from posttrain.rollout.driver import TokenTranscript
 
 from ..conftest import CHATML, make_tokenizer
 

@@ -29,7 +29,7 @@ def test_two_learners_learn_what_one_learns_and_resume_to_the_same_bits(models, 
     assert together.run(1, [{"values": values("1")}], tmp_path) == [[0]], log.read_text()[-3000:]
     assert together.run(2, [{"values": values("2")}], tmp_path) == [[0, 0]], log.read_text()[-3000:]
     killed = values("killed")
-    dies = (1, "posttrain.training.optimizer:Optimizer.step", 5)
+    dies = (1, "posttrain.training.updater:Optimizer.step", 5)
     together.run(2, [{"values": killed, "die": dies}], tmp_path)
     assert together.run(2, [{"values": killed, "resume": True}], tmp_path) == [[0, 0]], log.read_text()[-3000:]
     one, two, resumed = (

@@ -81,19 +81,22 @@ def values_of(case, tiny, folder):
     return found
 
 
-def given_updates(tiny, out):
+GIVEN = {"given": None, "given_dropout": {"rank": 4, "dropout": 0.5}}
+"""Names of the updates on given episodes -> their adapters."""
+
+
+def given_updates(tiny, out, lora):
     """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
     from posttrain.distributed.world import current_world
     from posttrain.models.policy import Policy
     from posttrain.recipe.loss import PpoLoss
-    from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
-    from posttrain.training.batches import Sample
+    from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
     from posttrain.training.objectives import PolicyObjective, token_forward
-    from posttrain.training.optimizer import Optimizer
     from posttrain.training.rows import stream_of
-    from posttrain.training.updater import Updater
+    from posttrain.training.updater import Optimizer, Sample, Updater
 
-    policy = Policy(ModelRecipe(path=str(tiny), threads=1))
+    policy = Policy(str(tiny), threads=1, lora=lora)
+    # Two micro-batches, one with the long episode; no number of processes divides them further.
     recipe = LearnerRecipe(tokens_per_batch=120)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-3), 2)
     learner = Updater(policy, optimizer, recipe, token_forward(policy, recipe))
@@ -110,9 +113,10 @@ def given_updates(tiny, out):
     if current_world().is_rank0:
         Path(out).mkdir(parents=True)
     policy.save(Path(out) / "policy")
-    whole = dict(policy.weights())
-    stored = load_file(Path(out) / "policy" / "model.safetensors")
-    lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
+    if lora is None:
+        whole = dict(policy.weights())
+        stored = load_file(Path(out) / "policy" / "model.safetensors")
+        lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
     if current_world().is_rank0:
         (Path(out) / "lines.json").write_text(json.dumps(lines))
 
@@ -120,7 +124,10 @@ def given_updates(tiny, out):
 def jobs(tiny, folder, cases=tuple(CASES)):
     """The cases, and updates on given episodes."""
     found = [{"values": values_of(case, tiny, folder / case), "apart": case == "rl_apart"} for case in cases]
-    return [*found, {"call": given_updates, "arguments": (tiny, folder / "given")}]
+    return [
+        *found,
+        *({"call": given_updates, "arguments": (tiny, folder / name, lora)} for name, lora in GIVEN.items()),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +150,7 @@ def alone(models, tmp_path_factory):
         return folder
 
     def finished(job):
-        written = folder / "given" if "call" in job else Path(job["values"]["runs"]) / "small"
+        written = job["arguments"][1] if "call" in job else Path(job["values"]["runs"]) / "small"
         return written.exists()
 
     return run
@@ -164,7 +171,7 @@ def divided(request, models, tmp_path_factory):
     processes, cases = request.param
     codes = together.run(processes, jobs(models, folder, cases), folder)
     logs = "".join((folder / f"log-{rank}.txt").read_text()[-3000:] for rank in range(processes))
-    assert codes == [[0] * processes] * (len(cases) + 1), logs
+    assert codes == [[0] * processes] * (len(cases) + len(GIVEN)), logs
     return folder, cases
 
 
@@ -207,18 +214,19 @@ def small_start(run):
     return Path(yaml.safe_load((run / "recipe.yaml").read_text())["model"]["path"]) / "model.safetensors"
 
 
-def test_updates_on_given_episodes_are_those_of_one_process(alone, divided):
+@pytest.mark.parametrize("name", GIVEN)
+def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided):
     where, cases = divided
-    expected, found = alone(cases) / "given", where / "given"
-    (*lines, written), (*others, written_too) = (
-        json.loads((folder / "lines.json").read_text()) for folder in (expected, found)
-    )
+    expected, found = alone(cases) / name, where / name
+    lines, others = (json.loads((folder / "lines.json").read_text()) for folder in (expected, found))
+    if name == "given":
+        # What an engine outside would be given is what a checkpoint holds.
+        assert lines.pop() == others.pop() == {"wrong": 0.0}
     for line, other in zip(lines, others, strict=True):
-        close(line, other, "given")
+        close(line, other, name)
         assert line["optimizer/gradient_norm"] > 0.01
-    # What an engine outside would be given is what a checkpoint holds.
-    assert written == written_too == {"wrong": 0.0}
-    same_weights(expected / "policy" / "model.safetensors", found / "policy" / "model.safetensors")
+    file = "model.safetensors" if name == "given" else "adapter_model.safetensors"
+    same_weights(expected / "policy" / file, found / "policy" / file)
 
 
 def test_only_the_first_process_talks(divided):

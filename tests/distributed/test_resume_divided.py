@@ -38,7 +38,7 @@ def runs(models, tmp_path_factory):  # noqa: F811
     assert start(models, folder, 2, "2_2", steps=3) == [[0, 0]], log.read_text()[-3000:]
     for name in ("2_1", "2_4"):
         shutil.copytree(folder / "2_2", folder / name)
-    dies = (1, "posttrain.training.optimizer:Optimizer.step", 4)
+    dies = (1, "posttrain.training.updater:Optimizer.step", 4)
     killed = start(models, folder, 2, "2_killed_2", die=dies)
     assert go_on(models, folder, 2, "2_2", "2_killed_2") == [[0, 0]] * 2, log.read_text()[-3000:]
     return folder, killed

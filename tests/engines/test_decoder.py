@@ -16,12 +16,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from posttrain.engines.local.cache import CachedLayout, KeyValuePages
-from posttrain.engines.local.cpu.kernel import decoding_kernel
-from posttrain.engines.local.cpu.linear import SamplingLinear
+from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
+from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.engines.local.paged_attention import Segment
 from posttrain.engines.protocol import Request
 from posttrain.models.attention import use_packed_attention
 from posttrain.recipe.engines import LocalEngineRecipe
@@ -98,7 +96,7 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
 
 
 def test_without_onednn_for_the_precision_the_modules_own_weights_are_used(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.linear.onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr("posttrain.engines.local.cpu.kernel.onednn_multiplies", lambda dtype: False)
     model = made("llama")
     decoder = decoder_of(model)
     assert all(

@@ -6,17 +6,17 @@ import stat
 import pytest
 import torch
 
-from posttrain.engines.local.cache import KeyValuePages
-from posttrain.engines.local.cpu import kernel
-from posttrain.engines.local.cpu.kernel import PAGE, decoding_kernel
-from posttrain.engines.local.paged_attention import (
+from posttrain.engines.local.cache import (
     CompiledDecodingAttention,
+    KeyValuePages,
     Prefix,
     Segment,
     TorchDecodingAttention,
     plan_decoding,
     shared_pages,
 )
+from posttrain.engines.local.cpu import kernel
+from posttrain.engines.local.cpu.kernel import PAGE, decoding_kernel
 
 SLOTS, HEADS, GROUPS, SIZE = 12, 2, 3, 64
 

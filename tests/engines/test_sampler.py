@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from posttrain.engines.local.sampler import sample, truncate
+from posttrain.engines.local.decoder import sample, truncate
 from posttrain.recipe.rollout import SamplingRecipe
 
 PROBABILITIES = torch.tensor([0.5, 0.3, 0.15, 0.05])

@@ -2,21 +2,20 @@
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
+from posttrain.environments.make import make_env
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout import driver
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..training.letters import Letters
 
 
-def play(policy, slots, monkeypatch, episodes=24, per_seed=1):
-    monkeypatch.setattr(driver, "open_environment", Letters)
+def play(policy, slots, episodes=24, per_seed=1):
     engine = LocalEngine(policy, LocalEngineRecipe(slots=slots))
     player = RolloutWorker(
         engine=engine,
         renderer=Renderer(policy.tokenizer, policy.end_tokens),
-        environment=Letters.Recipe(type="letters", max_turns=4),
+        environment=make_env(Letters, max_turns=4),
         rollout=RolloutRecipe(tokens_per_turn=5, tokens_per_episode=700),
         sampling=SamplingRecipe(),
         version=0,
@@ -25,22 +24,22 @@ def play(policy, slots, monkeypatch, episodes=24, per_seed=1):
     return collect_episodes(player, places), engine.counters
 
 
-def test_earlier_turns_stay_in_the_cache_with_more_episodes_than_slots(tiny_policy, monkeypatch):
-    played, counters = play(tiny_policy, 4, monkeypatch)
+def test_earlier_turns_stay_in_the_cache_with_more_episodes_than_slots(tiny_policy):
+    played, counters = play(tiny_policy, 4)
     contexts = sum(len(episode.streams[0]) for episode in played)
     # Every token of a context is computed once, as part of a prompt or of an answer.
     assert counters.prefilled + counters.sampled <= contexts + sum(len(episode.turns) for episode in played)
 
 
-def test_the_episodes_do_not_depend_on_the_number_of_slots(tiny_policy, monkeypatch):
-    few, _ = play(tiny_policy, 3, monkeypatch)
-    many, _ = play(tiny_policy, 64, monkeypatch)
+def test_the_episodes_do_not_depend_on_the_number_of_slots(tiny_policy):
+    few, _ = play(tiny_policy, 3)
+    many, _ = play(tiny_policy, 64)
     assert [e.streams[0].ids.tolist() for e in few] == [e.streams[0].ids.tolist() for e in many]
     assert [e.seed for e in few] == list(range(24))
 
 
-def test_a_group_shares_its_prompt_across_episodes_and_turns(tiny_policy, monkeypatch):
-    played, counters = play(tiny_policy, 8, monkeypatch, episodes=8, per_seed=8)
+def test_a_group_shares_its_prompt_across_episodes_and_turns(tiny_policy):
+    played, counters = play(tiny_policy, 8, episodes=8, per_seed=8)
     prompt = played[0].turns[0].start
     continued = sum(len(episode.streams[0]) - prompt for episode in played)
     assert counters.prefilled + counters.sampled <= prompt + 8 + continued + sum(len(e.turns) for e in played)

@@ -98,10 +98,10 @@ def test_prompts_are_short(name):
 def test_an_episode_takes_little_time(name):
     environment = _make({"type": name})
     play(environment, 0)
-    start = time.perf_counter()
+    start = time.process_time()
     for seed in range(100):
         play(environment, seed, [environment.random_answer(0.1)] * environment.recipe.max_turns)
-    assert (time.perf_counter() - start) / 100 < 0.02
+    assert (time.process_time() - start) / 100 < 0.02
 
 
 def test_seeds_differ():

@@ -15,6 +15,7 @@ from posttrain.engines.protocol import Completion
 from posttrain.environments import text_task
 from posttrain.environments.game import play
 from posttrain.environments.judge import JudgeFailure
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import RewardFailure, TextTask, TextTaskRecipe, prompt_table
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
@@ -349,7 +350,7 @@ def test_a_failing_reward_fails_its_episode_and_no_other(tmp_path):
     player = RolloutWorker(
         engine=_SaysFour(renderer),
         renderer=renderer,
-        environment=_recipe(tmp_path, reward=reward),
+        environment=EnvironmentFactory(_recipe(tmp_path, reward=reward)),
         rollout=RolloutRecipe(),
         sampling=SamplingRecipe(),
         version=0,

@@ -5,10 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from posttrain.episode import RewardStreams
-from posttrain.losses.kl import KlController, apply_kl_penalty, estimate_kl
+from posttrain.losses.kl import KlController, apply_kl_penalty, estimate_kl, kl_metrics
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.loss import KlRecipe
+from posttrain.recipe.warnings import recipe_warnings
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,44 @@ def test_k3_is_finite_and_flat_beyond_its_bound():
     estimate_kl("k3", d).sum().backward()
     assert torch.isfinite(estimate_kl("k3", d)).all()
     assert d.grad.tolist() == [0.0, 0.0]
+
+
+def test_k3_is_cut_off_at_ten_nats_and_counted():
+    d = torch.tensor([-2.0, -2.7, -5.0], dtype=torch.float64, requires_grad=True)
+    found = estimate_kl("k3", d)
+    found.sum().backward()
+    assert found.tolist() == pytest.approx([math.exp(2) - 3, 10.0, 10.0])
+    assert d.grad.tolist() == pytest.approx([1 - math.exp(2), 0.0, 0.0])
+    for values in (d, d.detach().numpy()):
+        assert kl_metrics(values)["policy/kl"] == pytest.approx((math.exp(2) + 17, 3.0))
+        assert kl_metrics(values)["policy/kl_clamped"] == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("given", [{}, {"coefficient": 0.1}])
+def test_the_default_estimator_follows_the_place(given):
+    assert KlRecipe(**given).estimator == "k3"
+    in_reward = KlRecipe(**given, apply_to="reward")
+    assert in_reward.estimator == "k1"
+    assert KlRecipe.model_validate(in_reward.model_dump()) == in_reward
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"apply_to": "reward", "estimator": "k3"}, r"-0.99 at KL 0.16 for k3, and \+1.00 for k1; use k1"),
+        ({"apply_to": "reward", "estimator": "k2"}, "k2` in the reward is no KL penalty"),
+        ({"apply_to": "reward", "importance_weighted": True}, "`importance_weighted` has no effect"),
+        ({"coefficient": 0.1, "estimator": "k1"}, "zero on average"),
+    ],
+)
+def test_estimators_that_are_no_penalty_in_their_place_are_refused(given, words):
+    with pytest.raises(ValidationError, match=words):
+        KlRecipe.model_validate(given)
+
+
+def test_the_default_in_the_reward_is_no_key_without_effect():
+    found = recipe_warnings(load_recipe([], ["kl.apply_to=reward"], "rl"))
+    assert [note for note in found if note.startswith("kl.")] == ["kl.apply_to has no effect: kl.coefficient is 0"]
 
 
 def test_penalty_is_subtracted_from_copies():

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
+from posttrain.losses.preference import PairLogprobs, RewardShift, kto_kl, kto_losses, preference_losses
 from posttrain.recipe.loss import KtoLoss, PreferenceLossRecipe
 
-PAIRWISE = ["dpo", "cdpo", "ipo", "simpo", "orpo"]
-WITH_REFERENCE = ["dpo", "cdpo", "ipo"]
+PAIRWISE = ["dpo", "cdpo", "ipo", "simpo", "orpo", "apo_zero", "apo_down", "bco"]
+WITH_REFERENCE = ["dpo", "cdpo", "ipo", "apo_zero", "apo_down", "bco"]
 LENGTHS = ([4, 2, 7], [2, 2, 3])
 
 
@@ -56,6 +56,9 @@ BY_HAND = {
     ),
     "ipo": ({"beta": 0.5}, (2 / 4 + 1 / 2 - 1) ** 2, 0.25, -0.25),
     "simpo": ({"beta": 2.0, "gamma": 0.5}, -math.log(sigmoid(2 * (-1.5 + 2.5) - 0.5)), -3.0, -5.0),
+    "apo_zero": ({"beta": 0.5}, (1 - sigmoid(1.0)) + sigmoid(-0.5), 1.0, -0.5),
+    "apo_down": ({"beta": 0.5}, sigmoid(1.0) + (1 - sigmoid(1.5)), 1.0, -0.5),
+    "bco": ({"beta": 0.5}, -math.log(sigmoid(1.0)) - math.log(sigmoid(0.5)), 1.0, -0.5),
     "orpo": ({"beta": 0.5}, 1.5 - 0.5 * math.log(sigmoid(log_odds(-1.5) - log_odds(-2.5))), -0.75, -1.25),
 }
 
@@ -217,6 +220,43 @@ def test_a_lost_pair_keeps_its_gradient():
         assert sums.chosen_logprobs.grad.item() == pytest.approx(-recipe(kind).beta)
 
 
+def test_anchored_losses_move_each_answer_and_not_only_their_difference():
+    # At the reference: apo_zero raises chosen and lowers rejected, apo_down lowers both and rejected more.
+    for kind, chosen, rejected in (("apo_zero", -0.125, 0.125), ("apo_down", 0.125 - 0.125, 0.125)):
+        sums = pairs([-6.0], [-5.0], reference=([-6.0], [-5.0]))
+        preference_losses(recipe(kind, beta=0.5), sums).losses.sum().backward()
+        assert sums.chosen_logprobs.grad.item() == pytest.approx(chosen, abs=1e-12)
+        assert sums.rejected_logprobs.grad.item() == pytest.approx(rejected, abs=1e-12)
+    # With chosen above rejected, apo_down lowers chosen too.
+    sums = pairs([-6.0], [-5.0], reference=([-6.0], [-1.0]))
+    preference_losses(recipe("apo_down", beta=0.5), sums).losses.sum().backward()
+    assert sums.chosen_logprobs.grad.item() == pytest.approx(0.125 - 0.5 * sigmoid(2) * sigmoid(-2))
+
+
+def test_the_shift_of_bco_is_subtracted_from_both_rewards():
+    sums = pairs([-6.0], [-5.0], reference=([-8.0], [-4.0]))
+    found = preference_losses(recipe("bco", beta=0.5), sums, 0.3)
+    assert found.losses.item() == pytest.approx(-math.log(sigmoid(1 - 0.3)) - math.log(sigmoid(0.5 + 0.3)))
+    assert found.chosen_rewards.item() == pytest.approx(1.0)
+    # An upper bound of dpo's loss for any shift.
+    for shift in (-2.0, 0.0, 0.25, 3.0):
+        bound = preference_losses(recipe("bco", beta=0.5), sums, shift).losses.item()
+        assert bound > preference_losses(recipe("dpo", beta=0.5), sums).losses.item()
+
+
+def test_the_shift_is_the_mean_reward_of_earlier_updates():
+    shift = RewardShift()
+    assert shift.value == 0.0
+    shift.update({"preference/chosen": (3.0, 2.0), "preference/rejected": (-1.0, 2.0)})
+    assert shift.value == pytest.approx((1.5 - 0.5) / 2)
+    shift.update({"optimizer/skipped": (1.0, 1.0)})
+    shift.update({"preference/chosen": (1.0, 1.0), "preference/rejected": (0.0, 1.0)})
+    assert shift.value == pytest.approx(0.5)
+    again = RewardShift()
+    again.load_state_dict(shift.state_dict())
+    assert again.value == shift.value
+
+
 def test_kto_by_hand():
     part = KtoLoss(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
     logratio = numbers([3.0, 3.0, -1.0]).requires_grad_()
@@ -254,6 +294,7 @@ def test_the_reference_point_is_a_detached_mean_that_is_not_negative():
     assert kto_kl(-ratios).item() == 0.0
     assert not kto_kl(ratios).requires_grad
     assert kto_kl(ratios).shape == ()
+    assert kto_kl(numbers([])).item() == 0.0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.losses.kl import kl_loss
-from posttrain.losses.policy import TokenBatch, nll, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, nll, policy_loss, token_weights
 from posttrain.recipe.loss import LossRecipe
 
 LENGTHS = [3, 1, 5, 2, 4]
@@ -17,9 +17,13 @@ LOSSES = {
     "gspo": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     "gspo_token": {"type": "gspo_token", "clip_low": 0.1, "clip_high": 0.1},
     "cispo": {"type": "cispo", "clip_high": 0.3},
+    "dppo": {"type": "dppo", "delta": 0.05},
+    "sapo": {"type": "sapo"},
+    "gmpo": {"type": "gmpo", "clip_low": 0.1, "clip_high": 0.1},
     "reinforce": {"type": "reinforce"},
-    "tis": {"type": "ppo", "correction": {"type": "tis", "cap": 1.2}},
-    "mis": {"type": "gspo", "correction": {"type": "mis", "cap": 1.2, "level": "sequence"}},
+    "off_policy": {"type": "ppo", "off_policy_mask": 0.05},
+    "tis": {"type": "ppo", "correction": {"cap": 1.2, "reject": "geometric", "bounds": [0.8, 1.3]}},
+    "mis": {"type": "gspo", "correction": {"weights": "sequence", "reject": "token"}},
 }
 
 
@@ -60,8 +64,8 @@ def step(loss, aggregation, parts):
             ref_logprobs=old + joined["reference"],
             old_logprobs=old,
         )
-        if loss == "nll":
-            value, metrics = nll(logprobs, batch), {}
+        if loss in ("nll", "dft"):
+            value, metrics = {"nll": nll, "dft": dft}[loss](logprobs, batch), {}
         elif loss in ("k2", "k3"):
             value, metrics = kl_loss(loss, logprobs, batch), {}
         else:
@@ -73,7 +77,7 @@ def step(loss, aggregation, parts):
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-@pytest.mark.parametrize("loss", [*LOSSES, "k2", "k3", "nll"])
+@pytest.mark.parametrize("loss", [*LOSSES, "k2", "k3", "nll", "dft"])
 def test_any_split_has_the_same_gradient_and_metrics(loss, aggregation):
     whole, totals = step(loss, aggregation, [list(range(5))])
     assert whole.abs().max() > 1e-3

@@ -12,6 +12,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.game import play
 from posttrain.environments.judge import JudgeFailure
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import TextTask, TextTaskRecipe
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
@@ -206,7 +207,7 @@ def _player(recipe, block, action="drop"):
     return RolloutWorker(
         engine=_Says(block),
         renderer=RENDERER,
-        environment=recipe,
+        environment=EnvironmentFactory(recipe),
         rollout=RolloutRecipe(tokens_per_turn=400, tokens_per_episode=9000, failures={"action": action}),
         sampling=SamplingRecipe(),
         version=0,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from posttrain.models.attention import causal_attention
 from posttrain.models.cpu import attention as attention_cpu
-from posttrain.models.packing import PackedLayout
+from posttrain.models.forward import PackedLayout
 
 WIDTH = 8
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of, supports
-from posttrain.models.packing import PackedLayout
+from posttrain.models.forward import PackedLayout
 
 CPU = torch.device("cpu")
 BUNDLES = st.lists(

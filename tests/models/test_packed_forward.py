@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.forward import hidden_states, token_scores
-from posttrain.models.packing import PackedLayout
+from posttrain.models.forward import PackedLayout, hidden_states, token_scores
 from tests.conftest import tiny_config
 
 LENGTHS = [5, 1, 17, 9]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.packing import pack_row
+from posttrain.models.forward import pack_row
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.attention import causal_attention
-from posttrain.models.packing import ProbedLayout
+from posttrain.models.forward import ProbedLayout
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from tests.conftest import save_tiny_model

@@ -38,25 +38,28 @@ def test_what_has_no_effect_is_told():
     assert any(warning.startswith("rollout.async_rollouts has no effect") for warning in recipe_warnings(evaluation))
 
 
-def test_a_loss_without_importance_weights_is_told():
+def test_a_loss_without_a_ratio_to_the_rollout_is_told():
     def told(*given):
         return [
             warning
             for warning in recipe_warnings(load_recipe([], list(given), "rl"))
-            if "no importance weights" in warning
+            if "treats episodes of older weights as on-policy" in warning
         ]
 
     assert len(told("rollout.async_rollouts=1", "loss.type=reinforce")) == 1
     assert told("rollout.async_rollouts=0", "loss.type=reinforce") == []
-    assert told("rollout.async_rollouts=1", "loss.type=ppo") == []
+    assert len(told("rollout.async_rollouts=1", "loss.type=ppo")) == 1
+    for given in ("loss.old=rollout", "loss.type=dppo", "loss.correction.weights=token"):
+        assert told("rollout.async_rollouts=1", given) == []
 
 
-def test_ratios_are_clipped_where_episodes_are_of_older_weights():
+def test_ratios_to_the_rollout_are_clipped_where_episodes_are_of_older_weights():
     def clip_notes(*given):
         return [n for n in recipe_warnings(load_recipe([], ["loss.clip_low=0.1", *given], "rl")) if "clip" in n]
 
     assert clip_notes()
-    assert clip_notes("rollout.async_rollouts=1") == []
+    assert clip_notes("rollout.async_rollouts=1")
+    assert clip_notes("rollout.async_rollouts=1", "loss.old=rollout") == []
 
 
 def test_the_plan_says_how_far_ahead_and_what_that_takes():

@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["kl.zork=1"],
             "override kl.zork=1: there is no key kl.zork; "
-            "the keys of kl are apply_to, coefficient, estimator, horizon, target",
+            "the keys of kl are apply_to, coefficient, estimator, horizon, importance_weighted, target",
         ),
         (
             ["epochs=1"],
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["loss.type=gsop"],
             'override loss.type=gsop: loss.type is "gsop" (did you mean gspo?); '
-            "it must be ppo, gspo, gspo_token, cispo or reinforce",
+            "it must be ppo, gspo, gspo_token, cispo, dppo, sapo, gmpo, reinforce or gpg",
         ),
         (
             ["environment.type=bandt"],
@@ -274,7 +274,7 @@ def test_a_new_type_hides_no_mistake(recipe_file):
         (
             "rl",
             [
-                "loss.correction.type=tis",
+                "loss.correction.weights=token",
                 "optimizer.learning_rate=1e-6",
                 "rollout.overlong_penalty={limit: 9, buffer: 2}",
             ],

@@ -39,7 +39,7 @@ def test_truncation_goes_with_temperature_one_and_adapters_with_lora():
 def test_notes_say_what_nothing_corrects_and_what_has_no_effect():
     recipe = load_recipe([], ["engine.type=vllm", "engine.urls=[http://a:1]", "engine.dtype=float32"], "rl")
     found = recipe_warnings(recipe)
-    assert sum("set loss.correction.type to tis or mis" in note for note in found) == 1
+    assert sum("set loss.correction.weights or loss.correction.reject" in note for note in found) == 1
     assert sum("engine.dtype has no effect" in note for note in found) == 1
-    corrected = load_recipe([], ["engine.type=vllm", "loss.correction.type=mis"], "rl")
+    corrected = load_recipe([], ["engine.type=vllm", "loss.correction.weights=token"], "rl")
     assert not any("engine." in warning for warning in recipe_warnings(corrected))

@@ -1,7 +1,10 @@
 """The episode driver: turns, budgets, failures and their policies."""
 
+import asyncio
+import gc
+import logging
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -9,12 +12,12 @@ import pytest
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Completion, EngineCounters
+from posttrain.environments.make import make_env
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout import driver
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
 from ..conftest import make_tokenizer
@@ -69,16 +72,15 @@ class Counting(Environment):
 
 
 @pytest.fixture(autouse=True)
-def counting(monkeypatch):
-    monkeypatch.setattr(driver, "open_environment", Counting)
+def no_failures():
     Counting.failures_left = 0
 
 
-def play(seeds, engine=None, **rollout):
+def play(seeds, engine=None, environment=Counting, **rollout):
     player = RolloutWorker(
         engine=engine or EchoEngine(),
         renderer=RENDERER,
-        environment=EnvironmentRecipe(type="counting", max_turns=3),
+        environment=make_env(environment, max_turns=3),
         rollout=RolloutRecipe(**rollout),
         sampling=SamplingRecipe(),
         version=4,
@@ -115,7 +117,7 @@ def test_a_failing_environment_fails_its_episode_alone():
     Counting.failures_left = 99
     episodes = play([1, 13, 2])
     assert [e.outcome for e in episodes] == [Outcome.TERMINATED, Outcome.FAILED, Outcome.TERMINATED]
-    assert episodes[1].failure == "counting raised ValueError: the dice fell off the table"
+    assert episodes[1].failure == "tests.rollout.test_driver:Counting raised ValueError: the dice fell off the table"
     assert not episodes[1].success
 
 
@@ -131,12 +133,12 @@ def test_retry_plays_again_with_other_random_numbers():
 def test_a_reward_that_is_not_a_number_is_a_failure_and_never_zero():
     (episode,) = play([14])
     assert episode.outcome is Outcome.FAILED
-    assert episode.failure == "counting gave the reward nan for seed 14"
+    assert episode.failure == "tests.rollout.test_driver:Counting gave the reward nan for seed 14"
 
 
 def test_a_slow_environment_times_out():
     (episode,) = play([15], environment_timeout=0.05)
-    assert episode.failure == "counting took longer than 0.05 s"
+    assert episode.failure == "tests.rollout.test_driver:Counting took longer than 0.05 s"
 
 
 def test_a_full_context_truncates_the_episode():
@@ -159,10 +161,9 @@ class Forgetting(Counting):
         return replace(step, new_conversation=self.turn == 1)
 
 
-def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before(monkeypatch):
-    monkeypatch.setattr(driver, "open_environment", Forgetting)
+def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before():
     engine = EchoEngine()
-    (episode,) = play([1], engine)
+    (episode,) = play([1], engine, Forgetting)
     one, other = episode.streams
     assert [turn.stream for turn in episode.turns] == [0, 1, 1]
     assert other.ids.tolist()[: len(engine.requests[1].prompt_ids)] == list(engine.requests[1].prompt_ids)
@@ -170,3 +171,40 @@ def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before
     assert list(engine.requests[2].prompt_ids) == other.ids.tolist()[: len(engine.requests[2].prompt_ids)]
     assert (one.rewards.sum(), other.rewards.sum()) == (1, 2)
     assert episode.total_reward == 3
+
+
+class Interrupting(Counting):
+    """Is interrupted in the middle of seed 16, as by a signal that arrives while the environment computes."""
+
+    def step(self, action):
+        if self.seed == 16 and self.turn == 1:
+            raise KeyboardInterrupt("SIGTERM")
+        return super().step(action)
+
+
+class WaitingEngine(EchoEngine):
+    """Lets the other episodes run before it answers."""
+
+    async def generate(self, request):
+        await asyncio.sleep(0)
+        return await super().generate(request)
+
+
+def test_an_interrupt_inside_an_episode_ends_all_and_leaves_no_task_behind(caplog):
+    opened, closed = [], []
+
+    @contextmanager
+    def episode(group):
+        opened.append(group)
+        try:
+            yield
+        finally:
+            closed.append(group)
+
+    engine = WaitingEngine()
+    engine.episode = episode
+    with caplog.at_level(logging.ERROR, logger="asyncio"), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        play([1, 16, 2], engine, Interrupting)
+    gc.collect()
+    assert not caplog.records
+    assert sorted(closed) == sorted(opened)

@@ -7,14 +7,14 @@ from typing import ClassVar
 import pytest
 
 from posttrain.engines.openai import chat_client
-from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.environments.make import make_env
+from posttrain.environments.protocol import Environment, EnvironmentFactory, Observation, Step
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.summary import summarize
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout import driver
 from posttrain.rollout.driver import EpisodeRequest, collect_episodes
 from posttrain.rollout.remote_worker import THOUGHTS, FailureLimit, RemoteRolloutWorker
 from posttrain.rollout.store import read_episodes, write_episodes
@@ -51,8 +51,7 @@ class Words(Environment):
 
 
 @pytest.fixture
-def words(monkeypatch):
-    monkeypatch.setattr(driver, "open_environment", Words)
+def words():
     Words.answers = []
 
 
@@ -63,7 +62,7 @@ def player(server, environment=None, count=1, sampling=GREEDY, rollout=None, **e
         client=chat_client("engine", recipe.url, recipe.timeout, recipe.retries, recipe.api_key_variable),
         engine=recipe,
         failure_monitor=FailureLimit(limits.failures, count),
-        environment=environment or WordRecipe(type="words", max_turns=2),
+        environment=environment or make_env(Words, max_turns=2),
         rollout=limits,
         sampling=sampling,
     )
@@ -85,7 +84,7 @@ def test_the_scripted_solution_of_the_memory_succeeds_through_a_server(keys, tmp
     recipe, seeds = MemoryRecipe.model_validate(MEMORY | keys), range(8)
     model = scripted(Memory, recipe, seeds)
     with serving(lambda request: Reply(model(request), tokens=11)) as server:
-        episodes = play(server, seeds, environment=recipe, rollout={"tokens_per_turn": 99})
+        episodes = play(server, seeds, environment=EnvironmentFactory(recipe), rollout={"tokens_per_turn": 99})
     assert [episode.seed for episode in episodes] == list(seeds)
     assert all(episode.success and episode.outcome is Outcome.TERMINATED for episode in episodes)
     assert {episode.version for episode in episodes} == {0}
@@ -103,7 +102,7 @@ def test_the_scripted_solution_of_the_memory_succeeds_through_a_server(keys, tmp
 def test_nonsense_is_rejected_and_not_failed():
     recipe = MemoryRecipe.model_validate(MEMORY | {"max_turns": 3})
     with serving(lambda request: Reply("I would rather talk about the weather.")) as server:
-        episodes = play(server, range(4), environment=recipe)
+        episodes = play(server, range(4), environment=EnvironmentFactory(recipe))
     found = summarize(episodes)
     assert (found.success.value, found.failed, found.rejected_share, found.turns) == (0.0, 0, 1.0, 3.0)
 
@@ -217,12 +216,12 @@ def test_thoughts_that_come_apart_are_put_back_where_the_format_has_them(name):
     thought = {name: "hm"}
     replies = [Reply("<answer>", message=thought), Reply(None, "length", message=thought)]
     with serving(always(*replies)) as server:
-        (episode,) = play(server, environment=WordRecipe(type="words", max_turns=2, thinking=True))
+        (episode,) = play(server, environment=make_env(Words, max_turns=2, thinking=True))
     assert Words.answers == ["<think>hm</think><answer>", "<think>hm"]
     assert server.asked[1]["messages"][1]["content"] == "<think>hm</think><answer>"
     assert not any(THOUGHTS in turn.info for turn in episode.turns)
     with serving(always(Reply(" <think>own</think>", message=thought))) as server:
-        play(server, environment=WordRecipe(type="words", max_turns=2, thinking=True))
+        play(server, environment=make_env(Words, max_turns=2, thinking=True))
     assert Words.answers[-1] == " <think>own</think>"
     with serving(always(Reply("right", message=thought))) as server:
         (episode,) = play(server)
@@ -236,7 +235,7 @@ def test_stop_strings_cut_here_or_at_a_server_that_says_which():
     stops = {"stop_strings": ["</a>", "</b>"]}
     replies = [Reply("x</b> y</a>", message={"reasoning_content": "</a>"}), Reply("no end, right")]
     with serving(always(*replies)) as server:
-        (episode,) = play(server, rollout=stops, environment=WordRecipe(type="words", max_turns=2, thinking=True))
+        (episode,) = play(server, rollout=stops, environment=make_env(Words, max_turns=2, thinking=True))
     assert "stop" not in server.asked[0]
     assert [turn.answer for turn in episode.turns] == ["<think></a></think>x</b>", "no end, right"]
     assert [turn.stop_reason for turn in episode.turns] == [StopReason.STOP_STRING, StopReason.END_TOKEN]
@@ -255,5 +254,5 @@ def test_an_environment_that_begins_the_answers_is_refused_before_anything_is_as
         serving(always(Reply("x"))) as server,
         pytest.raises(InputError, match=r"<think>.*set environment\.opened_by=policy"),
     ):
-        play(server, environment=MemoryRecipe.model_validate(MEMORY | {"opened_by": "environment"}))
+        play(server, environment=EnvironmentFactory(MemoryRecipe.model_validate(MEMORY | {"opened_by": "environment"})))
     assert not server.asked

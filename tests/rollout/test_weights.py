@@ -27,8 +27,9 @@ class Engine:
     def __init__(self, policy):
         self.policy, self.counters, self.loaded = policy, EngineCounters(), []
 
-    def load_weights(self, version):
-        assert float(self.policy.parameter.detach()) == version / 2
+    def load_weights(self, version, source=None):
+        assert source is self.policy
+        assert float(source.parameter.detach()) == version / 2
         self.loaded.append((self.counters.forwards, version))
 
     def step(self):

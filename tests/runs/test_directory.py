@@ -13,9 +13,15 @@ import yaml
 
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.stages import RlRecipe
-from posttrain.runs import files
-from posttrain.runs.directory import RunDirectory, recipe_hash
-from posttrain.runs.files import partial_path, storage_error, storage_errors, write_atomically
+from posttrain.runs import directory
+from posttrain.runs.directory import (
+    RunDirectory,
+    partial_path,
+    recipe_hash,
+    storage_error,
+    storage_errors,
+    write_atomically,
+)
 
 
 def test_a_run_holds_its_recipe_and_what_it_ran_on(recipe: RlRecipe, run: RunDirectory) -> None:
@@ -160,7 +166,7 @@ def test_write_atomically_keeps_the_old_file_when_the_disk_is_full(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(directory.os, "fsync", full)
     with pytest.raises(RunError, match=r"state.*disk is full.*--resume"):
         write_atomically(path, b"new")
     assert path.read_text() == "old"
@@ -171,7 +177,7 @@ def test_write_atomically_writes_aside(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "state"
     seen = []
     rename = os.replace
-    monkeypatch.setattr(files.os, "replace", lambda a, b: (seen.append((a, path.exists())), rename(a, b)))
+    monkeypatch.setattr(directory.os, "replace", lambda a, b: (seen.append((a, path.exists())), rename(a, b)))
     write_atomically(path, "größe")
     assert seen == [(partial_path(path), False)]
     assert path.read_bytes() == "größe".encode()
@@ -181,7 +187,7 @@ def test_a_run_that_cannot_be_made_leaves_nothing(recipe: RlRecipe, monkeypatch:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(directory.os, "fsync", full)
     with pytest.raises(RunError, match="disk is full"):
         RunDirectory.create(recipe)
     assert list(Path(recipe.runs).iterdir()) == []

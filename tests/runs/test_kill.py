@@ -15,8 +15,7 @@ WRITER = """
 import itertools, sys
 from pathlib import Path
 from posttrain.rollout.store import write_episodes
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import write_atomically
+from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import MetricsLog
 from tests.rollout.episodes import played
 
@@ -64,7 +63,6 @@ def test_what_a_killed_run_left_is_whole_and_goes_on(run: RunDirectory) -> None:
     [
         "runs.directory",
         "runs.metrics",
-        "runs.progress",
         "runs.report",
         "evaluation.summary",
         "rollout.store",

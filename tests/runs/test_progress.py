@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from posttrain.runs.progress import Progress, duration, rate
+from posttrain.runs.metrics import Progress, duration, rate
 
 TRAIN = {"rollout/success": 0.25, "rollout/return": -0.5, "speed/tokens_per_second": 1234.5}
 EVALUATION = {"success": 0.5, "success_low": 0.4, "success_high": 0.6, "n": 128, "return": 0.75}
@@ -84,7 +84,7 @@ def test_the_display_is_taken_down_when_training_fails() -> None:
 
 def test_time_left_counts_only_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("posttrain.runs.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("posttrain.runs.metrics.time.monotonic", lambda: now[0])
     with Progress(30, "t", start_step=10, console=Console(file=io.StringIO())) as progress:
         assert progress.time_left() == "?"
         now[0] += 60

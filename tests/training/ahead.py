@@ -66,7 +66,7 @@ class OneThread:
         worker = RolloutWorker(
             self.engine,
             Renderer(self.replica.tokenizer, self.replica.end_tokens),
-            self.recipe.environment,
+            self.manager.environment,
             self.recipe.rollout,
             self.recipe.rollout.sampling,
             weights.version,

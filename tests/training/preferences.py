@@ -60,7 +60,7 @@ def recipe_values(stage: str, tiny: Path, folder: Path, **changes) -> dict:
         "data": data,
         "epochs": 2,
         "rows_per_update": 8,
-        "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "warmup_updates": 2},
+        "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2},
         "learner": {"tokens_per_batch": 500},
         "evaluation": {"every": 3},
         "checkpoint": {"every": 1, "keep": 2},

@@ -36,7 +36,7 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
         },
         "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 50},
         "entropy_coefficient": 0.01,
-        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_updates": 2},
+        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2},
         "learner": {"tokens_per_batch": 1500, "updates_per_step": 2},
         "evaluation": {
             "every": 2,

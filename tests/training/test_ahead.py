@@ -167,7 +167,7 @@ def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credi
         {"credit": {"type": "gae"}},
         {"credit": {"type": "gae"}, "critic": {"backbone": "shared"}},
         {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
-        {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
+        {"loss": {"type": "ppo", "correction": {"weights": "token"}}},
         {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}},
     ],
     ids=str,

@@ -17,7 +17,7 @@ PLACES = {
     "journal end": ("posttrain.rollout.journal:EpisodeBuffer.finish", 5),
     "events": ("posttrain.rollout.journal:EventLog.append", 5),
     "environment": ("posttrain_user_letters:Letters.step", 60),
-    "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),
+    "optimizer": ("posttrain.training.updater:Optimizer.step", 8),
     "publish": ("posttrain.rollout.weight_sync:PublishedWeights.publish", 5),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 10),
     "sync": ("os:fsync", 60),
@@ -62,7 +62,7 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, u
 def test_it_resumes_from_an_older_checkpoint_whose_buffer_is_gone(tiny_model, tmp_path, uninterrupted):
     values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
     # Its fifth step is learned from, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
-    assert small.run(values, die_at=("posttrain.training.optimizer:Optimizer.step", 10)) == -9
+    assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 10)) == -9
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     assert [path.name for path in (run / "ahead").iterdir()] == ["batch_000005.jsonl"]
     shutil.rmtree(run / "checkpoints" / "step_000004")
@@ -92,7 +92,7 @@ def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_
     values["checkpoint"] = {"every": 50, "keep": 2}
     values["evaluation"] = values["evaluation"] | {"every": 0}  # whose best one would be saved
     # The learner dies in its third step: by then the batches of steps 1 to 3 are there, and no checkpoint is.
-    assert small.run(values, die_at=("posttrain.training.optimizer:Optimizer.step", 5)) == -9
+    assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 5)) == -9
     left = {path.name: path.read_bytes() for path in (tmp_path / "small" / "ahead").iterdir()}
     complete = [name for name, content in left.items() if b'{"end"' in content]
     assert len(complete) >= 3

@@ -13,8 +13,8 @@ from posttrain.data.rendering import Renderer
 from posttrain.recipe.data import DataRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
-from posttrain.training.batches import pack
 from posttrain.training.rows import StreamedRows, load_data, samples_of_row
+from posttrain.training.updater import pack
 from tests.conftest import make_tokenizer
 from tests.data.malformed import malformed
 from tests.training import small

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from posttrain.episode import Stream
 from posttrain.errors import RunError
-from posttrain.models.packing import pack_row, prompt_length
-from posttrain.training.batches import Sample, pack
+from posttrain.models.forward import pack_row, prompt_length
+from posttrain.training.updater import Sample, pack
 
 
 def sample(prompt, answer, label="step 1 group 0 episode 0"):

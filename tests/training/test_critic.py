@@ -13,9 +13,9 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.batches import pack
 from posttrain.training.critic import CriticLearner
 from posttrain.training.objectives import ValueObjective
+from posttrain.training.updater import pack
 from tests.conftest import make_tokenizer, save_tiny_model
 
 from . import small
@@ -166,7 +166,7 @@ def test_a_warm_up_that_never_ends_is_refused():
 PLACES = {
     "critic": "posttrain.training.critic:CriticLearner.update",
     "values": "posttrain.training.critic:CriticLearner.estimate_values",
-    "optimizer": "posttrain.training.optimizer:Optimizer.step",
+    "optimizer": "posttrain.training.updater:Optimizer.step",
     "tensors": "torch:save",
     "rollout": "posttrain.engines.local.engine:LocalEngine._step",
 }

@@ -18,11 +18,9 @@ from posttrain.recipe.distill import DistillRecipe
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.teacher import TeacherRecipe
 from posttrain.rollout.driver import rollout
-from posttrain.training.batches import samples_of_episodes
 from posttrain.training.distillation import DistillationObjective, distillation_forward
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.teacher import WHOLE, open_teacher
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Updater, samples_of_episodes
 
 from ..conftest import make_tokenizer, save_tiny_model
 from . import small
@@ -301,9 +299,9 @@ def test_fields_come_from_the_row_the_expert_and_the_group(tiny_model, tmp_path)
 
 def test_a_field_that_no_task_has_is_refused(tiny_model, tmp_path):
     policy = Policy(ModelRecipe(path=str(tiny_model)))
+    recipe, environment = TeacherRecipe(policy="current", context="{solution}"), prompts_file(tmp_path)
     with pytest.raises(InputError, match=r"teacher\.context: .* has no solution; use one of feedback, hint, label, "):
-        recipe = TeacherRecipe(policy="current", context="{solution}")
-        teacher_for(recipe, policy, environment=prompts_file(tmp_path))
+        teacher_for(recipe, policy, environment=environment)
 
 
 @pytest.mark.parametrize("weights", ["initial", "current"])

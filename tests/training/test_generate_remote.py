@@ -171,7 +171,6 @@ def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
     assert (tmp_path / "p.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-@pytest.mark.slow
 def test_interrupted_it_says_what_is_kept_and_how_to_go_on(tmp_path):
     def slow(request):
         reply = square(request)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.training.evaluators import START, EpisodeEvaluator
 from posttrain_memory.environment import Memory
@@ -10,7 +11,7 @@ from posttrain_memory.recipe import MemoryRecipe
 
 def test_players_of_the_environment_are_rows_of_the_final_table(tmp_path):
     environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
-    manager = SimpleNamespace(environment=environment, rollout=None, model_name="model")
+    manager = SimpleNamespace(environment=EnvironmentFactory(environment), rollout=None, model_name="model")
     evaluation = EvaluationRecipe(seeds=SeedRange(start=50, count=1), final_seeds=SeedRange(start=5, count=6))
     evaluator = EpisodeEvaluator(manager, evaluation, 0, tmp_path, "run")
     lines = evaluator.baselines()

@@ -19,15 +19,14 @@ from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, Optim
 from posttrain.recipe.stages import DpoRecipe, Recipe
 from posttrain.stages import run_stage
 from posttrain.training import dpo as references_module
-from posttrain.training.batches import pack
 from posttrain.training.dpo import ReferenceLogprobs
 from posttrain.training.objectives import PairObjective, RewardObjective, logprobs, reward_forward, token_forward
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import samples_of_row
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Updater, pack
 from tests.training.preferences import pair_rows, recipe_values, unpaired_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)
+PAIRWISE = ["dpo", "ipo", "cdpo", "simpo", "orpo", "apo_zero", "apo_down", "bco"]
 
 
 def pair_samples(seed=0):
@@ -62,7 +61,7 @@ def gradients(make_model, budget, objective, samples, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", PAIRWISE)
 def test_no_split_changes_the_gradient_of_a_preference_loss(loss, tiny_model, monkeypatch):
     def make_model():
         policy = Policy(ModelRecipe(path=str(tiny_model)))
@@ -168,7 +167,7 @@ def test_a_reward_model_without_margins_says_so(tiny_model, tmp_path):
     assert "loss.margin has no effect" not in directory.report.read_text()
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "cdpo", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", PAIRWISE)
 def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": loss}, epochs=5)
     directory, _ = run(values)
@@ -177,7 +176,10 @@ def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
     assert train[-1]["loss/preference"] < train[0]["loss/preference"]
     curve = [line["validation/accuracy"] for line in lines if line["kind"] == "evaluation"]
     assert max(curve) > 0.6
-    if loss in ("dpo", "ipo", "cdpo"):
+    if loss == "bco":
+        assert train[0]["preference/shift"] == 0.0
+        assert train[2]["preference/shift"] != 0.0
+    if loss not in ("simpo", "orpo"):
         assert abs(lines[0]["test/margin"]) < 1e-4  # the policy starts as the reference
 
 
@@ -190,6 +192,81 @@ def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
     train = [line for line in lines if line["kind"] == "train"]
     assert all(line["preference/kl"] >= 0 for line in train)
     assert max(line["validation/accuracy"] for line in lines if line["kind"] == "evaluation") > 0.6
+
+
+def test_kto_takes_pairs_and_mismatches_their_answers(tiny_model, tmp_path, monkeypatch):
+    """Six pairs in updates of 11 answers, so the second update of an epoch has one."""
+    estimated = []
+    plain = references_module.mismatched_samples
+
+    def recorded(samples, *rest):
+        estimated.append((samples, plain(samples, *rest)))
+        return estimated[-1][1]
+
+    monkeypatch.setattr(references_module, "mismatched_samples", recorded)
+    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1, rows_per_update=11)
+    values["data"]["train"] = write_jsonl(tmp_path / "pairs.jsonl", pair_rows(6))
+    directory, _ = run(values)
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["preference/mismatched"] for line in train] == [11, 1]
+    own = {answer_of(sample): prompt_of(sample) for samples, _ in estimated for sample in samples}
+    for samples, mismatched in estimated:
+        assert [prompt_of(sample) for sample in mismatched] == [prompt_of(sample) for sample in samples]
+        assert all(own[answer_of(sample)] != prompt_of(sample) for sample in mismatched)
+
+
+def answer_of(sample):
+    return sample.stream.ids[sample.stream.sampled].tobytes()
+
+
+def prompt_of(sample):
+    return sample.stream.ids[: int(np.argmax(sample.stream.sampled))].tobytes()
+
+
+def answers(*prompts):
+    """One sample per prompt, whose answer is its place."""
+    samples = []
+    for place, prompt in enumerate(prompts):
+        ids = np.array([1, prompt, 100 + place])
+        samples += samples_of_row(TokenRow([TokenStream(ids, ids >= 100)], f"row {place}"), place)
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("prompts", "donors"),
+    [([7, 8, 9], [1, 2, 0]), ([7, 7, 8, 8], [2, 3, 0, 1]), ([7, 8, 7, 7], [1, 0, 1, 1])],
+)
+def test_mismatched_answers_are_to_other_prompts(prompts, donors):
+    samples = answers(*prompts)
+    found = references_module.mismatched_samples(samples, [], 10)
+    assert [sample.stream.ids.tolist() for sample in found] == [
+        [1, prompt, 100 + donor] for prompt, donor in zip(prompts, donors, strict=True)
+    ]
+
+
+def test_an_update_of_one_prompt_takes_answers_of_the_data_set():
+    pool = [
+        TokenRow([TokenStream(ids, ids >= 100)], "pool")
+        for ids in (np.array([1, prompt, 200 + prompt]) for prompt in (7, 8, 9))
+    ]
+    found = references_module.mismatched_samples(answers(7), pool, 10)
+    assert found[0].stream.ids.tolist() in ([1, 7, 208], [1, 7, 209])
+    both = references_module.mismatched_samples(answers(7, 7), pool, 10)
+    assert sorted(sample.stream.ids[2] for sample in both) == [208, 209]
+    assert references_module.mismatched_samples(answers(7, 7), pool[:1], 10) == []
+    assert references_module.mismatched_samples(answers(7, 7), [], 10) == []
+
+
+def test_kto_on_one_prompt_has_no_reference_point_and_says_so(tiny_model, tmp_path):
+    values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1)
+    rows = [row | {"prompt": unpaired_rows(1)[0]["prompt"]} for row in unpaired_rows(2)]
+    values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", rows)
+    directory, _ = run(values)
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [(line["preference/kl"], line["preference/mismatched"]) for line in train] == [(0, 0)]
+    assert "all training rows have the same prompt" in directory.report.read_text()
 
 
 def test_kto_with_verdicts_of_one_kind_in_a_domain_ends_with_a_table(tiny_model, tmp_path):

@@ -12,8 +12,8 @@ from . import small
 PLACES = {
     "rollout": ("posttrain.engines.local.engine:LocalEngine._step", 160),
     "environment": ("posttrain_user_letters:Letters.step", 60),
-    "update": ("posttrain.training.optimizer:Optimizer.collect", 16),
-    "optimizer": ("posttrain.training.optimizer:Optimizer.step", 8),
+    "update": ("posttrain.training.updater:Optimizer.collect", 16),
+    "optimizer": ("posttrain.training.updater:Optimizer.step", 8),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 10),
     "sync": ("os:fsync", 60),
     "rename": ("pathlib:Path.rename", 6),

@@ -10,8 +10,8 @@ from tests.training.preferences import recipe_values, unpaired_rows, write_jsonl
 
 PLACES = {
     "learner": ("posttrain.training.updater:Updater.update", 7),
-    "backward": ("posttrain.training.optimizer:Optimizer.collect", 20),
-    "optimizer": ("posttrain.training.optimizer:Optimizer.step", 7),
+    "backward": ("posttrain.training.updater:Optimizer.collect", 20),
+    "optimizer": ("posttrain.training.updater:Optimizer.step", 7),
     "metrics": ("posttrain.runs.metrics:MetricsLog.write", 12),
     "checkpoint": ("posttrain.training.checkpoint:Checkpoints.save", 7),
     "tensors": ("torch:save", 7),
@@ -31,6 +31,7 @@ VARIANTS = {
     "dpo_streamed": ("dpo", {"steps": 7, "epochs": 1}),
     "kto": ("dpo", {"loss": {"type": "kto"}}),
     "kto_lora": ("dpo", {"loss": {"type": "kto"}, "cache_ref_logprobs": False}),
+    "bco": ("dpo", {"loss": {"type": "bco"}}),
     "reward": ("reward", {}),
     "reward_lora": ("reward", {}),
     "reward_streamed": ("reward", {"steps": 7, "epochs": 1}),
@@ -98,6 +99,7 @@ def same(run, reference):
         ("dpo", [("caches", 3), ("learner", 3)]),
         pytest.param("dpo_streamed", [("tensors", 3)], marks=pytest.mark.slow),
         pytest.param("kto", [("metrics", 5)], marks=pytest.mark.slow),
+        pytest.param("bco", [("metrics", 5)], marks=pytest.mark.slow),
         pytest.param("reward", [("rename", 3)], marks=pytest.mark.slow),
         ("reward_lora", [("optimizer", 4)]),
     ],

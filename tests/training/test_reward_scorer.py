@@ -15,9 +15,7 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import FailureRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.driver import without_failures
-from posttrain.rollout.transcript import TokenTranscript
-from posttrain.training.batches import samples_of_episodes
+from posttrain.rollout.driver import TokenTranscript, without_failures
 from posttrain.training.reward_scorer import (
     RAW,
     RewardScorer,
@@ -26,6 +24,7 @@ from posttrain.training.reward_scorer import (
     open_scorer,
     scaled,
 )
+from posttrain.training.updater import samples_of_episodes
 from tests.conftest import CHATML, make_tokenizer
 
 MEAN, STD = 0.05, 0.4

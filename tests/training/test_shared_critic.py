@@ -13,7 +13,6 @@ from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.batches import pack
 from posttrain.training.critic import CriticLearner
 from posttrain.training.objectives import (
     MixedObjective,
@@ -23,8 +22,7 @@ from posttrain.training.objectives import (
     scores,
     token_forward,
 )
-from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Updater, means
+from posttrain.training.updater import Optimizer, Updater, means, pack
 
 from . import small
 from .test_critic import foretold
@@ -230,7 +228,7 @@ def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
         {"model": {"gradient_checkpointing": True}},
         {"credit": {"type": "bilevel_gae"}},
         {"loss": {"type": "gspo"}},
-        {"loss": {"type": "ppo", "correction": {"type": "tis"}}},
+        {"loss": {"type": "ppo", "correction": {"weights": "token"}}},
         {"learner": {"epochs_per_step": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
     ],
     ids=str,
@@ -287,7 +285,7 @@ def uninterrupted(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize(
     ("place", "count"),
     [
-        ("posttrain.training.optimizer:Optimizer.step", 6),  # the trunk has made its update, the head has not
+        ("posttrain.training.updater:Optimizer.step", 6),  # the trunk has made its update, the head has not
         pytest.param("torch:save", 3, marks=pytest.mark.slow),
     ],
 )

@@ -21,10 +21,10 @@ from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe, stored_units
 from posttrain.stages import run_stage
-from posttrain.training.batches import pack
 from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.rows import samples_of_row
 from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward, unit_rewards
+from posttrain.training.updater import pack
 from tests.training.preferences import recipe_values
 from tests.training.test_preferences import gradients, pair_samples
 from tests.training.test_reward_scorer import episode, other_tokenizer, scorer

@@ -6,13 +6,13 @@ import torch
 
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.training.batches import pack
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
-from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Updater, decayed, pack
+from tests.conftest import save_tiny_model
 
 from .test_batches import sample
 
@@ -147,3 +147,30 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
         scores.logprobs.sum().backward()
         found.append(torch.cat([p.grad.flatten() for _, p in policy.trainable()]))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gpt2", "adapters", "reward"])
+def test_weight_decay_spares_what_transformers_spares(architecture, tmp_path):
+    from transformers import AutoModelForCausalLM, GPT2Config, Trainer
+
+    if architecture == "gpt2":
+        model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50))
+    else:
+        path = str(save_tiny_model(tmp_path, architecture if architecture.startswith(("llama", "qwen")) else "qwen2"))
+        kind = RewardModel if architecture == "reward" else Policy
+        model = kind(path, lora={"rank": 2} if architecture == "adapters" else None).model
+    found = {name for name, parameter in model.named_parameters() if decayed(name, parameter)}
+    expected = set(Trainer.get_decay_parameter_names(None, model)) & {name for name, _ in model.named_parameters()}
+    assert expected - found == ({"transformer.wpe.weight"} if architecture == "gpt2" else set())
+    assert found <= expected
+    assert found
+
+
+def test_weight_decay_shrinks_matrices_alone(tiny_model):
+    subject = learner(tiny_model, learning_rate=0.1, weight_decay=0.5)
+    before = {name: parameter.detach().clone() for name, parameter in subject.model.trainable()}
+    for _, parameter in subject.model.trainable():
+        parameter.grad = torch.zeros_like(parameter)
+    subject.optimizer.step()
+    for name, parameter in subject.model.trainable():
+        torch.testing.assert_close(parameter, before[name] * (1.0 if "norm" in name else 0.95))

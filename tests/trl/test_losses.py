@@ -6,11 +6,21 @@ TRL computes its loss by padded batches of its own trainers; here, log-probabili
 import pytest
 import torch
 
-from posttrain.losses.policy import TokenBatch, nll, token_weights
+from posttrain.losses.policy import TokenBatch, dft, nll, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_kl, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.models.policy import Policy
-from posttrain.recipe.loss import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from posttrain.recipe.loss import (
+    ApoDownLoss,
+    ApoZeroLoss,
+    BcoLoss,
+    CdpoLoss,
+    DpoLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    SimpoLoss,
+)
 from posttrain.recipe.model import ModelRecipe
 
 from ..conftest import make_tokenizer, tiny_config
@@ -152,11 +162,12 @@ def assert_same(theirs, their_model, ours, our_model):
         torch.testing.assert_close(mine[name], gradient, atol=1e-5 * largest, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_sft(models, policy, tmp_path):
+@pytest.mark.parametrize(("loss_type", "loss"), [("nll", nll), ("dft", dft)])
+def test_sft(loss_type, loss, models, policy, tmp_path):
     from trl import SFTConfig, SFTTrainer
 
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
-    trainer, batch = build(SFTTrainer, SFTConfig, models, tmp_path, rows)
+    trainer, batch = build(SFTTrainer, SFTConfig, models, tmp_path, rows, loss_type=loss_type)
     answer = batch["labels"] != -100
     assert 0 < answer.sum() < batch["attention_mask"].sum()
     theirs = trainer.compute_loss(trainer.model, dict(batch))
@@ -173,10 +184,19 @@ def test_sft(models, policy, tmp_path):
         lengths=torch.tensor(lengths),
         weights=torch.repeat_interleave(torch.tensor(weights), torch.tensor(lengths)),
     )
-    assert_same(theirs, trainer.model, nll(logprobs, data) / divisor, policy.model)
+    assert_same(theirs, trainer.model, loss(logprobs, data) / divisor, policy.model)
 
 
-@pytest.mark.parametrize(("recipe", "loss_type"), [(DpoLoss(beta=0.2), "sigmoid"), (IpoLoss(beta=0.2), "ipo")])
+@pytest.mark.parametrize(
+    ("recipe", "loss_type"),
+    [
+        (DpoLoss(beta=0.2), "sigmoid"),
+        (IpoLoss(beta=0.2), "ipo"),
+        (ApoZeroLoss(beta=0.2), "apo_zero"),
+        (ApoDownLoss(beta=0.2), "apo_down"),
+        (BcoLoss(beta=0.2), "bco_pair"),
+    ],
+)
 def test_losses_against_a_reference(recipe, loss_type, models, policy, reference, tmp_path):
     from trl import DPOConfig, DPOTrainer
 
@@ -184,7 +204,7 @@ def test_losses_against_a_reference(recipe, loss_type, models, policy, reference
     theirs = trainer.compute_loss(trainer.model, dict(batch))
     ours = preference_losses(recipe, pair_sums(policy, reference, batch))
     assert ours.losses.detach().std() > 0.01
-    if loss_type == "sigmoid":
+    if loss_type != "ipo":
         # Of ipo, TRL logs beta times the summed log-ratios; our rewards are the averages that its loss compares.
         logged = trainer._metrics["train"]
         assert ours.chosen_rewards.mean().item() == pytest.approx(logged["rewards/chosen"][-1], abs=1e-5)

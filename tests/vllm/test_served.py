@@ -17,7 +17,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.runs import events
+from posttrain.runs.metrics import take_events
 from tests.vllm.asking import GREEDY, SMALL, WARM, answers, distance, local_answers, move, prompt, request
 from tests.vllm.interpreter import needs_vllm, vllm_python
 from tests.vllm.models import save_model
@@ -192,7 +192,7 @@ def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypa
     os.kill(hung if stopped == "server" else names[b"VLLM::EngineCore"], signal.SIGSTOP)
     assert [one.ids for one in answers(engine, asked)] == [one.ids for one in undisturbed]
     assert engine.restarts == restarts + 1
-    assert "did not respond" in events.drain()[-1]
+    assert "did not respond" in take_events()[-1]
     assert not os.path.exists(f"/proc/{hung}")
 
 
@@ -201,7 +201,7 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     undisturbed = answers(engine, asked)
     (state,) = engine._replicas
     killed, restarts = state.replica.pid, engine.restarts
-    events.drain()
+    take_events()
 
     # It stands still first, for a fast one would have answered before it dies.
     os.kill(killed, signal.SIGSTOP)
@@ -217,7 +217,7 @@ def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
     assert max(distance(policy, *pair) for pair in zip(asked, found, strict=True)) < BOUND
     assert engine.restarts == restarts + 1
     assert engine.retried >= 1
-    (message,) = events.drain()
+    (message,) = take_events()
     assert "restarted" in message
     assert state.replica.pid != killed
     for _ in range(100):

@@ -25,7 +25,7 @@ def trained(directory: Path, *keys: str, seconds: float) -> tuple[Path, list[dic
         "rollout.episodes_per_group=4",
         "evaluation.seeds.count=2",
         "evaluation.final_seeds.count=2",
-        "loss.correction.type=tis",
+        "loss.correction.weights=token",
         "optimizer.learning_rate=1e-3",
         "learner.tokens_per_batch=512",
         *keys,

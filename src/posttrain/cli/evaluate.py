@@ -146,7 +146,7 @@ def _lines(done: int, total: int, failed: int) -> None:
 
 def keep(found: "Judgement", records: Path) -> None:
     """Write the records, and the numbers beside them."""
-    from posttrain.runs.files import storage_errors, write_atomically
+    from posttrain.runs.directory import storage_errors, write_atomically
 
     with storage_errors(records):
         records.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
-from posttrain.runs.files import storage_error
+from posttrain.runs.directory import storage_error
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""

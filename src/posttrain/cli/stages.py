@@ -130,7 +130,7 @@ def dpo(
     resume: Resume = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Optimise a policy on preferences: dpo, ipo, cdpo, simpo, orpo on pairs, kto on judged answers.
+    """Optimise a policy on preferences: dpo, ipo, cdpo, simpo, orpo, apo_zero, apo_down, bco on pairs, kto on judged answers.
 
     Examples:
 

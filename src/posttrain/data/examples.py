@@ -59,7 +59,8 @@ def load_dataset(
 
     Args:
         source: a `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, a hub id, or a list of them.
-        kind: what a row is: `conversation` (sft), `pair` (dpo, reward), `unpaired` (kto) or `prompt` (rl, generate).
+        kind: what a row is: `conversation` (sft), `pair` (dpo, reward), `unpaired` (kto; a pair becomes one good and one
+            bad answer) or `prompt` (rl, generate).
         split, subset: of hub data sets.
         columns: names of the columns, by the keys of `columns` in a recipe, where they differ from the defaults.
         max_rows: most usable rows taken from each source.
@@ -104,25 +105,28 @@ def read_examples(
 ) -> Iterator[Any]:
     """Yield the usable rows of the sources, one source after the other, reading lazily.
 
-    Unusable rows are counted in `problems`. `max_rows` limits the usable rows of each source. InputError, at the call,
-    for a source that does not exist.
+    Unusable rows are counted in `problems`. `max_rows` limits the usable rows of each source. A pair read as `unpaired` is
+    one row and two examples. InputError, at the call, for a source that does not exist.
     """
-    return _examples(ROW_FUNCTIONS[kind], [read_rows(source) for source in sources], columns, problems, max_rows)
+    return _examples(kind, [read_rows(source) for source in sources], columns, problems, max_rows)
 
 
 def _examples(
-    make: "RowFunction", sources: list[Iterator[Row]], columns: ColumnsRecipe, problems: Problems, max_rows: int | None
+    kind: Kind, sources: list[Iterator[Row]], columns: ColumnsRecipe, problems: Problems, max_rows: int | None
 ) -> Iterator[Example]:
     for rows in sources:
         taken = 0
         for origin, row in rows:
-            example = row if isinstance(row, str) else make(row, origin, columns)
+            example = row if isinstance(row, str) else ROW_FUNCTIONS[kind](row, origin, columns)
             if isinstance(example, str):
                 problems.add_text(example, origin)
                 continue
             problems.used += 1
             taken += 1
-            yield example
+            if kind == "unpaired" and isinstance(example, PairExample):
+                yield from _labeled_answers(example)
+            else:
+                yield example
             if taken == max_rows:
                 break
 
@@ -174,10 +178,13 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
         return str(problem)
 
 
-def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample | str:
-    """Read a prompt, a completion and a label."""
+def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample | PairExample | str:
+    """Read a prompt, a completion and a label, or a pair in a row that has no completion."""
     try:
-        prompt = _prompt(_cells(row), columns)
+        has = {name for name, value in _cells(row).items() if value is not None}
+        if columns.completion not in has and {columns.chosen, columns.rejected} <= has:
+            return pair(row, origin, columns)
+        prompt = _prompt(row, columns)
         if prompt is None:
             raise _missing(row, columns.prompt, columns.context_messages)
         completion = _answer(row, columns.completion, prompt)
@@ -202,6 +209,15 @@ def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> PromptExample | str
         return PromptExample(messages, origin, row, _domain(row, columns), _tools(row, columns))
     except UnusableRow as problem:
         return str(problem)
+
+
+def _labeled_answers(example: PairExample) -> tuple[UnpairedExample, UnpairedExample]:
+    """Return the chosen answer of a pair as a good one, and the rejected answer as a bad one."""
+    good, bad = (
+        UnpairedExample(example.prompt, answer, label, example.origin, example.domain, example.tools)
+        for answer, label in ((example.chosen, True), (example.rejected, False))
+    )
+    return good, bad
 
 
 def _before_answer(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine
-from posttrain.factory import Factory
 from posttrain.models.policy import Policy
+from posttrain.recipe.components import Factory
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 

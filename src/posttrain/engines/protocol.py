@@ -1,15 +1,20 @@
-"""The engine interface: token ids in, sampled token ids with log-probabilities out. No text and no environments."""
+"""The engine interface: token ids in, sampled token ids with log-probabilities out. No environments.
 
-from collections.abc import Callable
+The vLLM server imports this module under another interpreter, so at run time it imports nothing but Python.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from posttrain.episode import StopReason
-from posttrain.recipe.rollout import SamplingRecipe
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from posttrain.episode import StopReason
     from posttrain.models.policy import Policy
+    from posttrain.recipe.rollout import SamplingRecipe
+
+EXTRA_TOKENS = 8
+"""Tokens decoded beyond the length of a stop string, for tokens that stand for no character of their own."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     """Token ids of the prompt; at least one."""
-    sampling: SamplingRecipe
+    sampling: "SamplingRecipe"
     seed: int
     """Seed of the request's own random stream: the same request with the same seed draws the same numbers."""
     max_tokens: int
@@ -39,7 +44,7 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     """Weights version that sampled each token: the number of optimizer updates."""
-    stop_reason: StopReason
+    stop_reason: "StopReason"
 
 
 @dataclass
@@ -73,7 +78,7 @@ class Engine(Protocol):
     """Samples completions of token prompts."""
 
     policy: "Policy"
-    """The policy whose weights `load_weights` takes."""
+    """The policy that the engine samples for."""
     counters: EngineCounters
     capacity: int
     """Maximum number of episodes in flight for which the cache keeps earlier turns."""
@@ -86,9 +91,10 @@ class Engine(Protocol):
         """Keep an episode of `group` open inside the block; the engine may wait for its next request before a pass."""
         ...
 
-    def load_weights(self, version: int) -> None:
-        """Sample with the policy's current weights from now on; `version` is their version.
+    def load_weights(self, version: int, source: "Policy | None" = None) -> None:
+        """Sample with the current weights of `source` from now on, by default those of `policy`; `version` is their version.
 
+        A `source` is a replica of `policy` (`Policy.replica`), such as the one of async rollouts.
         Clears the caches of other weights and wakes a sleeping engine. Requests may be in flight: they continue, each
         token is sampled by one version of the weights (`Completion.versions`), and keys and values of earlier tokens are
         recomputed, so that a token's log-probability is that of its version given all tokens before it.
@@ -98,3 +104,20 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Free memory for the learner. No request may follow before the next `load_weights`."""
         ...
+
+
+class StopStrings:
+    """Strings that end a completion as soon as its decoded tokens contain one of them."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self.tokenizer = tokenizer
+        self.texts = tuple(texts)
+        # A stop string of n bytes ends within the last n tokens, each of which stands for at least one byte.
+        self._tail = max((len(text.encode()) for text in self.texts), default=0) + EXTRA_TOKENS
+
+    def matched(self, ids: Sequence[int]) -> bool:
+        """Whether the completion `ids` ends here. Call it once for each sampled token."""
+        if not self.texts:
+            return False
+        text = self.tokenizer.decode(list(ids[-self._tail :]))
+        return any(stop in text for stop in self.texts)

@@ -1,21 +1,10 @@
 """Environments from plain arguments."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from posttrain.environments.protocol import Environment, open_environment
-from posttrain.recipe.components import EnvironmentRecipe, environment_class, register_environment
+from posttrain.environments.protocol import Environment, EnvironmentFactory
+from posttrain.recipe.components import environment_class, register_environment
 from posttrain.recipe.compose import section
-
-
-@dataclass(frozen=True)
-class EnvironmentFactory:
-    """Makes environments of one kind with the same settings. Every call returns a fresh one, which plays one episode."""
-
-    recipe: EnvironmentRecipe
-
-    def __call__(self) -> Environment:
-        return open_environment(self.recipe)
 
 
 def make_env(environment: str | type[Environment], **keys: Any) -> EnvironmentFactory:

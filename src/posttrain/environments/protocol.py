@@ -1,13 +1,12 @@
 """The environment protocol: the state machine of one task. It uses neither tokens nor models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from posttrain.errors import InputError
-from posttrain.factory import Factory
-from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`."""
@@ -130,9 +129,21 @@ class Environment(ABC):
 
 
 @Factory
-def open_environment(recipe: EnvironmentRecipe) -> Environment:
-    """Return a new environment of the recipe's type, for one episode."""
-    return environment_class(recipe.type)(recipe)
+def environment_maker(recipe: EnvironmentRecipe) -> Callable[[EnvironmentRecipe], Environment]:
+    """Return the function that makes environments of the recipe's type, which is called once per episode."""
+    return environment_class(recipe.type)
+
+
+class EnvironmentFactory:
+    """Makes environments of one kind with the same settings. Every call returns a fresh one, which plays one episode."""
+
+    def __init__(self, recipe: EnvironmentRecipe) -> None:
+        """InputError if there is no environment of the type `recipe.type`."""
+        self.recipe = recipe
+        self._make = environment_maker(recipe)
+
+    def __call__(self) -> Environment:
+        return self._make(self.recipe)
 
 
 def require_rows(key: str, count: int, training: range, held_out: Sequence[range]) -> None:

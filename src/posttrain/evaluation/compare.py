@@ -26,7 +26,7 @@ from posttrain.evaluation.statistics import (
     resampled_sums,
     standardized_difference,
 )
-from posttrain.runs.files import write_atomically
+from posttrain.runs.directory import write_atomically
 from posttrain.runs.tables import Table
 
 _ROUNDING = 1e-12

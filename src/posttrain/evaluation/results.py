@@ -11,7 +11,7 @@ import numpy as np
 
 from posttrain.errors import InputError
 from posttrain.evaluation.statistics import Estimate, ItemScores, estimate
-from posttrain.runs.files import write_atomically
+from posttrain.runs.directory import write_atomically
 from posttrain.runs.tables import Table
 
 Better = Literal["higher", "lower", "neither"]

@@ -5,6 +5,7 @@ distributions: over the whole vocabulary, or over the teacher's most probable to
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,19 @@ from posttrain.losses.policy import LOG_RATIO_LIMIT, TokenBatch
 
 TAIL_FLOOR = math.log(1e-12)
 """Smallest log-probability of the bin of all other tokens. A teacher without mass there would make its logarithm infinite."""
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """What a teacher says about n sampled tokens, in nats."""
+
+    logprobs: np.ndarray
+    """[n] float32: log-probability of each."""
+    candidates: np.ndarray | None = None
+    """[n, k] int32: its most probable tokens at each position, the most probable first. None: not computed, or all tokens."""
+    distribution: np.ndarray | None = None
+    """[n, k + 1] float32: log-probabilities of the candidates and, last, of all other tokens together; [n, V] where
+    `candidates` is None. None: not computed."""
 
 
 def reverse_kl_losses(

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from posttrain.episode import PerToken, RewardStreams
-from posttrain.losses.policy import LOG_RATIO_LIMIT, Metrics, TokenBatch, sum_and_count
+from posttrain.losses.policy import LOG_RATIO_LIMIT, Metrics, TokenBatch, bounded_exp
 from posttrain.recipe.loss import KL_STEP, KlRecipe
 
+KL_LIMIT = 10.0
+"""Largest value of k3, in nats per token, as in verl. Beyond that the gradient is zero."""
 Estimator = Literal["k1", "k2", "k3"]
 Values = TypeVar("Values", np.ndarray, torch.Tensor)
 
@@ -22,7 +24,8 @@ def estimate_kl(estimator: Estimator, difference: Values) -> Values:
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, in nats per token, for d = log pi - log pi_ref of any shape.
 
     k1 is unbiased and may be negative; k2 is biased and never negative; k3 is unbiased and never negative. In k3, d is
-    clamped to +-20 so that exp stays finite; beyond that the gradient is 0.
+    clamped to +-20 so that exp stays finite, and the value to `KL_LIMIT`; beyond that the gradient is 0. Both limits are
+    those of verl's `low_var_kl`.
     """
     if estimator == "k1":
         return difference
@@ -30,29 +33,41 @@ def estimate_kl(estimator: Estimator, difference: Values) -> Values:
         return difference * difference / 2
     if isinstance(difference, torch.Tensor):
         bounded = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return torch.expm1(-bounded) + bounded
+        return (torch.expm1(-bounded) + bounded).clamp(max=KL_LIMIT)
     bounded = np.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return np.expm1(-bounded) + bounded
+    return np.minimum(np.expm1(-bounded) + bounded, KL_LIMIT)
 
 
-def kl_loss(estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def kl_loss(
+    estimator: Estimator, logprobs: torch.Tensor, batch: TokenBatch, importance_weighted: bool = False
+) -> torch.Tensor:
     """sum over tokens of weight x estimate: a scalar to add to the loss times its coefficient.
 
     On policy, the expected gradient of k2 is that of KL(pi, pi_ref), and the expected gradient of k3 is that of
     KL(pi_ref, pi). The expected gradient of k1 is zero, so recipes reject k1 in the loss.
+
+    `importance_weighted`: the estimate times rho = pi / mu at the token, mu being the policy that sampled, with the gradient
+    through rho too. The expectation over mu is then that over pi at the same contexts, so the expected gradient of k1 and k3 is
+    that of KL(pi, pi_ref), whatever mu is. rho is clamped to exp(+-20). Source: DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv
+    2512.02556, equation 7.
     ValueError if `batch.ref_logprobs` is missing.
     """
     if batch.ref_logprobs is None:
         raise ValueError("the KL loss needs the reference model's log-probabilities in `ref_logprobs`")
     estimates = estimate_kl(estimator, logprobs - batch.ref_logprobs)
+    if importance_weighted:
+        estimates = estimates * bounded_exp(logprobs - batch.rollout_logprobs)
     return (batch.weights * estimates).sum()
 
 
-def kl_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
-    """`policy/kl` by k3, whichever estimator the penalty uses; empty without reference log-probabilities."""
-    if batch.ref_logprobs is None:
-        return {}
-    return {"policy/kl": sum_and_count(estimate_kl("k3", logprobs.detach() - batch.ref_logprobs))}
+def kl_metrics(difference: Values) -> Metrics:
+    """Of tokens with d = `difference` [N]: `policy/kl` by k3, whichever estimator the penalty uses, and the share of tokens
+    whose k3 is cut off at `KL_LIMIT`."""
+    if isinstance(difference, torch.Tensor):
+        difference = difference.detach().double().cpu().numpy()
+    estimates, count = estimate_kl("k3", difference), float(len(difference))
+    clamped = float((estimates >= KL_LIMIT).sum())
+    return {"policy/kl": (float(estimates.sum()), count), "policy/kl_clamped": (clamped, count)}
 
 
 def apply_kl_penalty(rewards: RewardStreams, kl: PerToken, coefficient: float) -> RewardStreams:

@@ -4,12 +4,25 @@ Notation: y is an answer of |y| tokens to a prompt, log pi(y) its summed log-pro
 h(y) = log pi(y) - log pi_ref(y) its log-ratio to the reference; c is the chosen answer and r the rejected one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from posttrain.recipe.loss import CdpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, PairLossRecipe, SimpoLoss
+from posttrain.recipe.loss import (
+    ApoDownLoss,
+    ApoZeroLoss,
+    BcoLoss,
+    CdpoLoss,
+    DpoLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    PairLossRecipe,
+    SimpoLoss,
+)
 
 CERTAIN = -1e-6
 """Largest mean log-probability whose odds are computed, so that they stay finite; constant beyond it."""
@@ -55,14 +68,23 @@ class PairLosses:
     """[P] float, detached: implicit reward of the rejected answer."""
 
 
-def preference_losses(recipe: PairLossRecipe, sums: PairLogprobs) -> PairLosses:
-    """The loss of each pair. ValueError if the recipe needs a reference and `sums` has none."""
+def preference_losses(recipe: PairLossRecipe, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
+    """The loss of each pair. ValueError if the recipe needs a reference and `sums` has none.
+
+    `shift`: from `RewardShift`, for `bco`.
+    """
     if isinstance(recipe, DpoLoss | CdpoLoss):
         return dpo(recipe, sums)
     if isinstance(recipe, IpoLoss):
         return ipo(recipe, sums)
     if isinstance(recipe, SimpoLoss):
         return simpo(recipe, sums)
+    if isinstance(recipe, ApoZeroLoss):
+        return apo_zero(recipe, sums)
+    if isinstance(recipe, ApoDownLoss):
+        return apo_down(recipe, sums)
+    if isinstance(recipe, BcoLoss):
+        return bco(recipe, sums, shift)
     return orpo(recipe, sums)
 
 
@@ -115,6 +137,74 @@ def orpo(recipe: OrpoLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
+def apo_zero(recipe: ApoZeroLoss, sums: PairLogprobs) -> PairLosses:
+    """L = (1 - sigmoid(beta h(c))) + sigmoid(beta h(r)); reward beta h(y).
+
+    Raises c and lowers r, each with its largest gradient at the reference's log-probability, unlike `dpo`, which moves
+    only their difference. Source: D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive
+    revisions", arXiv 2408.06266, equation 7, plus 1 as in TRL, so that the loss is not negative.
+    """
+    chosen, rejected = sums.log_ratios()
+    # sigmoid(-x) equals 1 - sigmoid(x) without cancellation.
+    losses = torch.sigmoid(-recipe.beta * chosen) + torch.sigmoid(recipe.beta * rejected)
+    return _with_rewards(losses, recipe.beta, chosen, rejected)
+
+
+def apo_down(recipe: ApoDownLoss, sums: PairLogprobs) -> PairLosses:
+    """L = sigmoid(beta h(c)) + (1 - sigmoid(beta (h(c) - h(r)))); reward beta h(y).
+
+    Lowers c, and r more. Source: as for `apo_zero`, equation 8, plus 1.
+    """
+    chosen, rejected = sums.log_ratios()
+    losses = torch.sigmoid(recipe.beta * chosen) + torch.sigmoid(-recipe.beta * (chosen - rejected))
+    return _with_rewards(losses, recipe.beta, chosen, rejected)
+
+
+def bco(recipe: BcoLoss, sums: PairLogprobs, shift: float) -> PairLosses:
+    """L = -log sigmoid(beta h(c) - delta) - log sigmoid(-(beta h(r) - delta)), delta = `shift`; reward beta h(y).
+
+    The loss of a classifier of single answers; it is an upper bound of the loss of `dpo`, which delta tightens. Source:
+    Jung et al. 2024, "Binary classifier optimization for large language model alignment", arXiv 2404.04656. TRL's
+    `bco_pair` is this with a delta of 0.
+    """
+    chosen, rejected = sums.log_ratios()
+    losses = -F.logsigmoid(recipe.beta * chosen - shift) - F.logsigmoid(shift - recipe.beta * rejected)
+    return _with_rewards(losses, recipe.beta, chosen, rejected)
+
+
+class RewardShift:
+    """delta of `bco`: the mean of the mean implicit rewards of chosen and rejected answers, over earlier updates.
+
+    The paper takes (E[reward of c] + E[reward of r]) / 2 under the present policy. Here it is the mean over all earlier
+    updates of the run, so it is known before the micro-batches of an update and costs no forward pass; before the first
+    update, where the policy is its reference, it is 0.
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._count = 0.0
+
+    @property
+    def value(self) -> float:
+        """delta, in units of reward; 0 before the first update."""
+        return self._sum / self._count if self._count else 0.0
+
+    def update(self, totals: Mapping[str, tuple[float, float]]) -> None:
+        """Include an update by its metrics `preference/chosen` and `preference/rejected`, as (sum, count)."""
+        for name in ("preference/chosen", "preference/rejected"):
+            total, count = totals.get(name, (0.0, 0.0))
+            self._sum += total
+            self._count += count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sum and number of the rewards so far."""
+        return {"sum": self._sum, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._sum, self._count = state["sum"], state["count"]
+
+
 def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, desirable: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
     """L = w_D (1 - sigmoid(beta (h - kl))) of a desirable answer, w_U (1 - sigmoid(beta (kl - h))) of an
     undesirable one: [N].
@@ -131,11 +221,13 @@ def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, desirable: torch.Tensor,
 
 
 def kto_kl(mismatched_logratios: torch.Tensor) -> torch.Tensor:
-    """max(0, mean of h) over answers paired with other rows' prompts: the reference point of KTO, a detached scalar.
+    """max(0, mean of h) over answers paired with other prompts: the reference point of KTO, a detached scalar.
 
-    `mismatched_logratios` [N] float, N > 0, in nats. A biased estimate of KL(pi, pi_ref) over a batch that
+    `mismatched_logratios` [N] float, in nats; 0 where N is 0. A biased estimate of KL(pi, pi_ref) over a batch that
     needs no sampling. Source: as for `kto_losses`.
     """
+    if not len(mismatched_logratios):
+        return mismatched_logratios.new_zeros(())
     return mismatched_logratios.detach().mean().clamp(min=0)
 
 

@@ -2,7 +2,7 @@
 
 transformers calls the attention of every decoder through one interface and passes unknown keyword arguments on to it.
 posttrain registers one function there, which delegates to the `Layout` of the forward pass. Packed training
-(`models.packing`) and cached decoding (`engines.local.cache`) are layouts.
+(`models.forward`) and cached decoding (`engines.local.cache`) are layouts.
 """
 
 from typing import Any, Protocol

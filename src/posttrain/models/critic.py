@@ -6,9 +6,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from posttrain.models.forward import hidden_states, transformer
+from posttrain.models.forward import hidden_states, pack_row, transformer
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import pack_row
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 
@@ -84,7 +83,7 @@ class SharedCritic:
         """No effect: the trunk has no gradient."""
 
     @contextmanager
-    def training_mode(self) -> Iterator[None]:
+    def training_mode(self, *draw: int | str) -> Iterator[None]:
         """No effect: the trunk does not learn here, so it runs without dropout."""
         yield
 

@@ -14,8 +14,7 @@ import torch
 
 from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.cpu.backend import bound_kept_kernels
-from posttrain.models.cpu.layers import use_fused_layers
+from posttrain.models.cpu.backend import bound_kept_kernels, use_fused_layers
 from posttrain.plugins import require_module
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 

@@ -10,10 +10,9 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.models.base import TrainedModel
-from posttrain.models.forward import hidden_states, transformer
+from posttrain.models.forward import LastTokenLayout, PackedLayout, ProbedLayout, hidden_states, pack_row, transformer
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import LastTokenLayout, PackedLayout, ProbedLayout, pack_row
+from posttrain.models.policy import TrainedModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
 from posttrain.seeds import derive_seed

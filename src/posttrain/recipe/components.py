@@ -1,16 +1,19 @@
-"""Finding a component by the `type` a recipe gives it: a built-in name, `module:Class`, or `path/to/file.py`.
+"""Find the component that a recipe names by `type`: a built-in name, `module:Class`, or `path/to/file.py`.
 
-Components are named here by text and imported on demand, so a recipe can be read without torch and an
-environment of the user's own has the same standing as a built-in one.
+Components are named by text and imported on demand, so a recipe can be read without torch, and your own environments work
+like the built-in ones. A `Factory` makes components in this process or, in a cluster run, on another one.
 """
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from pydantic import Field
 
@@ -21,6 +24,7 @@ from posttrain.recipe.base import BaseConfig
 _GROUP: Group = "posttrain.environments"
 _OF_FILES = "posttrain_user_"
 """How the names of modules that `module_of_file` loads begin."""
+P = ParamSpec("P")
 T = TypeVar("T")
 
 ENVIRONMENTS = {
@@ -161,3 +165,25 @@ def _class_in(module: Any, class_name: str, where: str) -> Any:
             f"environment.type: {where} should hold exactly one environment class; name it as `file.py:Class`"
         )
     return found[0]
+
+
+class Factory(Generic[P, T]):
+    """A function that makes a component in this process. Inside `placed_by`, another function makes it, such as one that
+    makes it on a worker of a cluster."""
+
+    def __init__(self, here: Callable[P, T]) -> None:
+        self.here = here
+        self._elsewhere: Callable[..., T] | None = None
+        functools.update_wrapper(self, here)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        return (self._elsewhere or self.here)(*args, **kwargs)
+
+    @contextmanager
+    def placed_by(self, maker: Callable[..., T]) -> Iterator[None]:
+        """Inside, `maker` makes it, in every thread of this process."""
+        before, self._elsewhere = self._elsewhere, maker
+        try:
+            yield
+        finally:
+            self._elsewhere = before

@@ -11,32 +11,80 @@ from posttrain.recipe.registry import Registry, Section
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class CorrectionRecipe(BaseConfig):
-    """Importance-sampling correction for the difference between the engine's and the learner's log-probabilities."""
+CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
+"""Default `cap` by `weights`: that of verl's and of TRL's recipes."""
+CORRECTION_BOUNDS = {"token": (0.5, 2.0), "sequence": (1 / 3, 3.0), "geometric": (0.999, 1.001)}
+"""Default `bounds` by `reject`."""
 
-    type: Literal["tis", "mis"]
-    """`tis`: truncated weights, min(w, cap). `mis`: tokens with weights outside [1/cap, cap] are masked."""
-    level: Literal["token", "sequence"] = "token"
-    """One weight per token, or per stream (geometric mean over its tokens)."""
-    cap: float = Field(2.0, gt=1)
-    """Largest importance weight."""
+
+class CorrectionRecipe(BaseConfig):
+    """Importance-sampling correction for the difference between the rollout's and the learner's log-probabilities, with r = p_old / p_rollout at a token. `weights` and `reject` combine, for example token weights with geometric rejection."""
+
+    weights: Literal["token", "sequence", "none"] = "token"
+    """Factor of a token's loss, truncated at `cap`. `token`: r of the token. `sequence`: the product of r over the stream. `none`: 1."""
+    cap: float | None = Field(None, gt=1)
+    """Largest factor. Default: 2 for `token`, 3 for `sequence`."""
+    reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    """What is masked where a ratio is outside `bounds`. `token`: single tokens, by r. `sequence`: whole streams, by the product of r. `geometric`: whole streams, by the geometric mean of r."""
+    bounds: tuple[float, float] | None = None
+    """Smallest and largest ratio that is kept. Default: 0.5 to 2 for `token`, 1/3 to 3 for `sequence`, 0.999 to 1.001 for `geometric`."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self):
+        if self.cap is None:
+            object.__setattr__(self, "cap", CORRECTION_CAPS.get(self.weights))  # the model is frozen
+        if self.bounds is None:
+            object.__setattr__(self, "bounds", CORRECTION_BOUNDS.get(self.reject))
+        if self.weights == "none" and self.reject == "none":
+            raise ValueError("a correction needs `weights` or `reject`; set one of them, or remove `correction`")
+        if self.weights == "none" and self.cap is not None:
+            raise ValueError("`cap` has no effect with `weights: none`; remove it, or set `weights`")
+        if self.reject == "none" and self.bounds is not None:
+            raise ValueError("`bounds` has no effect with `reject: none`; remove it, or set `reject`")
+        if self.bounds is not None and not 0 <= self.bounds[0] < 1 < self.bounds[1]:
+            raise ValueError("`bounds` must be a number below 1, at least 0, and one above 1")
+        return self
 
 
 class PolicyLoss(Section):
     """Keys that every policy loss has."""
 
+    ratio_to: ClassVar[Literal["old", "rollout"] | None] = "old"
+    """What the loss compares the policy with: old log-probabilities, always those of the rollout, or nothing."""
+
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
     """Divisor for `aggregation: constant`. Dr. GRPO uses episodes x longest answer."""
+    old: Literal["auto", "learner", "rollout"] = "auto"
+    """Old log-probabilities of the ratio. `learner`: those of the learner before the step's first update; one more forward pass where a step makes several updates. `rollout`: those of the engine. `auto`: `learner` where the two can differ (weights that are not float32, engines other than `local`, `rollout.async_rollouts` above 0, adapters with dropout) or with `correction`, else `rollout`."""
     correction: CorrectionRecipe | None = None
-    """Correction for engines whose log-probabilities differ from the learner's (vLLM, bfloat16, stale weights). Costs one more forward pass. Null: none."""
+    """Correction for rollouts whose log-probabilities differ from the learner's (vLLM, bfloat16, stale weights). Null: none."""
+
+    off_policy_mask: float | None = Field(None, gt=0)
+    """Mask tokens with a negative advantage in streams whose mean log-ratio of the sampling to the current policy exceeds this, in nats per token (DeepSeek-V3.2). Null: off."""
+    mask_truncated: bool = False
+    """Leave episodes whose last answer a token limit cut out of the loss and of its divisor (DAPO's overlong filtering). They still count in group statistics."""
 
     @model_validator(mode="after")
-    def _constant_is_given(self):
+    def _keys_fit(self):
         if (self.aggregation == "constant") != (self.constant is not None):
             raise ValueError("set `constant` if and only if `aggregation: constant`")
+        if self.correction is not None and self.old == "rollout":
+            raise ValueError(
+                "`correction` compares the learner's log-probabilities with the rollout's, so it needs `old: learner` or `auto`"
+            )
         return self
+
+    def old_source(self, may_differ: bool) -> Literal["learner", "rollout"]:
+        """Where old log-probabilities come from. `may_differ`: whether those of rollout and learner can differ."""
+        if self.correction is not None:
+            return "learner"
+        if self.ratio_to != "old":
+            return "rollout"
+        if self.old != "auto":
+            return self.old
+        return "learner" if may_differ else "rollout"
 
 
 class PpoLoss(PolicyLoss):
@@ -58,7 +106,7 @@ class GspoLoss(PolicyLoss):
     type: Literal["gspo", "gspo_token"]
     """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
     clip_low: float = Field(3e-4, gt=0, lt=1)
     """The stream's ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(4e-4, gt=0)
@@ -76,16 +124,66 @@ class CispoLoss(PolicyLoss):
     """The weight is clipped above at 1 + clip_high."""
 
 
+class DppoLoss(PolicyLoss):
+    """Importance-weighted policy gradient; tokens whose probability moved too far from the sampling policy are masked."""
+
+    ratio_to: ClassVar[Literal["old", "rollout"] | None] = "rollout"
+
+    type: Literal["dppo"] = "dppo"
+    """`dppo`: divergence PPO. Ratio and mask compare with the policy that sampled, not with recomputed log-probabilities."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """How the change of a token's probability is measured: `tv`: difference of probabilities; `kl`: KL, in nats, of the two events this token and any other."""
+    delta: float = Field(0.15, gt=0)
+    """Largest divergence of a token that may move further from the sampling policy. For `kl`, 0.05 is of the same order as 0.15 for `tv`."""
+
+    @model_validator(mode="after")
+    def _ratio_has_the_engine_in_it(self):
+        if self.correction is not None:
+            raise ValueError(
+                "`type: dppo` takes its ratio to the sampling policy, which includes the difference of engine and learner; "
+                "remove `correction`"
+            )
+        return self
+
+
+class SapoLoss(PolicyLoss):
+    """A smooth gate of the ratio in place of clipping: the weight of a token fades as its ratio leaves 1."""
+
+    type: Literal["sapo"] = "sapo"
+    """`sapo`: soft adaptive policy optimization."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
+    positive_temperature: float = Field(1.0, gt=0)
+    """Sharpness of the gate for tokens with a positive advantage (tau_pos). Larger fades faster."""
+    negative_temperature: float = Field(1.05, gt=0)
+    """Sharpness of the gate for all other tokens (tau_neg)."""
+
+
+class GmpoLoss(PolicyLoss):
+    """The geometric mean over a stream of clipped token ratios."""
+
+    type: Literal["gmpo"] = "gmpo"
+    """`gmpo`: geometric-mean policy optimization. Every token gets the mean advantage of its stream."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
+    clip_low: float = Field(0.4, gt=0)
+    """The log-ratio of a token is clipped below at -clip_low, in nats."""
+    clip_high: float = Field(0.4, gt=0)
+    """The log-ratio of a token is clipped above at clip_high, in nats."""
+
+
 class ReinforceLoss(PolicyLoss):
     """-A log p, without importance weights: exact only for the first update of a step."""
 
-    type: Literal["reinforce"] = "reinforce"
-    """`reinforce`: no importance weights."""
+    ratio_to: ClassVar[Literal["old", "rollout"] | None] = None
+
+    type: Literal["reinforce", "gpg"] = "reinforce"
+    """`reinforce`: no importance weights. `gpg`: the same, times B / (B - M), where M of the update's B streams are in groups without any advantage."""
 
 
 LOSSES = Registry("loss", "posttrain.losses", PolicyLoss)
 """Policy losses by `type`."""
-LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, ReinforceLoss)
+LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, DppoLoss, SapoLoss, GmpoLoss, ReinforceLoss)
 LossRecipe = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.validate)]
 
 
@@ -113,6 +211,13 @@ def register_loss(name: str) -> Callable[[F], F]:
     return registered
 
 
+class SftLossRecipe(BaseConfig):
+    """Loss of supervised fine-tuning, a mean over the trained tokens of the update."""
+
+    type: Literal["nll", "dft"] = "nll"
+    """`nll`: negative log-likelihood. `dft`: dynamic fine-tuning, the same times the token's probability without gradient, so that tokens the model finds unlikely do not dominate."""
+
+
 KL_STEP = 0.2
 """The adaptive KL coefficient changes by at most this share per horizon (Ziegler et al. 2019)."""
 
@@ -123,20 +228,33 @@ class KlRecipe(BaseConfig):
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty (beta). 0: off, and no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref."""
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref. Default: k3 in the loss. In the reward it is k1, the only one that is a KL penalty there."""
     apply_to: Literal["loss", "reward"] = "loss"
     """`loss`: add the penalty to the loss. `reward`: subtract it from the reward of each sampled token."""
+    importance_weighted: bool = False
+    """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). The expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
     target: float | None = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
     horizon: float = Field(10_000.0, gt=0)
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
 
     @model_validator(mode="after")
-    def _k1_has_no_gradient(self):
-        if self.apply_to == "loss" and self.estimator == "k1" and self.coefficient > 0:
+    def _estimator_fits_the_place(self):
+        if self.apply_to == "reward" and "estimator" not in self.model_fields_set:
+            object.__setattr__(self, "estimator", "k1")  # the model is frozen
+        unweighted = self.apply_to == "loss" and not self.importance_weighted
+        if unweighted and self.estimator == "k1" and self.coefficient > 0:
             raise ValueError(
-                "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, or `apply_to: reward`"
+                "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, `importance_weighted: true` "
+                "or `apply_to: reward`"
             )
+        if self.apply_to == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"`estimator: {self.estimator}` in the reward is no KL penalty: the cosine of its expected gradient with that of "
+                "the KL is +0.05 near KL 0 and -0.99 at KL 0.16 for k3, and +1.00 for k1; use k1, or `apply_to: loss`"
+            )
+        if self.apply_to == "reward" and self.importance_weighted:
+            raise ValueError("`importance_weighted` has no effect with `apply_to: reward`; remove it")
         if self.target is not None and self.coefficient == 0:
             raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
         return self
@@ -198,7 +316,7 @@ class KtoLoss(BaseConfig):
     needs_reference: ClassVar[bool] = True
 
     type: Literal["kto"] = "kto"
-    """`kto`: Kahneman-Tversky optimization; a pair counts as one good and one bad answer."""
+    """`kto`: Kahneman-Tversky optimization; a pair counts as two rows, one good and one bad answer."""
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     desirable_weight: float = Field(1.0, gt=0)
@@ -218,7 +336,42 @@ class OrpoLoss(BaseConfig):
     """Weight of the odds-ratio term (lambda in the paper)."""
 
 
-PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss
+class ApoZeroLoss(BaseConfig):
+    """Anchored preference optimization, zero: raises the chosen answer and lowers the rejected one, each relative to the reference model."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["apo_zero"] = "apo_zero"
+    """`apo_zero`: for chosen answers that are better than the model's own."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class ApoDownLoss(BaseConfig):
+    """Anchored preference optimization, down: lowers both answers, and the rejected one more."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["apo_down"] = "apo_down"
+    """`apo_down`: for chosen answers that are worse than the model's own."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class BcoLoss(BaseConfig):
+    """Binary classifier optimization: logistic loss of each answer's implicit reward, relative to a running mean of them."""
+
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["bco"] = "bco"
+    """`bco`: binary classifier optimization."""
+    beta: float = Field(0.1, gt=0)
+    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+    shift: bool = True
+    """Subtract the mean implicit reward of all answers of earlier updates (the reward shift of the paper). False: subtract nothing."""
+
+
+PairLossRecipe = DpoLoss | CdpoLoss | IpoLoss | SimpoLoss | OrpoLoss | ApoZeroLoss | ApoDownLoss | BcoLoss
 """Losses that compare the two answers of a pair."""
 
 PreferenceLossRecipe = Annotated[PairLossRecipe | KtoLoss, Field(discriminator="type")]

@@ -68,7 +68,7 @@ class OptimizerRecipe(BaseConfig):
     epsilon: float = Field(1e-8, gt=0)
     """AdamW: added to the denominator for numerical stability."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW: decoupled weight decay; each update multiplies weights by 1 - learning_rate x weight_decay."""
+    """AdamW: decoupled weight decay; each update multiplies weights by 1 - learning_rate x weight_decay. Norms, biases and embeddings of position are not decayed."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after warm-up, over all updates of the run."""
     warmup_updates: int = Field(0, ge=0)

@@ -93,9 +93,9 @@ class RlRecipe(PlayedRecipe):
                 f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce or "
                 "reinforce_pp, or give units advantages with loo, trunc or shapley"
             )
-        if self.loss.type == "gspo":
+        if self.loss.type in ("gspo", "gmpo"):
             raise ValueError(
-                "`loss.type: gspo` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
+                f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
                 "use gspo_token or ppo"
             )
         by_group = isinstance(self.unit_credit, HindsightCredit) and self.unit_credit.statistics == "group"
@@ -142,9 +142,9 @@ class RlRecipe(PlayedRecipe):
                 f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
                 f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
             )
-        if self.loss.type == "reinforce" and (self.learner.updates_per_step > 1 or self.learner.epochs_per_step > 1):
+        if self.loss.type in ("reinforce", "gpg") and self.learner.updates_per_step * self.learner.epochs_per_step > 1:
             raise ValueError(
-                "`loss.type: reinforce` has no importance weights, so it supports one update per step only; use ppo for more"
+                f"`loss.type: {self.loss.type}` has no importance weights, so it supports one update per step only; use ppo for more"
             )
         updates = self.steps * self.learner.updates_per_step * self.learner.epochs_per_step
         if self.has_critic and self.critic.updates_before_policy >= updates:

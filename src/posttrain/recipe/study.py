@@ -286,7 +286,7 @@ _SAMPLED = (
 )
 _TEACHER = tuple(f"teacher/{name}" for name in ("reverse_kl", "logprob", "agreement", "failed", "without_context"))
 TRAINING: dict[str, tuple[str, ...]] = {
-    "sft": (*_ALWAYS, "loss/nll", "policy/entropy"),
+    "sft": (*_ALWAYS, "loss/nll", "loss/dft", "policy/entropy"),
     "reward": (*_ALWAYS, *_COMPARED, "loss/preference", "loss/unevenness"),
     "dpo": (
         *_ALWAYS,
@@ -294,6 +294,8 @@ TRAINING: dict[str, tuple[str, ...]] = {
         "loss/preference",
         "loss/nll",
         "preference/kl",
+        "preference/mismatched",
+        "preference/shift",
         "policy/chosen_logprob",
         "policy/rejected_logprob",
     ),
@@ -317,6 +319,8 @@ TRAINING: dict[str, tuple[str, ...]] = {
         *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
         *(f"rollout/{name}" for name in ("stale", "stale_alone", "restarted")),
         "tokens/discarded",
+        *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
+        *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
         "kl/coefficient",
     ),
 }

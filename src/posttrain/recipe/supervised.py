@@ -9,7 +9,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.loss import DpoLoss, PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import DpoLoss, PreferenceLossRecipe, RewardLossRecipe, SftLossRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
 from posttrain.recipe.run import CheckpointRecipe, StageRecipe, refuse_overlap
@@ -66,6 +66,7 @@ class SftRecipe(_Rows):
     experts: ExpertsRecipe = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
+    loss: SftLossRecipe = SftLossRecipe()
     engine: PolicyEngineRecipe = LocalEngineRecipe()
     """Engine of evaluation episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
@@ -108,7 +109,7 @@ class DpoRecipe(_Rows):
     stage: Literal["dpo"] = "dpo"
     """Which stage the recipe is for; `posttrain dpo` takes this one."""
     data: DataRecipe
-    """Pairs of answers; for `loss.type: kto`, rows with `label`."""
+    """Pairs of answers; for `loss.type: kto`, rows with `label`, or pairs, which are two rows each."""
     loss: PreferenceLossRecipe = DpoLoss()
     nll_coefficient: float = Field(0.0, ge=0)
     """Weight of the negative log-likelihood of the chosen answer, averaged over its tokens (RPO; Pang et al. 2024, arXiv 2404.19733)."""

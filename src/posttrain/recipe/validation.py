@@ -43,6 +43,8 @@ RENAMED_KEYS = {
     "kl.place": "kl.apply_to",
     "learner.passes": "learner.epochs_per_step",
     "loss.centring": "loss.center_rewards_coefficient",
+    "loss.correction.level": "loss.correction.reject",
+    "loss.correction.type": "loss.correction.weights",
     "loss.normaliser": "loss.aggregation",
     "objective.within.*.least": "objective.within.METRIC.min",
     "objective.within.*.most": "objective.within.METRIC.max",

@@ -1,4 +1,8 @@
-"""The episode driver: the policy answers, the environment steps, until the episode ends."""
+"""The episode driver: the policy answers, the environment steps, until the episode ends.
+
+An `EpisodeRequest` is one episode to play, a `Transcript` its tokens and messages while it is played, and an `EpisodeWorker`
+plays it. `collect_episodes` plays those of a step, and `rollout` is the same for a loop of your own.
+"""
 
 import asyncio
 import math
@@ -12,22 +16,20 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from posttrain.data.rendering import Renderer
+import numpy as np
+
+from posttrain.data.rendering import Message, Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.make import EnvironmentFactory
-from posttrain.environments.protocol import Environment, Message, open_environment
-from posttrain.episode import Episode, Outcome
+from posttrain.environments.protocol import Environment, EnvironmentFactory
+from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError, WorkersLost
-from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.transcript import TokenTranscript, Transcript
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
-TranscriptT = TypeVar("TranscriptT", bound=Transcript)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,161 @@ class EpisodeSharding(Enum):
     """Rank 0 plays all episodes, and all processes receive them."""
 
 
+class _EpisodeInterrupted(Exception):
+    """A signal handler raised a KeyboardInterrupt inside an episode.
+
+    A task must not end with a KeyboardInterrupt: asyncio raises it out of the event loop a second time while it cancels the
+    other tasks, and reports them as never retrieved.
+    """
+
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        super().__init__()
+        self.interrupt = interrupt
+
+
+# -- the transcript of an episode -------------------------------------------------------------------------------------
+
+
+class Transcript(Protocol):
+    """What an episode worker records of one episode."""
+
+    turns: list[Turn]
+    messages: list[dict[str, Any]]
+    """The conversation as text, answers included."""
+
+    def reward(self, reward: float, info: dict[str, Any]) -> None:
+        """Set the reward and the `info` of the last turn."""
+        ...
+
+    def observe(
+        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
+    ) -> None:
+        """Append the environment's next messages. The other arguments are those of `Step`."""
+        ...
+
+    def streams(self) -> list[Stream]:
+        """The token streams; empty if the token ids are unknown."""
+        ...
+
+
+class TokenTranscript:
+    """Builds the token streams of an episode turn by turn. Tokens are only ever appended.
+
+    If the chat template would rewrite earlier turns, the next turn starts a new stream whose prompt is the rewritten
+    history.
+    """
+
+    def __init__(
+        self, renderer: Renderer, messages: Sequence[Message], primer: str = "", state: str | None = None
+    ) -> None:
+        self.renderer = renderer
+        self.primer = primer
+        self.messages: list[Message] = list(messages)
+        self.turns: list[Turn] = []
+        self._state = state
+        self._first = 0
+        """Index in `messages` of the first message that the policy still sees."""
+        self._streams = [_StreamBuilder()]
+        self._streams[0].append(renderer.prompt(self.messages, primer))
+
+    @property
+    def context(self) -> list[int]:
+        """Token ids that the next answer continues."""
+        return self._streams[-1].ids
+
+    def answer(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        stop_reason: StopReason,
+        versions: Sequence[int] | None = None,
+    ) -> str:
+        """Append the policy's answer as a turn; returns its text, which starts with the primer.
+
+        `ids`, `logprobs` (nats) and `versions` (of the weights) have one entry per sampled token. `versions` None means
+        that no policy of the run sampled the tokens.
+        """
+        stream = self._streams[-1]
+        text = self.primer + self.renderer.answer_text(ids)
+        start = len(stream.ids)
+        stream.append(ids, logprobs, len(self.turns), versions)
+        self.turns.append(
+            Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text, state=self._state)
+        )
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def reward(self, reward: float, info: dict) -> None:
+        """Set the reward and the `info` of the last turn. The reward sits on its last sampled token."""
+        turn = self.turns[-1]
+        turn.reward = reward
+        turn.info = info
+        self._streams[turn.stream].rewards[turn.stop - 1] += reward
+
+    def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
+        """Append the environment's next messages and the start of the next answer.
+
+        `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new stream.
+        """
+        self._state = state
+        answer = self.messages[-1]["content"]
+        if new_conversation:
+            self._first = len(self.messages)
+        self.messages.extend(messages)
+        if new_conversation or self.renderer.must_split(answer):
+            self._streams.append(_StreamBuilder())
+            self._streams[-1].append(self.renderer.prompt(self.messages[self._first :], self.primer))
+        else:
+            ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
+            self._streams[-1].append(self.renderer.continuation(messages, ended, self.primer))
+
+    def streams(self) -> list[Stream]:
+        """The streams up to their last sampled token. Streams without sampled tokens are left out."""
+        return [stream.build() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
+
+
+class _StreamBuilder:
+    """A stream under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.rewards: list[float] = []
+        self.turn: list[int] = []
+        self.versions: list[int] = []
+
+    def append(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        turn: int = -1,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(ids))
+        self.rewards.extend([0.0] * len(ids))
+        self.turn.extend([turn] * len(ids))
+        self.versions.extend(versions if versions is not None else [-1] * len(ids))
+
+    def build(self) -> Stream:
+        length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1
+        turn = np.array(self.turn[:length], dtype=np.int32)
+        return Stream(
+            ids=np.array(self.ids[:length], dtype=np.int64),
+            sampled=turn >= 0,
+            rollout_logprobs=np.array(self.logprobs[:length], dtype=np.float32),
+            rewards=np.array(self.rewards[:length], dtype=np.float32),
+            turn=turn,
+            versions=np.array(self.versions[:length], dtype=np.int32),
+        )
+
+
+# -- playing one episode ----------------------------------------------------------------------------------------------
+
+
+TranscriptT = TypeVar("TranscriptT", bound=Transcript)
+
+
 class EnvironmentFailure(Exception):
     """An environment raised an exception, timed out, or returned a reward that is not finite."""
 
@@ -74,7 +231,7 @@ class Scorer(Protocol):
 class EpisodeWorker(ABC, Generic[TranscriptT]):
     """Plays episodes: `run_episode` drives the environment, and a subclass supplies the answers."""
 
-    environment: EnvironmentRecipe
+    environment: EnvironmentFactory
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int
@@ -113,7 +270,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         return episode
 
     async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
-        environment = open_environment(self.environment)
+        environment = self.environment()
         transcript: TranscriptT | None = None
         outcome, failure = Outcome.FAILED, None
         try:
@@ -126,7 +283,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
                     break
                 step = await self._call(environment, partial(environment.step, answer))
                 if not math.isfinite(step.reward):
-                    name = self.environment.type
+                    name = self.environment.recipe.type
                     raise EnvironmentFailure(f"{name} gave the reward {step.reward} for seed {request.seed}")
                 transcript.reward(step.reward, dict(step.info))
                 if step.terminated or step.truncated:
@@ -160,9 +317,11 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         except (InputError, WorkersLost):
             raise
         except TimeoutError as error:
-            raise EnvironmentFailure(f"{self.environment.type} took longer than {seconds} s") from error
+            raise EnvironmentFailure(f"{self.environment.recipe.type} took longer than {seconds} s") from error
         except Exception as error:
-            raise EnvironmentFailure(f"{self.environment.type} raised {type(error).__name__}: {error}") from error
+            raise EnvironmentFailure(
+                f"{self.environment.recipe.type} raised {type(error).__name__}: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -171,7 +330,7 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
 
     engine: Engine
     renderer: Renderer
-    environment: EnvironmentRecipe
+    environment: EnvironmentFactory
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int
@@ -212,6 +371,9 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
             )
         )
         return transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
+
+
+# -- playing the episodes of a step -----------------------------------------------------------------------------------
 
 
 def collect_episodes(worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest]) -> list[Episode]:
@@ -256,7 +418,10 @@ def run_episodes(
         # timing.
         while remaining:
             number, request = remaining.popleft()
-            on_episode(number, await worker.run_episode(request))
+            try:
+                on_episode(number, await worker.run_episode(request))
+            except KeyboardInterrupt as error:
+                raise _EpisodeInterrupted(error) from None
 
     async def run() -> None:
         await asyncio.gather(*(run_remaining() for _ in range(min(len(requests), worker.capacity))))
@@ -264,7 +429,10 @@ def run_episodes(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(run())
+        try:
+            asyncio.run(run())
+        except _EpisodeInterrupted as error:
+            raise error.interrupt from None
     else:
         # A notebook runs an event loop in this thread already.
         with ThreadPoolExecutor(1) as thread:
@@ -328,7 +496,7 @@ def rollout(
     worker = RolloutWorker(
         engine=engine,
         renderer=Renderer(policy.tokenizer, policy.end_tokens),
-        environment=env.recipe,
+        environment=env,
         rollout=settings,
         sampling=sampling,
         version=policy.version,

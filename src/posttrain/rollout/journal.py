@@ -18,7 +18,7 @@ from posttrain.episode import Episode
 from posttrain.errors import InputError, RunError
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, run_episodes
 from posttrain.rollout.store import episode_from_record, episode_record, json_line
-from posttrain.runs.files import storage_errors, sync_directory, write_atomically
+from posttrain.runs.directory import storage_errors, sync_directory, write_atomically
 
 FORMAT = 2
 EVENT_LOG = "events.jsonl"

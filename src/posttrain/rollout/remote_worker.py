@@ -8,10 +8,9 @@ from threading import Thread
 from typing import Any, Protocol
 
 from posttrain.engines.openai import ChatCompletion, complete
-from posttrain.environments.protocol import Message
+from posttrain.environments.protocol import EnvironmentFactory, Message
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe, has_thinking, no_primer
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Scorer
@@ -109,7 +108,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     """As returned by `chat_client`."""
     engine: OpenAIEngineRecipe
     failure_monitor: FailureMonitor
-    environment: EnvironmentRecipe
+    environment: EnvironmentFactory
     rollout: RolloutRecipe
     sampling: SamplingRecipe
     version: int = 0
@@ -122,7 +121,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TextTranscript:
         """InputError for an environment with a primer: chat servers cannot continue a started answer."""
         if primer:
-            raise InputError(no_primer(self.environment, primer))
+            raise InputError(no_primer(self.environment.recipe, primer))
         return TextTranscript(messages, state)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
@@ -135,7 +134,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         """Request the next answer and append it. ChatRequestError if the server returns none."""
         seed = server_seed(request, attempt, len(transcript.turns))
         completion = await self._complete(transcript.context, seed)
-        thinking = has_thinking(self.environment)
+        thinking = has_thinking(self.environment.recipe)
         full_text = completion.text_with_reasoning() if thinking else completion.text
         text, at_stop_string = self._cut_at_stop_string(completion, full_text)
         reason = StopReason.END_TOKEN if completion.finished else StopReason.TURN_BUDGET

@@ -21,7 +21,7 @@ from posttrain.credit.units.spans import Spans
 from posttrain.distributed.world import current_world
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.directory import storage_errors, write_atomically
 
 Split = Literal["train", "evaluation", "final"]
 """Training episodes, held-out episodes of the learning curve, and held-out episodes of the final table."""

@@ -121,7 +121,7 @@ class WeightSync:
         in_flight: InFlight,
         replayed: Mapping[int, BatchEvents] | None,
     ) -> None:
-        """`policy` is the replica that `engine` samples with; nothing else may use it. `replayed`: batch -> recorded
+        """`policy` is the replica whose weights `engine` loads; nothing else may use it. `replayed`: batch -> recorded
         events to follow instead of the clock."""
         self._on_new_weights, self._async_rollouts = on_new_weights, async_rollouts
         self._policy, self._engine = policy, engine
@@ -196,6 +196,6 @@ class WeightSync:
             )
         if self._loaded is None or weights.step != self._loaded.step:
             weights.load_into(self._policy)
-        self._engine.load_weights(weights.version)
+        self._engine.load_weights(weights.version, self._policy)
         self._loaded = weights
         self._updates.append(WeightUpdate(self.forward_passes, weights.step, weights.version, restarted or []))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, RunError
-from posttrain.runs.files import PARTIAL, process_runs, storage_errors, write_atomically
+from posttrain.runs.directory import PARTIAL, process_runs, storage_errors, write_atomically
 
 Key = tuple[int | str, int]
 """(id of the row, sample number)."""

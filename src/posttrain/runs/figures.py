@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.panels import (
     BLUE,
     GREEN,
@@ -53,8 +53,8 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.8,
     "lines.markersize": 4,
 }
-OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-"""Legend position to the right of the axes."""
+_LONGEST_OUTSIDE = 44
+"""Most characters of a label in a legend beside the axes. Longer ones would leave the axes no width."""
 
 
 def new_figure(count: int) -> tuple[Figure, list[Axes]]:
@@ -62,6 +62,13 @@ def new_figure(count: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(8, 4.6) if count == 1 else (8, 2.6 * count + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0])
+
+
+def outside_legend(axes: Axes, right: float = 1.0) -> None:
+    """Put the legend to the right of the axes; `right` is its left edge in widths of the axes."""
+    legend = axes.legend(loc="upper left", bbox_to_anchor=(right, 1.0), borderaxespad=0.2)
+    for label in legend.get_texts():
+        label.set_text(plain(label.get_text(), _LONGEST_OUTSIDE))
 
 
 def finish_axes(axes: Axes, unit: str, percent: bool = False) -> None:

@@ -20,10 +20,9 @@ from posttrain.runs.comparison import (
     open_sources,
     shared_metrics,
 )
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.figures import (
     FORMATS,
-    OUTSIDE,
     STYLE,
     Format,
     average,
@@ -36,10 +35,10 @@ from posttrain.runs.figures import (
     finish_axes,
     mark_nonfinite,
     new_figure,
+    outside_legend,
     save,
     scale_axis,
 )
-from posttrain.runs.files import write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
     BLUE,
@@ -137,7 +136,7 @@ def _learning_curve(lines: list[Line]) -> Figure | None:
     shown += draw_result(axes, lines, key, "result on the final seeds", form)
     scale_axis(axes, Panel("", "", (), whole=is_rate, from_zero=False), [*shown, *limits])
     finish_axes(axes, unit, percent=is_rate)
-    axes.legend(**OUTSIDE)
+    outside_legend(axes)
     return figure
 
 
@@ -212,7 +211,7 @@ def _time(lines: list[Line]) -> Figure | None:
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axes.grid(visible=False, axis="x")
     finish_axes(axes, "seconds per step")
-    axes.legend(**OUTSIDE)
+    outside_legend(axes)
     if len(centres) == 1:
         axes.set_xlim(centres[0] - 3, centres[0] + 3)
     return figure

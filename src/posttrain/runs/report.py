@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import write_atomically
-from posttrain.runs.metrics import read_metrics
-from posttrain.runs.progress import duration
+from posttrain.runs.directory import RunDirectory, write_atomically
+from posttrain.runs.metrics import duration, read_metrics
 from posttrain.runs.tables import Table, markdown_table, score_table
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.comparison import Bundle, Look, Source, looks, t_interval
 from posttrain.runs.figures import (
-    OUTSIDE,
     STYLE,
     entitle,
+    outside_legend,
     plain,
 )
 from posttrain.runs.panels import DOMAINS, GREY, ORANGE, Line, metric_of
@@ -73,7 +73,7 @@ def draw_scores(lines: list[Line]) -> Figure | None:
     for one in axes:
         one.set_ylabel("score")
     beside = 1.1 if any(not 0 <= (one.training or 0.0) <= 1 for one in trained) else 1.0
-    axes[0].legend(**{**OUTSIDE, "bbox_to_anchor": (beside, 1.0)})
+    outside_legend(axes[0], beside)
     return figure
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.rollout import SCORES
-from posttrain.runs.files import write_atomically
+from posttrain.runs.directory import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

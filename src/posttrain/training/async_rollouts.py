@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world, single_process
 from posttrain.engines.local.engine import LocalEngine
-from posttrain.engines.protocol import Engine, EngineCounters
+from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import LocalEngineRecipe
@@ -34,9 +34,8 @@ from posttrain.rollout.journal import (
     remove_batches,
 )
 from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
-from posttrain.runs import events
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import storage_errors
+from posttrain.runs.directory import RunDirectory, storage_errors
+from posttrain.runs.metrics import record_event
 from posttrain.training.checkpoint import saved_steps
 from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect
 
@@ -177,7 +176,8 @@ class Sampler:
         engine, restarts, begun = worker.engine, self._in_flight.restarts, time.perf_counter()
         sync.wait_for(journal.step)
         waited = time.perf_counter() - begun
-        with self._engine_in_use(engine):
+        # An engine outside of this process is shared with evaluation.
+        with nullcontext() if self._has_own_engine else self._manager.lock:
             # Counted inside: an evaluation with the same engine does not belong to the batch.
             begun, counters = time.perf_counter(), replace(engine.counters)
             sync.begin_batch(journal.step)
@@ -190,19 +190,6 @@ class Sampler:
             self._record(journal.step, sync, batch)
         journal.finish({"seconds": batch.seconds, "counters": asdict(batch.counters), "metrics": batch.metrics})
         return SampledBatch(journal.step, batch, tasks.state_dict(), waited)
-
-    @contextmanager
-    def _engine_in_use(self, engine: Engine) -> Iterator[None]:
-        """Inside, an engine that evaluation uses too belongs to the thread, and has the replica's weights."""
-        if self._has_own_engine:
-            yield
-            return
-        with self._manager.lock:
-            engine.policy = self._replica
-            try:
-                yield
-            finally:
-                engine.policy = self._manager.policy
 
     def _count_discarded(self, batch: RolloutBatch, before: int, restarts: int) -> None:
         """Count what `restart` discarded. `before`: sampled tokens of the batch that an earlier process left."""
@@ -310,7 +297,7 @@ class AsyncRollouts:
             yield
         finally:
             if not self._sampler.stop():
-                events.record(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
+                record_event(f"a call of the environment still blocks the rollout thread after {STOP_SECONDS:g} s")
             self._remove_covered()
 
     def take(self, step: int) -> RolloutBatch:

@@ -20,8 +20,8 @@ import torch
 from posttrain.distributed.tensors import write_tensors
 from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
-from posttrain.models.base import TrainedModel
-from posttrain.runs.files import partial_path, storage_errors, sync_directory, write_atomically
+from posttrain.models.policy import TrainedModel
+from posttrain.runs.directory import partial_path, storage_errors, sync_directory, write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^step_(\d+)$")
@@ -31,6 +31,24 @@ def saved_steps(directory: Path) -> list[int]:
     """Steps that have a checkpoint in `directory`, ascending."""
     names = [_NAME.match(path.name) for path in directory.glob("step_*")]
     return sorted(int(match[1]) for match in names if match)
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of torch's global generators, by device: of the CPU, and of every accelerator of the type of `device`."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        states |= {f"{device.type}:{i}": module.get_rng_state(i) for i in range(module.device_count())}
+    return states
+
+
+def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Set what `random_states` returned."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(torch.device(name)).set_rng_state(state, torch.device(name))
 
 
 class Checkpoints:

@@ -16,6 +16,7 @@ from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.engines.openai import chat_client
 from posttrain.engines.protocol import Engine
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import TextTask, TextTaskRecipe, prompt_table
 from posttrain.episode import CUT_OFF, Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
@@ -207,7 +208,7 @@ class LocalCompleter:
         return RolloutWorker(
             engine=self._open_engine(),
             renderer=self.renderer,
-            environment=text_task(self.recipe),
+            environment=EnvironmentFactory(text_task(self.recipe)),
             rollout=_rollout(self.recipe, self.max_tokens),
             sampling=self.recipe.sampling,
             version=0,
@@ -251,7 +252,7 @@ class RemoteCompleter:
             client=self.client,
             engine=self.engine,
             failure_monitor=_ConsecutiveFailures(max(_FAILURES_IN_A_ROW, 2 * self.engine.max_concurrent)),
-            environment=text_task(self.recipe),
+            environment=EnvironmentFactory(text_task(self.recipe)),
             rollout=_rollout(self.recipe, self.recipe.rollout.tokens_per_episode),
             sampling=self.recipe.sampling,
         )

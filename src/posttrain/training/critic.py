@@ -19,10 +19,8 @@ from posttrain.models.critic import Critic, SharedCritic, ValueHead
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.batches import Sample, on_stream
 from posttrain.training.objectives import ValueObjective, computed
-from posttrain.training.optimizer import Optimizer
-from posttrain.training.updater import Totals, Updater
+from posttrain.training.updater import Optimizer, Sample, Totals, Updater, on_stream
 
 
 class CriticLearner:

@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from posttrain.losses.distillation import candidate_logprobs, generalized_jsd, reverse_kl_losses
+from posttrain.losses.distillation import TeacherScores, candidate_logprobs, generalized_jsd, reverse_kl_losses
 from posttrain.losses.policy import token_weights
 from posttrain.models.forward import Measure, TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.batches import Sample, TeacherScores
 from posttrain.training.objectives import token_batch, token_forward
-from posttrain.training.updater import Totals
+from posttrain.training.updater import Sample, Totals
 
 
 def distillation_forward(

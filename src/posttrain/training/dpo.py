@@ -13,24 +13,24 @@ import torch
 from rich.console import Console
 
 from posttrain.data.rendering import Renderer
+from posttrain.data.tokens import TokenRow
 from posttrain.distributed.sharding import full_tensor
 from posttrain.distributed.world import current_world
 from posttrain.episode import Stream
-from posttrain.losses.preference import kto_kl
+from posttrain.losses.preference import RewardShift, kto_kl
 from posttrain.models.forward import TokenScores, transformer
 from posttrain.models.policy import Policy
-from posttrain.recipe.loss import KtoLoss
+from posttrain.recipe.loss import BcoLoss, KtoLoss
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
-from posttrain.training.batches import Sample
+from posttrain.seeds import random_stream
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.rows import load_data, samples_of_row, stream_of
 from posttrain.training.supervised import Batches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Sample, Updater
 
 
 class ReferenceLogprobs:
@@ -159,7 +159,9 @@ def train(
     rows = [*data.stored, *data.validation, *data.test]
     if recipe.loss.needs_reference:
         reference.precompute([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
-    objective_for = partial(_objective, recipe, learner, reference)
+    pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
+    shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
+    objective_for = partial(_objective, recipe, learner, reference, pool, shift)
     evaluator = PreferenceEvaluator(learner, data, recipe.name, objective_for, unpaired=kind == "unpaired")
     trainer = Trainer(
         LoopSettings.of(recipe, total),
@@ -168,38 +170,87 @@ def train(
         learner,
         evaluators=[evaluator] if data.validation or data.test else [],
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
-        warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings()],
+        warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings(), *_one_prompt(pool)],
+        stateful={"shift": shift} if shift is not None else {},
         callbacks=callbacks,
     )
-    train_on(trainer, batches, objective_for, resume, console)
+    train_on(trainer, batches, objective_for, resume, console, shift.update if shift is not None else None)
 
 
 def _objective(
-    recipe: DpoRecipe, learner: Updater[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample]
+    recipe: DpoRecipe,
+    learner: Updater[TokenScores],
+    reference: ReferenceLogprobs,
+    pool: Sequence[TokenRow],
+    shift: RewardShift | None,
+    samples: Sequence[Sample],
 ) -> PairObjective | UnpairedObjective:
-    """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them."""
+    """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them.
+
+    `pool`: rows whose answers KTO's KL estimate may take where all of the samples have the same prompt.
+    """
     if recipe.loss.needs_reference:
         reference.assign(samples)
     if isinstance(recipe.loss, KtoLoss):
-        return UnpairedObjective(recipe.loss, _kl_estimate(learner, reference, samples, recipe.data.max_tokens))
-    return PairObjective(recipe.loss, recipe.nll_coefficient)
+        mismatched = mismatched_samples(samples, pool, recipe.data.max_tokens)
+        return UnpairedObjective(recipe.loss, _kl_estimate(learner, reference, mismatched), len(mismatched))
+    return PairObjective(recipe.loss, recipe.nll_coefficient, shift.value if shift is not None else None)
+
+
+def _one_prompt(pool: Sequence[TokenRow]) -> list[str]:
+    """Return a warning where KTO's KL cannot be estimated because all rows have the same prompt."""
+    if not pool or any(row.prompt != pool[0].prompt for row in pool):
+        return []
+    return ["all training rows have the same prompt, so KTO's KL estimate has no mismatched answers and is 0"]
 
 
 def _kl_estimate(
-    learner: Updater[TokenScores], reference: ReferenceLogprobs, samples: Sequence[Sample], max_tokens: int
+    learner: Updater[TokenScores], reference: ReferenceLogprobs, mismatched: Sequence[Sample]
 ) -> torch.Tensor:
-    """Return KTO's KL estimate from each prompt with the next row's answer, over the whole step, so that it does not
-    depend on the micro-batches.
-    """
-    mismatched = [
-        _mismatched(one, other, max_tokens) for one, other in zip(samples, [*samples[1:], samples[0]], strict=True)
-    ]
+    """Return KTO's KL estimate over the whole step, so that it does not depend on the micro-batches."""
     reference.assign(mismatched)
     ratios = []
     for sample, scores in zip(mismatched, logprobs(learner, mismatched), strict=True):
         assert sample.ref_logprobs is not None
         ratios.append(float(scores.sum(dtype="float64") - sample.ref_logprobs.sum(dtype="float64")))
     return kto_kl(torch.tensor(ratios, dtype=torch.float32))
+
+
+def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_tokens: int) -> list[Sample]:
+    """Return each sample's prompt with an answer to another prompt, cut to `max_tokens`: one per sample.
+
+    The answers are those of `samples`. Where these all have the same prompt, as in a last update of one row, they are
+    those of `pool` to other prompts, drawn by the prompt. The result is empty where there are none.
+
+    Source: the mismatched pairs (x, y') of Ethayarajh et al. 2024, "KTO", arXiv 2402.01306, section 4.1. An answer to the
+    same prompt is not mismatched: training makes it likelier or less likely, and with it the estimate.
+    """
+    by_prompt: dict[bytes, list[int]] = {}
+    for index, sample in enumerate(samples):
+        by_prompt.setdefault(_prompt(sample), []).append(index)
+    if len(by_prompt) == 1:
+        others = _answers_to_other_prompts(samples[0], pool, len(samples))
+        return [_mismatched(one, other, max_tokens) for one, other in zip(samples, others, strict=False)]
+    order = [index for indices in by_prompt.values() for index in indices]
+    donors: dict[int, int] = {}
+    start = 0
+    for indices in by_prompt.values():
+        start += len(indices)
+        others = [*order[start:], *order[: start - len(indices)]]
+        donors |= {index: others[place % len(others)] for place, index in enumerate(indices)}
+    return [_mismatched(sample, samples[donors[index]], max_tokens) for index, sample in enumerate(samples)]
+
+
+def _answers_to_other_prompts(sample: Sample, pool: Sequence[TokenRow], count: int) -> list[Sample]:
+    prompt = _prompt(sample)
+    others = [row for row in pool if row.prompt != prompt]
+    draws = random_stream("mismatched answers", prompt.hex())
+    places = draws.choice(len(others), count, replace=len(others) < count).tolist() if others else []
+    return [samples_of_row(others[place])[0] for place in places]
+
+
+def _prompt(sample: Sample) -> bytes:
+    return sample.stream.ids[: int(np.argmax(sample.stream.sampled))].tobytes()
 
 
 def _mismatched(one: Sample, other: Sample, max_tokens: int) -> Sample:

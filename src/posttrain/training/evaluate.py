@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from posttrain.engines.openai import chat_client
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
-from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import MetricsLog
+from posttrain.runs.metrics import MetricsLog, take_events
 from posttrain.runs.report import write_report
 from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator, WorkerSource
 from posttrain.training.results import write_tables
@@ -36,7 +36,7 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
             log.write(0, "baseline", {"policy": name, **values})
         log.write(0, "final", {"policy": EVALUATED, **final})
     tables = write_tables(directory, [evaluator])
-    warnings = [*evaluator.warnings, *events.drain()]
+    warnings = [*evaluator.warnings, *take_events()]
     write_report(directory, tables, warnings=warnings)
     for table in tables:
         console.print(table.rich())
@@ -95,7 +95,7 @@ class RemoteRolloutManager:
         if primer:
             raise InputError(no_primer(environment, primer))
         self.engine = engine
-        self.environment = environment
+        self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
         self.episodes = episodes
         self.model_name = engine.model

@@ -83,7 +83,7 @@ class EpisodeEvaluator:
             left_out: held-out seeds that are not played.
         """
         self.manager = manager
-        self.environment = manager.environment
+        self.environment = manager.environment.recipe
         self.evaluation = evaluation
         self.seed = seed
         self.episodes = episodes

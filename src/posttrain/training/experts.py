@@ -17,7 +17,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.recipe.stages import SftRecipe
-from posttrain.rollout.transcript import TokenTranscript
+from posttrain.rollout.driver import TokenTranscript
 from posttrain.seeds import random_stream
 
 Expert = Literal["optimal", "random"]

@@ -13,11 +13,9 @@ from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.driver import run_episodes
-from posttrain.runs import events
 from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
-from posttrain.runs.metrics import MetricsLog
-from posttrain.runs.progress import Progress, duration
+from posttrain.runs.metrics import MetricsLog, Progress, duration, take_events
 from posttrain.training.completers import (
     CompletionRequest,
     LocalCompleter,
@@ -98,7 +96,7 @@ class _Generation:
                 for window in self.completer.windows(requests, self.log):
                     episodes = [row.episode_request(self.recipe, sample) for row, sample in window]
                     run_episodes(self.completer.rollout_worker(), episodes, self._on_episode(window, progress))
-                    for message in events.drain():
+                    for message in take_events():
                         progress.message(message)
             finally:
                 self.seconds = time.monotonic() - self._start

@@ -1,25 +1,26 @@
 """Credit and the learner for a loop of your own: episodes, then advantages, then one optimizer step of the policy."""
 
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from posttrain.credit.assign import compute_advantages, reward_streams
-from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
+from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stream
 from posttrain.errors import InputError
 from posttrain.losses.kl import KlController
+from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit
 from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.batches import Sample, samples_of_episodes
-from posttrain.training.objectives import PolicyObjective, logprobs, token_forward
-from posttrain.training.optimizer import Optimizer
+from posttrain.training.objectives import PolicyObjective, logprobs, metrics_without_pass, token_forward
 from posttrain.training.rl import set_advantages
-from posttrain.training.updater import Updater, means
+from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
 
 
 def advantages(
@@ -60,6 +61,10 @@ def advantages(
     return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values)
 
 
+MISMATCH = 1e-3
+"""Nats per token by which engine and learner may differ in float32, far above its rounding."""
+
+
 class Learner:
     """Optimizes a policy on episodes with credit.
 
@@ -85,8 +90,8 @@ class Learner:
 
         Args:
             policy: with `lora`, the adapters alone are trained.
-            loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `reinforce`, or one that was
-                registered), or its settings such as `PpoLoss(clip_high=0.28)`.
+            loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `sapo`, `gmpo`,
+                `reinforce`, `gpg`, or one that was registered), or its settings such as `PpoLoss(clip_high=0.28)`.
             kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
             entropy_coefficient: weight of the entropy bonus.
             temperature: the temperature that the episodes were sampled with.
@@ -111,12 +116,16 @@ class Learner:
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
         self._controller = KlController(self.kl)
         self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
+        self._old: dict[int, tuple[weakref.ref[Stream], np.ndarray | None]] = {}
+        """Streams that were learned from, by `id`, and their old log-probabilities; None takes the rollout's."""
 
     def update(self, episodes: Sequence[Episode], credit: Advantages) -> dict[str, float]:
         """Make one optimizer step.
 
-        With `loss.correction`, the learner's log-probabilities before the step are computed here, so each set of episodes
-        should be used once. Without it, several updates on the same episodes are PPO epochs.
+        Several updates on the same episodes are PPO epochs. Old log-probabilities are those of the first of them: with
+        `loss.old: learner` the learner computes them there, in one more forward pass. `auto` does so where weights are not
+        float32, where tokens were sampled by older weights, and with `loss.correction`; otherwise it takes those of the
+        engine, and warns if they differ from the learner's.
 
         Args:
             episodes: what `rollout` returned.
@@ -140,15 +149,50 @@ class Learner:
             with self.policy.as_reference():
                 for sample, reference in zip(samples, self._logprobs(samples), strict=True):
                     sample.ref_logprobs = reference
-        if self.loss.correction is not None:
-            for sample, old in zip(samples, self._logprobs(samples), strict=True):
-                sample.old_logprobs = old
-        objective = PolicyObjective(self.loss, self.kl, coefficient, self.entropy_coefficient)
-        metrics = means(self._updater.update(samples, objective))
+        first = self._set_old_logprobs(samples)
+        learner_old = any(sample.old_logprobs is not None for sample in samples)
+        objective = PolicyObjective(
+            self.loss, self.kl, coefficient, self.entropy_coefficient, "learner" if learner_old else "rollout", first
+        )
+        totals = self._updater.update(samples, objective)
+        if not totals["optimizer/skipped"][0]:
+            add_totals(totals, metrics_without_pass(objective, samples))
+        metrics = means(totals)
+        mismatch = metrics.get("policy/mismatch", 0.0)
+        if (
+            first
+            and not learner_old
+            and self.loss.old == "auto"
+            and self.loss.ratio_to == "old"
+            and mismatch > MISMATCH
+        ):
+            warnings.warn(
+                f"the engine's log-probabilities differ from the learner's by {mismatch:.2g} nats per token; set "
+                "`old: learner` in the loss, so that the ratio does not measure this difference",
+                stacklevel=2,
+            )
         for message in self._updater.take_warnings():
             warnings.warn(message, stacklevel=2)
         self._controller.update(metrics.get("policy/kl"), len(episodes))
         return metrics
+
+    def _set_old_logprobs(self, samples: Sequence[Sample]) -> bool:
+        """Set `old_logprobs` where they are not those of the rollout; returns whether no sample was learned from before."""
+        self._old = {key: entry for key, entry in self._old.items() if entry[0]() is not None}
+        new = [sample for sample in samples if id(sample.stream) not in self._old]
+        stale = any((s.stream.versions[s.stream.sampled] != self.policy.version).any() for s in new)
+        rounded = resolve_dtype(self.policy.recipe.dtype, self.policy.device) != torch.float32
+        by_learner = bool(new) and self.loss.old_source(stale or rounded) == "learner"
+        computed = self._logprobs(new) if by_learner else [None] * len(new)
+        for sample, old in zip(new, computed, strict=True):
+            self._old[id(sample.stream)] = (weakref.ref(sample.stream), old)
+        for sample in samples:
+            sample.old_logprobs = self._old[id(sample.stream)][1]
+        if any(sample.old_logprobs is not None for sample in samples):
+            for sample in samples:
+                if sample.old_logprobs is None:
+                    sample.old_logprobs = sample.stream.rollout_logprobs[sample.stream.sampled]
+        return len(new) == len(samples)
 
     def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return logprobs(self._updater, samples)

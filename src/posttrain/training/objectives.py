@@ -1,23 +1,23 @@
 """Objectives: the losses that a learner minimizes, each a weighted sum over the samples of a micro-batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
 from posttrain.losses.kl import kl_loss, kl_metrics
-from posttrain.losses.policy import TokenBatch, nll, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, gpg_factor, nll, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe
+from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe, SftLossRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.batches import Sample
-from posttrain.training.updater import Totals, Updater
+from posttrain.training.updater import Objective, Sample, Totals, Updater
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,15 @@ class _PerRow:
 
 
 class PairObjective(_PerRow):
-    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens."""
+    """Preference loss + `supervised` x mean negative log-likelihood of the chosen answer's tokens.
 
-    def __init__(self, loss: PairLossRecipe, supervised: float) -> None:
+    `shift`: delta of `bco`, None for other losses.
+    """
+
+    def __init__(self, loss: PairLossRecipe, supervised: float, shift: float | None = None) -> None:
         self.loss = loss
         self.supervised = supervised
+        self.shift = shift
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         """Losses without the supervised term."""
@@ -80,6 +84,7 @@ class PairObjective(_PerRow):
                 ref_chosen_logprobs=None if references is None else references[chosen],
                 ref_rejected_logprobs=None if references is None else references[rejected],
             ),
+            self.shift or 0.0,
         )
         return Comparisons(rows, losses.losses, losses.chosen_rewards, losses.rejected_rewards)
 
@@ -94,6 +99,8 @@ class PairObjective(_PerRow):
             f"policy/{name}_logprob": (float(per_token[places].detach().sum()), float(len(places)))
             for name, places in (("chosen", chosen), ("rejected", rejected))
         }
+        if self.shift is not None:
+            totals["preference/shift"] = (self.shift, 1.0)
         loss = compared.losses.sum()
         if self.supervised:
             nll = -per_token[chosen].sum()
@@ -103,11 +110,15 @@ class PairObjective(_PerRow):
 
 
 class UnpairedObjective(_PerRow):
-    """KTO's loss of answers that are labelled good or bad. `kl`: the reference point of the optimizer step, a scalar tensor."""
+    """KTO's loss of answers that are labelled good or bad.
 
-    def __init__(self, loss: KtoLoss, kl: torch.Tensor) -> None:
+    `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated from.
+    """
+
+    def __init__(self, loss: KtoLoss, kl: torch.Tensor, mismatched: int) -> None:
         self.loss = loss
         self.kl = kl
+        self.mismatched = mismatched
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         logps, _ = stream_sums(output, samples)
@@ -122,7 +133,8 @@ class UnpairedObjective(_PerRow):
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         compared = self.compare(output, samples)
-        return compared.losses.sum(), self.totals(compared) | {"preference/kl": (float(self.kl), 1.0)}
+        of_step = {"preference/kl": (float(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
+        return compared.losses.sum(), self.totals(compared) | of_step
 
 
 class RewardObjective(_PerRow):
@@ -237,6 +249,7 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
         weights=torch.from_numpy(np.repeat(np.array(weights, dtype=np.float32), lengths)).to(device),
         ref_logprobs=flat([s.ref_logprobs for s in samples]),
         old_logprobs=flat([s.old_logprobs for s in samples]),
+        factors=flat([s.factors for s in samples]),
     )
 
 
@@ -249,40 +262,95 @@ class PolicyObjective:
         kl: KlRecipe | None = None,
         kl_coefficient: float | None = None,
         entropy: float = 0.0,
+        old: Literal["learner", "rollout"] = "rollout",
+        first_update: bool = False,
     ) -> None:
-        """`kl_coefficient`: its current value where it is adaptive; default `kl.coefficient`. The samples need
-        `ref_logprobs` where it is above 0."""
+        """Create the objective of an update.
+
+        Args:
+            kl_coefficient: its current value where it is adaptive; default `kl.coefficient`. The samples need
+                `ref_logprobs` where it is above 0.
+            old: where old log-probabilities come from. `learner`: the samples need `old_logprobs`, but for a first update.
+            first_update: the weights are those before the step's first update. The present policy is then the learner's
+                old policy, so its ratio is 1 exactly, whatever the precision and the micro-batches.
+        """
         self.loss = loss
+        self.old = old
+        self.first_update = first_update
         self.kl = kl or KlRecipe()
         coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
         self.kl_coefficient = coefficient if self.kl.apply_to == "loss" else 0.0
         self.entropy_coefficient = entropy
+        self._of_update: Totals = {}
+        """Metrics of the update, which its first micro-batch adds."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)
+        """One weight per sample and the divisor. Also sets what depends on the whole update: the samples' `factors`."""
+        masked = [self._is_masked(sample) for sample in samples]
+        lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
+        episodes = [-1 - i if s.episode is None else s.episode for i, s in enumerate(samples)]
+        weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episodes)
+        self._of_update = {}
+        if self.loss.mask_truncated:
+            self._of_update["policy/truncated_masked"] = (float(sum(masked)), float(len(samples)))
+        if self.loss.type == "gpg":
+            factor = gpg_factor([s.group for s in samples], [bool(np.any(s.advantages != 0)) for s in samples])
+            for sample in samples:
+                sample.factors = np.full(sample.sampled_tokens, factor, dtype=np.float32)
+        return [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)], divisor
+
+    def _is_masked(self, sample: Sample) -> bool:
+        return self.loss.mask_truncated and sample.truncated
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit add nothing, unless there is a KL penalty or an entropy bonus."""
+        if self._is_masked(sample):
+            return False
         return self.kl_coefficient > 0 or self.entropy_coefficient > 0 or bool(np.any(sample.advantages != 0))
 
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
+        if self.old == "learner" and self.first_update:
+            batch = replace(batch, old_logprobs=output.logprobs.detach())
         loss, metrics = policy_loss(self.loss, output.logprobs, batch)
+        metrics, self._of_update = metrics | self._of_update, {}
+        if self.first_update and "policy/clip_low" in metrics:
+            low, high = metrics["policy/clip_low"], metrics["policy/clip_high"]
+            metrics["policy/clipped_before_update"] = (low[0] + high[0], low[1])
         weighted, count = float(batch.weights.sum()), float(len(batch.rollout_logprobs))
         metrics["loss/policy"] = (float(loss.detach()), weighted)
         metrics["policy/entropy"] = (float(output.entropies.detach().sum()), count)
         metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.rollout_logprobs).abs().sum()), count)
-        metrics |= kl_metrics(output.logprobs, batch)
+        if batch.ref_logprobs is not None:
+            metrics |= kl_metrics(output.logprobs - batch.ref_logprobs)
         if self.kl_coefficient > 0:
             assert batch.ref_logprobs is not None
-            penalty = kl_loss(self.kl.estimator, output.logprobs, batch)
+            penalty = kl_loss(self.kl.estimator, output.logprobs, batch, self.kl.importance_weighted)
             loss = loss + self.kl_coefficient * penalty
             metrics["loss/kl"] = (float(penalty.detach()), weighted)
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * (batch.weights * output.entropies).sum()
         return loss, metrics
+
+
+def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sample]) -> Totals:
+    """`policy/entropy` and `policy/kl` of the episodes that an update leaves out because they cannot add to its gradient.
+
+    Both come from the log-probabilities log p before the step, the learner's where it computed them and else the rollout's, so
+    they need no forward pass. The entropy is estimated by -log p of the sampled tokens, which is unbiased for tokens that
+    p sampled from the whole vocabulary, and the KL by k3 of log p - log p_ref.
+    """
+    idle = [s for s in samples if s.sampled_tokens and not objective.has_signal(s)]
+    if not idle:
+        return {}
+    before = np.concatenate(
+        [s.stream.rollout_logprobs[s.stream.sampled] if s.old_logprobs is None else s.old_logprobs for s in idle]
+    )
+    totals = {"policy/entropy": (float(-before.sum(dtype=np.float64)), float(len(before)))}
+    references = [s.ref_logprobs for s in idle if s.ref_logprobs is not None]
+    return totals | (kl_metrics(before - np.concatenate(references)) if len(references) == len(idle) else {})
 
 
 class MixedObjective:
@@ -387,7 +455,11 @@ class SharedObjective:
 
 
 class SupervisedObjective:
-    """Negative log-likelihood of the trained tokens, a mean over the tokens of the optimizer step."""
+    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step."""
+
+    def __init__(self, loss: SftLossRecipe | None = None) -> None:
+        """Default: negative log-likelihood."""
+        self.loss = loss or SftLossRecipe()
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return token_weights("token_mean", [s.sampled_tokens for s in samples])
@@ -399,12 +471,16 @@ class SupervisedObjective:
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
-        loss = nll(output.logprobs, batch)
+        likelihood = nll(output.logprobs, batch)
         count = float(len(batch.rollout_logprobs))
-        return loss, {
-            "loss/nll": (float(loss.detach()), count),
+        metrics = {
+            "loss/nll": (float(likelihood.detach()), count),
             "policy/entropy": (float(output.entropies.detach().sum()), count),
         }
+        if self.loss.type == "nll":
+            return likelihood, metrics
+        loss = dft(output.logprobs, batch)
+        return loss, metrics | {"loss/dft": (float(loss.detach()), count)}
 
 
 def computed(numbers: np.ndarray | None) -> np.ndarray:

@@ -15,19 +15,19 @@ from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
 from posttrain.episode import CUT_OFF, Episode, Outcome, PerToken, RewardStreams, StopReason, Stream, Turn
 from posttrain.errors import InputError
-from posttrain.factory import Factory
 from posttrain.losses.kl import apply_kl_penalty, estimate_kl
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.components import Factory
 from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.rollout.filters import overlong_penalty
-from posttrain.training.batches import Sample, pack
 from posttrain.training.objectives import reward_forward
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
+from posttrain.training.updater import Sample, pack
 
 RAW = "reward_model"
 """Key of a turn's info that holds the reward model's reward, unscaled."""

@@ -8,12 +8,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from rich.console import Console
 
 from posttrain.credit.assign import compute_advantages
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
+from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe, CriticCredit
 from posttrain.recipe.model import LearnerRecipe
@@ -22,7 +24,6 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
-from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain.training.objectives import (
@@ -30,10 +31,10 @@ from posttrain.training.objectives import (
     PolicyObjective,
     SharedObjective,
     logprobs,
+    metrics_without_pass,
     scores,
     token_forward,
 )
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
@@ -47,7 +48,16 @@ from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
-from posttrain.training.updater import Objective, Totals, Updater, add_totals, means
+from posttrain.training.updater import (
+    Objective,
+    Optimizer,
+    Sample,
+    Totals,
+    Updater,
+    add_totals,
+    means,
+    samples_of_episodes,
+)
 
 MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rollouts]
 
@@ -125,13 +135,14 @@ class Components:
     trainer: Trainer[TokenScores]
     credit_settings: CreditRecipe
     updates: LearnerRecipe
-    objective: Callable[[float], Objective[TokenScores]]
-    """The objective of an update, for a KL coefficient."""
+    objective: Callable[[float, bool], Objective[TokenScores]]
+    """The objective of an update, for a KL coefficient, and whether no update of the step came before it."""
     needs_old_logprobs: bool
+    """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
 
     def score(self, samples: Sequence[Sample]) -> None:
-        """Set the log-probabilities that the losses compare with: the reference model's for KL, the learner's own for an
-        importance correction. The latter pass also gives the values of a critic on the policy's trunk."""
+        """Set the log-probabilities that the losses compare with: the reference model's for KL, and the learner's own before
+        the step's updates. The latter pass also gives the values of a critic on the policy's trunk."""
         if self.kl.recipe.coefficient > 0:
             with self.policy.as_reference():
                 references = logprobs(self.learner, samples)
@@ -160,7 +171,7 @@ class Components:
     def update(self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int) -> Totals:
         """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer steps."""
         epochs, per_epoch = self.updates.epochs_per_step, self.updates.updates_per_step
-        critic, objective = self.critic, self.objective(self.kl.coefficient)
+        critic, version = self.critic, self.policy.version
         groups = [episode.group for episode in episodes for _ in episode.streams]
         order = sorted(set(groups))
         count = min(per_epoch, len(order))
@@ -175,8 +186,12 @@ class Components:
             if warm_up:
                 continue
             rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
+            first = self.policy.version == version
+            objective = self.objective(self.kl.coefficient, first)
             update = self.learner.update([*chosen, *rows], objective)
-            if number > 0:  # the weights are no longer those that sampled
+            if not update["optimizer/skipped"][0]:
+                add_totals(update, metrics_without_pass(objective, chosen))
+            if not first:  # the weights are no longer those that sampled
                 update.pop("policy/mismatch", None)
             if critic is not None and critic.head is not None:
                 update["critic/skipped"] = update["optimizer/skipped"]
@@ -193,6 +208,13 @@ def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
     streams = [stream for episode in credit.values for stream in episode]
     for sample, advantages in zip(samples, streams, strict=True):
         sample.advantages = advantages[sample.stream.sampled]
+
+
+def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
+    """Whether the rollouts' log-probabilities can differ from the learner's by more than the rounding of float32."""
+    rounded = resolve_dtype(recipe.model.dtype, policy.device) != torch.float32
+    dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
+    return recipe.engine.type != "local" or rounded or recipe.rollout.async_rollouts > 0 or dropout
 
 
 def make_components(
@@ -235,8 +257,12 @@ def make_components(
     warnings += [*summary, *(ptx.warnings if ptx is not None else [])]
     warnings += [*(unit_credit.warnings if unit_credit is not None else []), *manager.template_warnings()]
 
-    def objective(kl_coefficient: float) -> Objective[TokenScores]:
-        policy_objective = PolicyObjective(recipe.loss, recipe.kl, kl_coefficient, recipe.entropy_coefficient)
+    old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
+
+    def objective(kl_coefficient: float, first_update: bool) -> Objective[TokenScores]:
+        policy_objective = PolicyObjective(
+            recipe.loss, recipe.kl, kl_coefficient, recipe.entropy_coefficient, old, first_update
+        )
         with_values = SharedObjective(policy_objective, recipe.critic.coefficient, recipe.critic.clip)
         of_episodes = policy_objective if head is None else with_values
         return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)
@@ -278,5 +304,5 @@ def make_components(
         credit_settings=recipe.credit,
         updates=recipe.learner,
         objective=objective,
-        needs_old_logprobs=recipe.loss.correction is not None,
+        needs_old_logprobs=old == "learner" and recipe.learner.updates_per_step * recipe.learner.epochs_per_step > 1,
     )

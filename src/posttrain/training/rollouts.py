@@ -16,6 +16,7 @@ from posttrain.distributed.world import current_world
 from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome
 from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.models.policy import Policy
@@ -68,7 +69,7 @@ class RolloutManager:
             logs: directory for the logs of an engine in another process.
         """
         self.policy = policy
-        self.environment = environment
+        self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
         self.scorer = scorer
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)

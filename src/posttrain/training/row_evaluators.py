@@ -12,11 +12,10 @@ from posttrain.evaluation.statistics import Estimate, bootstrap_ratio, calibrati
 from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
 from posttrain.runs.tables import Table
-from posttrain.training.batches import Sample
 from posttrain.training.evaluators import START, TRAINED
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Sample, Updater
 
 
 class LossEvaluator:
@@ -233,11 +232,17 @@ def _summary(
         values[f"{name}/accuracy_low{suffix}"] = accuracy.low
         values[f"{name}/accuracy_high{suffix}"] = accuracy.high
         values[f"{name}/loss{suffix}"] = float(losses[inside].mean())
-        values[f"{name}/margin{suffix}"] = float(np.nanmean(chosen[inside]) - np.nanmean(rejected[inside]))
-    values[f"{name}/chosen"], values[f"{name}/rejected"] = float(np.nanmean(chosen)), float(np.nanmean(rejected))
+        values[f"{name}/margin{suffix}"] = _mean(chosen[inside]) - _mean(rejected[inside])
+    values[f"{name}/chosen"], values[f"{name}/rejected"] = _mean(chosen), _mean(rejected)
     both = np.concatenate([chosen, rejected])
-    values[f"{name}/reward_mean"], values[f"{name}/reward_std"] = float(np.nanmean(both)), float(np.nanstd(both))
+    values[f"{name}/reward_mean"], values[f"{name}/reward_std"] = _mean(both), float(np.nanstd(both))
     return values
+
+
+def _mean(rewards: np.ndarray) -> float:
+    """The mean of the rewards that exist; NaN if there are none, as in a domain with chosen answers alone."""
+    known = rewards[~np.isnan(rewards)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> Estimate:

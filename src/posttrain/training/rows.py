@@ -17,7 +17,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.seeds import random_stream
-from posttrain.training.batches import PreferenceSide, Sample
+from posttrain.training.updater import PreferenceSide, Sample
 
 
 class Rows(Protocol):

@@ -12,17 +12,15 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample, samples_of_episodes
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 from posttrain.training.experts import expert_episodes, settings_warnings
 from posttrain.training.objectives import SupervisedObjective, token_forward
-from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager
 from posttrain.training.row_evaluators import LossEvaluator
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, SampleBatches, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Updater
+from posttrain.training.updater import Optimizer, Sample, Updater, samples_of_episodes
 
 
 def train(
@@ -69,7 +67,7 @@ def train(
         warnings=warnings,
         callbacks=callbacks,
     )
-    objective = SupervisedObjective()
+    objective = SupervisedObjective(recipe.loss)
     train_on(trainer, batches, lambda samples: objective, resume, console)
 
 

@@ -6,10 +6,9 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 
 from posttrain.data.tokens import TokenRow
-from posttrain.training.batches import Sample
 from posttrain.training.rows import DataSet
 from posttrain.training.trainer import Trainer
-from posttrain.training.updater import Objective, means
+from posttrain.training.updater import Objective, Sample, Totals, means
 
 Output = TypeVar("Output")
 
@@ -52,11 +51,12 @@ def train_on(
     objective_for: Callable[[Sequence[Sample]], Objective[Output]],
     resume: bool,
     console: Console,
+    learned: Callable[[Totals], None] | None = None,
 ) -> None:
     """Make the run's updates, evaluate and save on schedule, and finish.
 
     `objective_for` returns the objective of an update's samples. It may complete them first, for example with reference
-    log-probabilities.
+    log-probabilities. `learned` gets the metrics of each update as (sum, count), before the checkpoint of its step.
     """
     learner, steps = trainer.learner, trainer.settings.steps
     if resume:
@@ -71,6 +71,8 @@ def train_on(
                 before = learner.trained_tokens
                 with trainer.phase("update"):
                     totals = learner.update(samples, objective)
+                if learned is not None:
+                    learned(totals)
                 metrics = means(totals) | {"optimizer/learning_rate": learner.optimizer.learning_rate}
                 metrics["tokens/trained"] = float(learner.trained_tokens - before)
                 metrics["speed/tokens_per_second"] = metrics["tokens/trained"] / trainer.seconds["update"]

@@ -16,14 +16,13 @@ from posttrain.engines.scoring import ScoredPrompt, ScoringServers
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode
 from posttrain.errors import InputError, RunError
-from posttrain.losses.distillation import TAIL_FLOOR
-from posttrain.models.forward import transformer
-from posttrain.models.packing import prompt_length
+from posttrain.losses.distillation import TAIL_FLOOR, TeacherScores
+from posttrain.models.forward import prompt_length, transformer
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.teacher import CONTEXT_FIELD, TeacherRecipe
-from posttrain.training.batches import Sample, TeacherScores, pack
+from posttrain.training.updater import Sample, pack
 
 WHOLE = 0
 """`top_k` for the whole vocabulary."""

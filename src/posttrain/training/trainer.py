@@ -17,17 +17,15 @@ from rich.console import Console
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Episode
-from posttrain.models.base import TrainedModel
+from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import GuardRecipe, SinkName
 from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
-from posttrain.runs import events
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import MetricsLog, NoLog
-from posttrain.runs.progress import Progress
+from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
 from posttrain.seeds import derive_seed
-from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from posttrain.training.evaluators import START, TRAINED, Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
@@ -165,6 +163,8 @@ class Trainer(Generic[Output]):
         self._finished = False
         """Whether all steps are made. The newest checkpoint is then the last one, and the weights may be the best ones."""
         self._state: dict[str, Any] = {}
+        self._random: dict[str, torch.Tensor] = {}
+        self._seed_process(0)
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -176,14 +176,13 @@ class Trainer(Generic[Output]):
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
-        targets, random = self._tensors(), f"random/{self._world.rank}"
-        if state["processes"] != self._world.size:
-            # Only dropout draws from this generator, and the processes are not the same ones.
-            torch.manual_seed(derive_seed(self.settings.seed, "processes", steps[-1], self._world.rank))
-            targets.pop(random)
-        read_tensors(tensors, targets)
-        if random in targets:
-            torch.set_rng_state(targets[random])
+        targets, random = self._tensors(), random_states(self.model.device)
+        same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
+        read_tensors(tensors, targets | (self._named(random) if same else {}))
+        if same:
+            set_random_states(random)
+        else:
+            self._seed_process(steps[-1])
         self.learner.optimizer.load_state_dict(state["optimizer"])
         for name, checkpointable in self.checkpointables.items():
             checkpointable.load_state_dict(state["checkpointables"][name])
@@ -195,6 +194,17 @@ class Trainer(Generic[Output]):
             part.load_state_dict(state[name])
         self._world.on_rank0(lambda: self._forget_after(self.step))
         self._remember()
+
+    def _seed_process(self, step: int) -> None:
+        """Give torch's global generators a state of this process's own.
+
+        Nothing of the package draws from them: dropout has its own counters. Extensions may.
+        """
+        torch.manual_seed(derive_seed(self.settings.seed, "process", self._world.rank, step))
+
+    def _named(self, random: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Random states of this process under their names in a checkpoint."""
+        return {f"random/{self._world.rank}/{device}": state for device, state in random.items()}
 
     def _open_log(self) -> None:
         self._log = MetricsLog(self.run, self.settings.sinks)
@@ -219,7 +229,7 @@ class Trainer(Generic[Output]):
                 self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
                 raise
             finally:
-                self.warn(events.drain())
+                self.warn(take_events())
 
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one still owed."""
@@ -265,7 +275,7 @@ class Trainer(Generic[Output]):
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
         self._remember()
-        self.warn(events.drain())
+        self.warn(take_events())
         self._call(lambda callback: callback.on_step(self.step, metrics))
 
     def warn(self, messages: Sequence[str]) -> None:
@@ -314,20 +324,22 @@ class Trainer(Generic[Output]):
         best = self.best.step if self.best else None
         state = self._state | {
             "processes": self._world.size,
+            "devices": sorted(self._random),
             "optimizer": self.learner.optimizer.state_dict(),
             "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
-        return self.checkpoints.save(self.step, self.model, self._tensors(), state, best)
+        return self.checkpoints.save(self.step, self.model, self._tensors() | self._named(self._random), state, best)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of a checkpoint except the model's. The random state is that of this process."""
+        """All tensors of a checkpoint except the model's and the random states."""
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.learner.optimizer.tensors().items()}
         for owner, checkpointable in self.checkpointables.items():
             tensors |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
-        return tensors | {f"random/{self._world.rank}": torch.get_rng_state()}
+        return tensors
 
     def _remember(self) -> None:
         """Copy the state between two steps, so that an interrupted rollout leaves no trace in a checkpoint."""
+        self._random = random_states(self.model.device)
         self._state = {
             "step": self.step,
             "evaluated": self.evaluated,
@@ -356,7 +368,7 @@ class Trainer(Generic[Output]):
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step)
-        self.warn(events.drain())
+        self.warn(take_events())
         if values:
             chosen = "best on the curve's data" if self.best_by is not None else "the last one"
             self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})

@@ -42,11 +42,11 @@ from posttrain.recipe.units import (
     UnitCreditRecipe,
 )
 from posttrain.seeds import random_stream
-from posttrain.training.batches import Sample, on_stream, pack
 from posttrain.training.reward_scorer import OF_UNITS, RAW, RewardScorer, RunningStatistics, scaled
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_normalizer import open_normalizer
 from posttrain.training.unit_rewards import entropies_under
+from posttrain.training.updater import Sample, on_stream, pack
 
 _KEY = "reward.tokens_per_batch"
 

@@ -26,8 +26,7 @@ from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.recipe.units import LearnedCredit, UnitCreditRecipe
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.training.reward_scorer import RewardScorer
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.unit_rewards import UnitReader, unit_rewards

@@ -1,25 +1,355 @@
-"""The learner: turns samples into one optimizer step. It knows neither the algorithm nor what the model computes.
+"""From samples to one optimizer step: samples, micro-batches, the optimizer, and the updater that connects them.
 
-The loss is divided once, by a divisor that is global over the optimizer step, so gradients are equal to float rounding for
-any split into micro-batches. Several processes divide the micro-batches among them. Each process sees all samples of an
-update. A process without a micro-batch computes one of the others' with weight 0, so that all make the same calls.
+The updater knows neither the algorithm nor what the model computes. A micro-batch has at most `tokens_per_batch` tokens,
+and a stream is never divided. The loss is divided once, by a divisor that is global over the optimizer step, so gradients
+are equal to float rounding for any split into micro-batches. Several processes divide the micro-batches among them. Each
+process sees all samples of an update. A process without a micro-batch computes one of the others' with weight 0, so that
+all make the same calls.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
-from posttrain.distributed.sharding import local_shard
+from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
 from posttrain.distributed.world import current_world
+from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
+from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import keep_freed_memory
-from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.batches import Sample, pack
-from posttrain.training.optimizer import Optimizer
+from posttrain.models.forward import prompt_length
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PreferenceSide:
+    """Which answer of which row of preference data a stream is."""
+
+    row: int
+    """Unique within an update; the two answers of a pair share it and stay in one forward pass."""
+    chosen: bool
+    margin: float = 0.0
+    """How much better the chosen answer of a pair is, in units of reward."""
+
+
+@dataclass
+class Sample:
+    """One stream as the learner sees it, with n sampled tokens among its T."""
+
+    stream: Stream
+    label: str
+    """Names the episode in messages."""
+    advantages: np.ndarray
+    """[n] float32: credit of each sampled token."""
+    ref_logprobs: np.ndarray | None = None
+    """[n] float32: log-probabilities under the reference model."""
+    old_logprobs: np.ndarray | None = None
+    """[n] float32: the learner's own log-probabilities before the step's updates; None takes the engine's."""
+    episode: int | None = None
+    """Number of the stream's episode within the step; None for rows of data."""
+    values: np.ndarray | None = None
+    """[n] float32: the critic's values before the step's updates, in units of reward."""
+    returns: np.ndarray | None = None
+    """[n] float32: targets of the critic's values."""
+    factors: np.ndarray | None = None
+    """[n] float32: factor of each token's policy loss, which depends on the whole update; None means 1."""
+    group: int = 0
+    """The episode's group."""
+    truncated: bool = False
+    """Whether a token limit cut the last answer of the episode."""
+    teacher: TeacherScores | None = None
+    """The teacher's scores of the sampled tokens."""
+    ptx: bool = False
+    """A supervised row in reinforcement learning or distillation, not an episode."""
+    side: PreferenceSide | None = None
+    """Set for preference data alone."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.stream.sampled.sum())
+
+
+def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
+    """One sample per stream, in the order of episodes and their streams, with advantages of 0."""
+    return [
+        Sample(
+            stream=stream,
+            label=f"step {step} group {episode.group} episode {episode.index} (environment seed {episode.seed})",
+            advantages=np.zeros(int(stream.sampled.sum()), dtype=np.float32),
+            episode=number,
+            group=episode.group,
+            truncated=bool(episode.turns) and episode.turns[-1].stop_reason in CUT_OFF,
+        )
+        for number, episode in enumerate(episodes)
+        for stream in episode.streams
+    ]
+
+
+def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """[T] float32: `values` [n] at the sampled tokens of a stream with mask `sampled` [T] bool, 0 elsewhere."""
+    full = np.zeros(len(sampled), dtype=np.float32)
+    full[sampled] = values
+    return full
+
+
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
+    """Indices of samples, in groups of at most `budget` tokens each.
+
+    Samples with the same prompt go together as far as the budget allows, since their prompt is computed once. The two
+    answers of a preference pair are never divided. These bundles are packed first-fit decreasing: the longest first, each
+    into the first group with room. That needs at most 11/9 of the fewest possible groups, plus one (Johnson 1973).
+
+    Raises:
+        RunError: a sample is longer than the budget; the message names the sample and the budget's `key`.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for size, indices in sorted(_bundles(samples, budget), key=lambda bundle: (-bundle[0], bundle[1])):
+        if size > budget:
+            raise RunError(
+                f"{samples[indices[0]].label} has {size} tokens, more than {key} = {budget}; raise "
+                "it, or lower the most tokens that an episode or row may have"
+            )
+        place = next((g for g, free in enumerate(room) if free >= size), None)
+        if place is None:
+            groups.append([])
+            room.append(budget)
+            place = len(groups) - 1
+        groups[place] += indices
+        room[place] -= size
+    return groups
+
+
+def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int]]]:
+    """(tokens, indices) of samples that belong together."""
+    bundles: list[tuple[int, list[int]]] = []
+    for indices in _by_row([i for i, sample in enumerate(samples) if sample.side is not None], samples).values():
+        prompts = {_prompt(samples[i]): len(_prompt(samples[i])) // _ID_BYTES for i in indices}
+        answers = sum(len(samples[i].stream) - prompts[_prompt(samples[i])] for i in indices)
+        bundles.append((sum(prompts.values()) + answers, indices))
+    for indices in _by_prompt([i for i, sample in enumerate(samples) if sample.side is None], samples).values():
+        prompt = prompt_length(samples[indices[0]].stream.sampled)
+        longest_first = sorted(indices, key=lambda i: (-len(samples[i].stream), i))
+        for index in longest_first:
+            length = len(samples[index].stream)
+            if index != longest_first[0] and bundles[-1][0] + length - prompt <= budget:
+                bundles[-1] = (bundles[-1][0] + length - prompt, [*bundles[-1][1], index])
+            else:
+                bundles.append((length, [index]))
+    return bundles
+
+
+_ID_BYTES = np.dtype(np.int64).itemsize
+
+
+def _prompt(sample: Sample) -> bytes:
+    return sample.stream.ids[: prompt_length(sample.stream.sampled)].tobytes()
+
+
+def _by_prompt(indices: Sequence[int], samples: Sequence[Sample]) -> dict[bytes, list[int]]:
+    groups: dict[bytes, list[int]] = {}
+    for index in indices:
+        groups.setdefault(_prompt(samples[index]), []).append(index)
+    return groups
+
+
+def _by_row(indices: Sequence[int], samples: Sequence[Sample]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for index in indices:
+        side = samples[index].side
+        assert side is not None
+        rows.setdefault(side.row, []).append(index)
+    return rows
+
+
+def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
+    """Micro-batches of at most `budget` tokens, as `pack` makes them. They are smaller where there would be fewer
+    micro-batches than processes, as far as samples can be divided."""
+    groups = pack(samples, budget)
+    if len(groups) >= processes:
+        return groups
+    tokens = sum(len(sample.stream) for sample in samples)
+    for room in (1.0, 1.1, 1.25, 1.5):
+        smaller = math.ceil(room * tokens / processes)
+        try:
+            packed = pack(samples, min(smaller, budget))
+        except RunError:  # the longest sample does not fit
+            continue
+        if len(packed) <= processes:
+            return packed
+    return groups
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def learning_rate_factor(recipe: OptimizerRecipe, update: int, total: int) -> float:
+    """What the learning rate is multiplied by at `update` (0 is the first) of `total`.
+
+    Warm-up over W updates: (update + 1) / (W + 1), so the first is small and not lost. Then, with
+    x = (update - W) / (total - W) from 0 to 1 and final fraction f:
+    `constant`: 1; `linear`: 1 - (1 - f) x; `cosine`: f + (1 - f) (1 + cos(pi x)) / 2.
+    Source of cosine: Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, without restarts.
+    """
+    if update < recipe.warmup_updates:
+        return (update + 1) / (recipe.warmup_updates + 1)
+    if recipe.schedule == "constant":
+        return 1.0
+    progress = min((update - recipe.warmup_updates) / max(total - recipe.warmup_updates, 1), 1.0)
+    remaining = 1 - progress if recipe.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return recipe.final_fraction + (1 - recipe.final_fraction) * remaining
+
+
+_NOT_DECAYED = re.compile(
+    r"bias|layernorm|rmsnorm|(^|[._])norm([.]|$)|(^|[._])(wpe|\w*position\w*|pos_emb\w*)([.]|$)", re.I
+)
+
+
+def decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay applies to a parameter: to matrices, but not to norms, biases and embeddings of position.
+
+    As `Trainer.get_decay_parameter_names` of transformers, which decays embeddings of position and other vectors too.
+    """
+    return parameter.ndim > 1 and _NOT_DECAYED.search(name) is None
+
+
+class Optimizer:
+    """Steps the parameters of a policy. Parameters in bfloat16 have masters in float32, which are what is optimized; of
+    parameters that are divided among processes, the masters are this process's shares.
+
+    AdamW: Loshchilov and Hutter 2019, "Decoupled weight decay regularization".
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], recipe: OptimizerRecipe, updates: int
+    ) -> None:
+        """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule."""
+        self.recipe = recipe
+        self.total_updates = updates
+        self.updates = 0
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.masters = [_master(parameter) for parameter in self.parameters]
+        decays = [decayed(name, parameter) for name, parameter in parameters]
+        groups = [
+            {"params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay], "weight_decay": rate}
+            for decay, rate in ((True, recipe.weight_decay), (False, 0.0))
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=recipe.learning_rate,
+            betas=recipe.betas,
+            eps=recipe.epsilon,
+            fused=True,
+        )
+        for master in self.masters:
+            # What AdamW would begin with, there from the start so that a checkpoint always has the same tensors.
+            zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
+
+    def collect(self) -> None:
+        """Add the gradients of the last backward pass to those of the masters, in float32."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                gradient = local_shard(parameter.grad).float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    def add_up(self) -> None:
+        """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
+        added up already."""
+        own = zip(self.parameters, self.masters, strict=True)
+        current_world().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the collected gradients, a scalar; 0 where there are none."""
+        divided = [is_sharded(parameter) for parameter in self.parameters]
+        norms = []
+        for of_shares in (False, True):
+            own = [m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(own))
+        if not any(divided):
+            return norms[0]
+        (squares,) = current_world().sum([norms[1].double() ** 2])
+        return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()
+
+    def step(self) -> float:
+        """Clip and apply the collected gradients; returns their norm before clipping.
+
+        A norm that is not finite changes nothing. Gradients are forgotten in every case.
+        """
+        total = self.gradient_norm()
+        norm = float(total)
+        if norm > self.recipe.max_gradient_norm and math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.recipe.max_gradient_norm, total)
+        if math.isfinite(norm):
+            for group in self._adamw.param_groups:
+                group["lr"] = self.learning_rate
+            self._adamw.step()
+            self.updates += 1
+            self._hand_out()
+        self.clear()
+        return norm
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
+        optimizer's own, to be written, or read into."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            state = self._adamw.state[master]
+            found |= {f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            found[f"{name}/step"] = state["step"]
+            if compute_dtype(parameter) != torch.float32:
+                found[f"{name}/master"] = shard_like(master.detach(), parameter)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What else resuming needs, as plain JSON."""
+        return {"updates": self.updates, "names": self.names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, once `tensors` were read; ValueError when it belongs to other parameters."""
+        if state["names"] != self.names:
+            raise ValueError("the optimizer state belongs to other parameters")
+        self.updates = state["updates"]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give parameters of a lower precision the values of their masters."""
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if master is not parameter and not is_sharded(parameter):
+                    parameter.copy_(master)
+
+
+def _master(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if is_sharded(parameter):
+        return local_shard(parameter).requires_grad_()
+    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+
+
+# -- the updater -------------------------------------------------------------------------------------------------------
 
 Totals = dict[str, tuple[float, float]]
 """Metrics as (sum, count), which add up exactly over micro-batches."""
@@ -37,7 +367,7 @@ class Trainable(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def training_mode(self) -> AbstractContextManager[None]: ...
+    def training_mode(self, *draw: int | str) -> AbstractContextManager[None]: ...
 
     def set_last_backward(self, last: bool) -> None: ...
 
@@ -116,15 +446,15 @@ class Updater(Generic[Output]):
         shares = list(self._shares(self._groups([samples[i] for i in signal])))
         for number, (group, counts) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
-            with self.model.training_mode():
+            with self.model.training_mode(*self._draw(number)):
                 output = self.forward(chosen)
-            loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
-            broken = counts and not bool(torch.isfinite(loss))
-            stop = self._world.any(broken)
-            if stop and self._world.size == 1:
-                return self._skip(chosen, objective)
-            self.model.set_last_backward(stop or number == len(shares) - 1)
-            (loss / divisor if counts else loss * 0).backward()
+                loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
+                broken = counts and not bool(torch.isfinite(loss))
+                stop = self._world.any(broken)
+                if stop and self._world.size == 1:
+                    return self._skip(chosen, objective)
+                self.model.set_last_backward(stop or number == len(shares) - 1)
+                (loss / divisor if counts else loss * 0).backward()
             for optimizer in self._optimizers():
                 optimizer.collect()
             if stop:
@@ -202,15 +532,22 @@ class Updater(Generic[Output]):
 
     def _is_finite(self, samples: Sequence[Sample], objective: Objective[Output]) -> bool:
         """Whether these samples on their own give a finite loss and gradient."""
-        loss, _ = objective(self.forward(samples), samples, [1.0] * len(samples))
-        finite = not self._world.any(not bool(torch.isfinite(loss)))
+        with self.model.training_mode(*self._draw(0)):
+            loss, _ = objective(self.forward(samples), samples, [1.0] * len(samples))
+            finite = not self._world.any(not bool(torch.isfinite(loss)))
+            if finite:
+                self.model.set_last_backward(True)
+                loss.backward()
         if finite:
-            self.model.set_last_backward(True)
-            loss.backward()
             trained = [p for optimizer in self._optimizers() for p in optimizer.parameters]
             finite = all(bool(torch.isfinite(local_shard(p.grad)).all()) for p in trained if p.grad is not None)
         self._clear()
         return not self._world.any(not finite)
+
+    def _draw(self, number: int) -> tuple[int | str, ...]:
+        """Names the dropout masks of this process's micro-batch `number` of the next update: its position among those of
+        all processes, so that the masks do not depend on which process computes it."""
+        return self._keys[0], self.optimizer.updates, number * self._world.size + self._world.rank
 
     def _optimizers(self) -> list[Optimizer]:
         return [self.optimizer, *self.joint.values()]
@@ -219,24 +556,6 @@ class Updater(Generic[Output]):
         self.model.reshard()
         for optimizer in self._optimizers():
             optimizer.clear()
-
-
-def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens, as `pack` makes them. They are smaller where there would be fewer
-    micro-batches than processes, as far as samples can be divided."""
-    groups = pack(samples, budget)
-    if len(groups) >= processes:
-        return groups
-    tokens = sum(len(sample.stream) for sample in samples)
-    for room in (1.0, 1.1, 1.25, 1.5):
-        smaller = math.ceil(room * tokens / processes)
-        try:
-            packed = pack(samples, min(smaller, budget))
-        except RunError:  # the longest sample does not fit
-            continue
-        if len(packed) <= processes:
-            return packed
-    return groups
 
 
 def _moved(output: Any, device: torch.device | str) -> Any:

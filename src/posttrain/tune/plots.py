@@ -19,8 +19,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from posttrain.recipe.study import Range, Together
 from posttrain.recipe.study_file import Study, shown
-from posttrain.runs.figures import OUTSIDE, STYLE
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.directory import storage_errors, write_atomically
+from posttrain.runs.figures import STYLE, outside_legend
 from posttrain.runs.panels import BLUE, GREEN, GREY, ORANGE, RED
 from posttrain.tune.best import best_of, feasible
 from posttrain.tune.report import short_names
@@ -88,7 +88,7 @@ def draw_history(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
     axes.set_xlabel("trial")
     axes.set_ylabel(_value_name(study))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.legend(**OUTSIDE)
+    outside_legend(axes)
     return figure
 
 

@@ -9,8 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from posttrain.errors import PosttrainError
 from posttrain.recipe.sources import Layer, dump_values, merge
 from posttrain.recipe.study_file import Study, nested, shown
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.files import write_atomically
+from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.tables import Table
 from posttrain.tune.best import RetestResult, best_of, feasible, verdict

@@ -24,7 +24,7 @@ from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.sources import dump_values
 from posttrain.recipe.study import Range, SamplerRecipe, choices_of
 from posttrain.recipe.study_file import Point, Study, shown
-from posttrain.runs.files import storage_errors, write_atomically
+from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.seeds import derive_seed, random_stream
 
 _MAY_CHANGE = ("trials", "workers", "devices", "weights", "retest", "runs", "name", "storage")

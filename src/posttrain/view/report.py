@@ -16,9 +16,8 @@ from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.model import ModelRecipe
 from posttrain.rollout.view import token_decoder, unit_credit_recipe, visible
 from posttrain.runs.comparison import Source, open_sources
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.figures import encode
-from posttrain.runs.files import storage_errors, write_atomically
 from posttrain.runs.plots import Compared, compare, figures
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
 from posttrain.runs.tables import Table, read_tables, score_table

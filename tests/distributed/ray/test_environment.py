@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.distributed.ray.actors import EnvironmentWorker, RayEnvironment, ReplayDiffers
 from posttrain.distributed.ray.worker_group import WorkerDied
-from posttrain.environments.protocol import Environment, Step, open_environment
+from posttrain.environments.protocol import Environment, EnvironmentFactory, Step
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 
@@ -89,7 +89,7 @@ ANSWERS = ["abc", "hello", "zyx"]
 
 
 def plain():
-    return play(open_environment(environment_recipe({"type": LETTERS, "max_turns": 3})), ANSWERS)
+    return play(EnvironmentFactory(environment_recipe({"type": LETTERS, "max_turns": 3}))(), ANSWERS)
 
 
 @pytest.mark.parametrize(

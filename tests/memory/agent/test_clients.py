@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from posttrain.engines.protocol import Completion, EngineCounters
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
@@ -83,7 +84,7 @@ def test_a_chat_has_the_tokens_of_a_rollout(chat_client, interpreter, keys, seed
     script = ["nonsense", *_messages(environment)]
     rollout = RolloutRecipe(tokens_per_turn=5_000, tokens_per_episode=50_000, stop_strings=list(STOPS))
     playing = Parrot(one.renderer, script)
-    player = RolloutWorker(playing, one.renderer, recipe, rollout, GREEDY, 0)
+    player = RolloutWorker(playing, one.renderer, EnvironmentFactory(recipe), rollout, GREEDY, 0)
     (episode,) = collect_episodes(player, [EpisodeRequest(seed, 0, 0, (0,))])
     one.engine = Parrot(one.renderer, script)
     events = in_chat(one, recipe, seed, interpreter)
@@ -110,7 +111,7 @@ def test_a_real_engine_says_in_a_chat_what_it_says_in_a_rollout(chat_client, int
     recipe = MemoryRecipe.model_validate({"worlds": SMALL, "prompt": "brief", "max_turns": 3})
     one = chat_client(tokens_per_turn=10)
     rollout = RolloutRecipe(tokens_per_turn=10, tokens_per_episode=one.tokens_per_episode, stop_strings=list(STOPS))
-    player = RolloutWorker(one.engine, one.renderer, recipe, rollout, GREEDY, 0)
+    player = RolloutWorker(one.engine, one.renderer, EnvironmentFactory(recipe), rollout, GREEDY, 0)
     (episode,) = collect_episodes(player, [EpisodeRequest(1, 0, 0, (0,))])
     events = in_chat(one, recipe, 1, interpreter)
     assert isinstance(events[-1], GaveUp)

@@ -227,9 +227,9 @@ class RayEngine:
             client.open -= 1
             self._client.reset(token)
 
-    def load_weights(self, version: int) -> None:
+    def load_weights(self, version: int, source: Policy | None = None) -> None:
         """Put the weights into the object store once; every engine reads them from there."""
-        buckets = weight_buckets(self.policy, self.is_rank0)
+        buckets = weight_buckets(source or self.policy, self.is_rank0)
         if not self.is_rank0:
             return
         for client in self._clients:

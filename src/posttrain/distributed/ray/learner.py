@@ -13,7 +13,7 @@ from posttrain.distributed.ray.worker_group import WorkerClient, WorkerGroup, Wo
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.runs import events
+from posttrain.runs.metrics import record_event
 
 INTERRUPTED = 130
 """Exit code of a stage that a signal stopped, as on the command line."""
@@ -49,7 +49,7 @@ class LearnerWorker(Worker):
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
-        self.heartbeat.on_event = events.record
+        self.heartbeat.on_event = record_event
         self.heartbeat.on_stop = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class LearnerWorker(Worker):
 
         os.environ.update(job.variables)
         for sentence in job.past_events:
-            events.record(sentence)
+            record_event(sentence)
         recipe = recipe_from(job.document)
         try:
             with ExitStack() as stack:
@@ -91,7 +91,7 @@ class LearnerWorker(Worker):
     def _use_workers(self, recipe: Any, workers: WorkerGroup, stack: ExitStack) -> None:
         """Create engines, environments and scorers on the workers until `stack` closes."""
         from posttrain.engines.factory import open_engine
-        from posttrain.environments.protocol import open_environment
+        from posttrain.environments.protocol import environment_maker
         from posttrain.training.reward_scorer import open_scorer
 
         def clients(handles: Sequence[WorkerHandle]) -> list[WorkerClient]:
@@ -115,7 +115,7 @@ class LearnerWorker(Worker):
                 next_worker[0] += 1
                 return RayEnvironment(environment, environment_workers[next_worker[0] % len(environment_workers)])
 
-            stack.enter_context(open_environment.placed_by(make_environment))
+            stack.enter_context(environment_maker.placed_by(lambda environment: make_environment))
         if workers.rewards:
             from posttrain.distributed.ray.actors import RayScorer
 

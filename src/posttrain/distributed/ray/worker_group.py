@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.distributed.ray.monitor import KILLED, HeartbeatSender, dead_machine
 from posttrain.errors import PosttrainError, WorkersLost
-from posttrain.runs import events
+from posttrain.runs.metrics import record_event
 
 _RETRY_SECONDS = 0.2
 _MACHINE_CHECKS = 20
@@ -103,7 +103,7 @@ class WorkerClient:
             since = time.monotonic()
             self.pid = self._wait_for_process(sentence)
             self.restarts += 1
-            events.record(f"{sentence}; it was restarted after {time.monotonic() - since:.0f} s")
+            record_event(f"{sentence}; it was restarted after {time.monotonic() - since:.0f} s")
 
     def _wait_for_process(self, sentence: str) -> int:
         """Wait for the worker's process and return its id. Raises WorkersLost, beginning with `sentence`, if none starts."""

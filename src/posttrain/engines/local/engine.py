@@ -8,17 +8,15 @@ whatever the timing of its environments.
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Placement, Slots, common_prefix
-from posttrain.engines.local.decoder import Decoder, decoder_of
-from posttrain.engines.local.paged_attention import Segment
-from posttrain.engines.local.sampler import sample
-from posttrain.engines.protocol import Completion, EngineCounters, Request
-from posttrain.engines.stop_strings import StopStrings
+from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Prefix, Segment
+from posttrain.engines.local.decoder import Decoder, decoder_of, sample
+from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
@@ -26,6 +24,126 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
+
+MIN_PENDING_TOKENS = 16
+"""Prompt tokens that another sequence must be computing before a request waits for them."""
+PREFIX_SLACK = 64
+"""Tokens by which two slots may share more than a known prefix and still be counted as sharing just that prefix."""
+
+
+# -- slots of the cache -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Slot:
+    """One sequence of the cache."""
+
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Token ids whose keys and values are cached."""
+    busy: bool = False
+    """Whether a running sequence uses the slot."""
+    last_used: int = -1
+    prefix: Prefix | None = None
+    """A prefix of `ids` that other slots hold too."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slot of a prompt, and the slot `source` that holds its first `shared` tokens."""
+
+    slot: int
+    source: int
+    shared: int
+
+
+class Slots:
+    """Allocation of the cache's slots to sequences."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot() for _ in range(count)]
+
+    def __getitem__(self, index: int) -> Slot:
+        return self.slots[index]
+
+    @property
+    def free(self) -> list[int]:
+        """Indices of the slots that no sequence uses."""
+        return [i for i, slot in enumerate(self.slots) if not slot.busy]
+
+    def invalidate(self) -> None:
+        """Discard all cached tokens."""
+        for slot in self.slots:
+            slot.ids, slot.prefix = np.empty(0, dtype=np.int64), None
+
+    def place(self, prompt: np.ndarray, pending: int) -> Placement | None:
+        """The placement that leaves least of `prompt` [T] int64 to compute.
+
+        `pending`: first tokens of the prompt that a running sequence is about to compute. Returns None if no slot is
+        free, or if waiting for the pending tokens saves enough.
+        """
+        free = self.free
+        if not free:
+            return None
+        # The last token is always computed: its output predicts the first sampled token.
+        cached = [common_prefix(slot.ids, prompt[:-1]) for slot in self.slots]
+        source = int(np.argmax(cached))
+        shared = cached[source]
+        if pending >= shared + MIN_PENDING_TOKENS:
+            return None
+        # A slot that holds just this prefix is an earlier turn or the same prompt: continue there. Otherwise take the
+        # least recently used slot.
+        in_place = [i for i in free if cached[i] == shared > 0 and len(self.slots[i].ids) - shared <= 1]
+        target = in_place[0] if in_place else min(free, key=lambda i: (self.slots[i].last_used, i))
+        return Placement(target, target if cached[target] == shared else source, shared)
+
+    def acquire(self, placement: Placement, prompt: np.ndarray, clock: int) -> None:
+        """Mark the slot as used by a sequence; its shared tokens count as cached."""
+        slot, source = self.slots[placement.slot], self.slots[placement.source]
+        if slot is not source:
+            slot.prefix = self._common(source, placement.shared)
+        elif slot.prefix is not None and slot.prefix.tokens > placement.shared:
+            slot.prefix = None
+        slot.ids, slot.busy, slot.last_used = prompt[: placement.shared], True, clock
+
+    def release(self, index: int, ids: np.ndarray, clock: int) -> None:
+        """Free the slot. Its cached tokens `ids` stay, for the episode's next turn or another prompt."""
+        slot = self.slots[index]
+        slot.ids, slot.busy, slot.last_used = ids, False, clock
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Pairs (free, busy) of slots to swap so that the busy slots come first."""
+        busy = [i for i, slot in enumerate(self.slots) if slot.busy]
+        free = [i for i in range(len(busy)) if not self.slots[i].busy]
+        return zip(free, reversed(busy), strict=False)
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap the contents of two slots."""
+        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
+
+    def _common(self, source: Slot, shared: int) -> Prefix | None:
+        """The prefix mark of a slot that has `shared` tokens in common with `source`."""
+        known = source.prefix
+        if known is not None and 0 <= shared - known.tokens <= PREFIX_SLACK:
+            return known
+        if shared < MIN_PENDING_TOKENS:
+            return None
+        prefix = Prefix(shared)
+        if known is None or known.tokens < shared:
+            source.prefix = prefix
+        return prefix
+
+
+def common_prefix(ids: np.ndarray, prompt: np.ndarray) -> int:
+    """Number of leading tokens that two id arrays share."""
+    length = min(len(ids), len(prompt))
+    if length == 0 or ids[0] != prompt[0]:
+        return 0
+    differs = ids[:length] != prompt[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
 
 
 class _Sequence:
@@ -88,6 +206,8 @@ class LocalEngine:
         self.before_forward: Callable[[], None] | None = None
         self._cache = KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
+        self._source = policy
+        """The policy whose weights are loaded."""
         self._decoder: Decoder | None = None
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
@@ -115,26 +235,26 @@ class LocalEngine:
         finally:
             self._open_episodes -= 1
 
-    def load_weights(self, version: int) -> None:
-        """Sample with the policy's current weights. A sharded policy keeps them gathered until `sleep`.
+    def load_weights(self, version: int, source: Policy | None = None) -> None:
+        """Sample with the current weights of `source`. A sharded policy keeps them gathered until `sleep`.
 
         A pass computes without yielding to the event loop, so this call is always between two passes. Cached keys and
         values are discarded, and those of running sequences are recomputed: every token is sampled by one version of the
         weights given all tokens before it, so its log-probability is what a learner with that version computes.
         """
         self.version = version
-        self._decoder = None
-        if self.policy.sharded is not None:
-            self.policy.sharded.hold()
+        self._source, self._decoder = source or self.policy, None
+        if self._source.sharded is not None:
+            self._source.sharded.hold()
         self._slots.invalidate()
         for sequence in self._running:
             sequence.computed = 0
 
     def sleep(self) -> None:
         """Reshard gathered weights. The cache is kept, because the next step needs it; other weights are the learner's."""
-        if self.policy.sharded is not None:
+        if self._source.sharded is not None:
             self._decoder = None
-            self.policy.sharded.release()
+            self._source.sharded.release()
 
     # -- scheduling ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +310,7 @@ class LocalEngine:
         device = self.policy.device
         with torch.no_grad():
             if self._decoder is None:
-                self._decoder = decoder_of(self.policy.model)
+                self._decoder = decoder_of(self._source.model)
             hidden = self._decoder.hidden(
                 torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), layout
             )

@@ -39,7 +39,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.runs import events
+from posttrain.runs.metrics import record_event
 
 T = TypeVar("T")
 MIB = 2**20
@@ -205,18 +205,19 @@ class VllmEngine:
             finally:
                 self._assigned.reset(token)
 
-    def load_weights(self, version: int) -> None:
-        """Send the policy's weights, or its adapters, and wait until every replica samples with them."""
+    def load_weights(self, version: int, source: Policy | None = None) -> None:
+        """Send the weights of `source`, or its adapters, and wait until every replica samples with them."""
+        source = source or self.policy
         # A replica that is being restarted first receives the weights whose files are removed next.
         self._run(self._on_replicas(lambda state: state.lock.acquire()))
         try:
             self._store.clear()
             self._adapter = None
             if self.recipe.adapters == "adapter_only":
-                self._write_adapter()
+                self._write_adapter(source)
                 self._run(self._on_replicas(lambda state: self._if_alive(state, self._send_adapter(state, version))))
             else:
-                self._send_weights(version)
+                self._send_weights(source, version)
             self.version = version
         finally:
             self._run(self._on_replicas(self._release))
@@ -287,7 +288,7 @@ class VllmEngine:
                     state.alive = True
                 except EngineDied as error:
                     reason = str(error)
-            events.record(
+            record_event(
                 f"{state.replica.name} died ({reason}); it was restarted with weights of version {self.version}, and its "
                 "requests are sent again"
             )
@@ -312,11 +313,11 @@ class VllmEngine:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _send_weights(self, version: int) -> None:
+    def _send_weights(self, source: Policy, version: int) -> None:
         """Read the weights in this thread, bucket by bucket, and send each to every replica before reading the next."""
         self._sent += 1
         self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.begin_weights(version))))
-        for number, bucket in enumerate(buckets(self.policy.weights(), self.recipe.bucket_megabytes * MIB)):
+        for number, bucket in enumerate(buckets(source.weights(), self.recipe.bucket_megabytes * MIB)):
             if not self._replicas:
                 continue
             path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
@@ -344,15 +345,15 @@ class VllmEngine:
             await state.replica.receive_weights(path)
         await self._finish(state)
 
-    def _write_adapter(self) -> None:
+    def _write_adapter(self, source: Policy) -> None:
         self._sent += 1
         folder = f"adapter-{self._sent}"
-        weights = dict(self.policy.adapter_weights())
+        weights = dict(source.adapter_weights())
         if not self._replicas:
             return
         self._adapter = self._store.put(weights, f"{folder}/adapter_model.safetensors").parent
         config = self._adapter / "adapter_config.json"
-        config.write_text(json.dumps(_adapter_config(self.policy), default=sorted))
+        config.write_text(json.dumps(_adapter_config(source), default=sorted))
 
     async def _send_adapter(self, state: _ReplicaState, version: int) -> None:
         assert self._adapter is not None

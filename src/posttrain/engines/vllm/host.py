@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.engines.stop_strings import StopStrings
+from posttrain.engines.protocol import StopStrings
 from posttrain.engines.vllm.settings import Settings, engine_arguments, preloaded_libraries, process_environment
 
 

@@ -1,12 +1,17 @@
-"""CPU backend: the library for float32 matrix products, oneDNN's kernel cache, and the C heap.
+"""CPU backend: matrix products, the fused layers of known decoders, and the C heap.
 
 PyTorch computes float32 products with MKL, which on AMD processors runs at half the speed of oneDNN or less (measured
 on Zen 5: 108 against 250 GFLOP/s per core). The processor alone decides which library is used, so it is the same in
 every run and after every resume on a machine.
+
+transformers writes norms, gates and rotary positions as chains of small operations. Each operation reads and writes all
+activations, and some keep results for the backward pass; on a CPU they cost as much as the matrix products. Here each is
+one autograd function that keeps only its inputs. Weights, module names and results (up to rounding) do not change.
 """
 
 import ctypes
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,19 +19,24 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from posttrain.models.attention import ATTENTION_NAME
 
 PROCESSORS = Path("/proc/cpuinfo")
 KERNELS_KEPT = 128
 """Capacity of oneDNN's cache of compiled products, one per shape. A step of equal shapes needs about thirty."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
 
+ELEMENTS_IN_CACHE = 1 << 17
+"""Float32 numbers that a norm processes at a time."""
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+"""Parameters of `mallopt` in the GNU C library."""
+LARGEST_FROM_HEAP = 32 << 20
+"""Bytes: the library's maximum. Larger blocks are always mapped and returned to the system."""
 
-def bound_kept_kernels() -> None:
-    """Limit oneDNN's cache of compiled kernels, unless the environment already sets its capacity.
-
-    The default of 1,024 kernels, 3 MB each in bfloat16, makes a training run whose row lengths never repeat grow by
-    gigabytes. Evicted kernels are compiled again on their next use. Takes effect before the first product.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
+# -- matrix products ---------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -87,10 +97,166 @@ class _Linear(torch.autograd.Function):
         return grad_x, matmul(gradient.t(), x) if ctx.needs_input_grad[1] else None
 
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Parameters of `mallopt` in the GNU C library."""
-LARGEST_FROM_HEAP = 32 << 20
-"""Bytes: the library's maximum. Larger blocks are always mapped and returned to the system."""
+# -- fused layers ------------------------------------------------------------------------------------------------------
+
+
+class _RmsNorm(torch.autograd.Function):
+    """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension: Zhang and Sennrich 2019, arXiv 1910.07467."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        kind, size = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
+        rows, out = x.reshape(-1, size), torch.empty_like(x, memory_format=torch.contiguous_format)
+        inverse = rows.new_empty(len(rows), 1, dtype=kind)
+        for part in _parts(rows):
+            wide = rows[part].to(kind)
+            torch.add(torch.linalg.vecdot(wide, wide)[:, None] / size, epsilon, out=inverse[part]).rsqrt_()
+            torch.mul((wide * inverse[part]).to(x.dtype), weight, out=out.view(-1, size)[part])
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        kind, size = inverse.dtype, x.shape[-1]
+        rows, above_rows, scale = x.reshape(-1, size), gradient.reshape(-1, size), weight.to(kind)
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        of_weight = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
+        for part in _parts(rows):
+            normal, above = rows[part].to(kind) * inverse[part], above_rows[part].to(kind)
+            products = above * normal
+            if of_weight is not None:
+                of_weight += products.sum(0)
+            along = torch.mv(products, scale)[:, None] / size
+            torch.mul(above, scale, out=products).addcmul_(normal, along, value=-1).mul_(inverse[part])
+            of_x.view(-1, size)[part] = products
+        return of_x, None if of_weight is None else of_weight.to(weight.dtype), None
+
+
+def _parts(rows: torch.Tensor) -> list[slice]:
+    """Row slices small enough that intermediate results stay in the processor's cache."""
+    count = max(1, ELEMENTS_IN_CACHE // rows.shape[1])
+    return [slice(start, start + count) for start in range(0, len(rows), count)]
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up, the gated unit of Shazeer 2020, arXiv 2002.05202."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+        return of_gate, silu(gate).mul_(gradient)
+
+
+class _Rotary(torch.autograd.Function):
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864) of `heads` [..., T, H, D] with `cos`, `sin` [T, 1, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(heads, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(gradient, cos, sin, -1.0), None, None
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float = 1.0) -> torch.Tensor:
+    """Rotate each pair (i, i + D / 2) of `heads` [..., T, H, D] by its angle, backwards with `direction` -1.
+
+    `cos` and `sin` [T, 1, D] have two equal halves.
+    """
+    half = heads.shape[-1] // 2
+    rotated = heads * cos
+    rotated[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-direction)
+    rotated[..., half:].addcmul_(heads[..., :half], sin[..., half:], value=direction)
+    return rotated
+
+
+class _Norm(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.device.type != "cpu":
+            return super().forward(hidden_states)
+        return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+class _Mlp(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return super().forward(x)
+        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[operator]
+
+
+class _Attention(torch.nn.Module):
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any = None, **keywords: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attention: Any = self
+        layout = keywords.get("layout")
+        installed = attention.config._attn_implementation == ATTENTION_NAME
+        if hidden_states.device.type != "cpu" or layout is None or not installed:
+            return super().forward(hidden_states, position_embeddings=position_embeddings, **keywords)
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (project(hidden_states).view(shape) for project in projections)
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        cos, sin = (part[0, :, None] for part in position_embeddings)
+        query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
+        heads = (rows[0].transpose(0, 1) for rows in (query, key, value))
+        # Qwen sets the window per layer, Mistral in the configuration; Llama has none.
+        owner = attention.config if attention.config.model_type == "mistral" else attention
+        window = getattr(owner, "sliding_window", None)
+        out = layout.attend(attention.layer_idx, *heads, attention.scaling, window)
+        return attention.o_proj(out.transpose(0, 1).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+_REPLACEMENTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
+
+
+def use_fused_layers(model: torch.nn.Module) -> None:
+    """Replace the norms, MLPs and attention of known decoders in `model` by the functions of this file, in place.
+
+    Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
+    """
+    module: Any
+    # The output projection is computed together with the log-probabilities.
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    for module in model.modules():
+        cls = type(module)
+        if cls is torch.nn.Linear and module is not head and module.weight.dtype == torch.float32 and prefers_onednn():
+            module.__class__ = OneDnnLinear
+            continue
+        known = re.fullmatch(rf"transformers\.models\.({'|'.join(FAMILIES)})\.modeling_\1", cls.__module__)
+        part = _REPLACEMENTS.get(re.sub(r"^(Llama|Mistral|Qwen2|Qwen3)", "", cls.__name__)) if known else None
+        if part is None:
+            continue
+        if part is _Mlp and module.config.hidden_act != "silu":
+            continue
+        # A subclass, not a method on the instance: copies of a module then compute with their own weights.
+        module.__class__ = type(cls.__name__, (part, cls), {"__module__": __name__})
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def bound_kept_kernels() -> None:
+    """Limit oneDNN's cache of compiled kernels, unless the environment already sets its capacity.
+
+    The default of 1,024 kernels, 3 MB each in bfloat16, makes a training run whose row lengths never repeat grow by
+    gigabytes. Evicted kernels are compiled again on their next use. Takes effect before the first product.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
 
 
 def keep_freed_memory() -> None:

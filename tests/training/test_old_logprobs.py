@@ -1,0 +1,183 @@
+"""Old log-probabilities: the ratio of the first update is 1 where engine and learner differ, unless the recipe asks otherwise."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import posttrain
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.loss import CispoLoss, CorrectionRecipe, DppoLoss, GspoLoss, KlRecipe, PpoLoss, ReinforceLoss
+from posttrain.recipe.warnings import recipe_warnings
+from posttrain.training.objectives import PolicyObjective, metrics_without_pass
+from posttrain.training.rl import rollouts_may_differ
+from posttrain.training.updater import samples_of_episodes
+
+from .letters import Letters
+
+NOISE = 0.04
+"""Nats per token by which a bfloat16 engine differs from its learner."""
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    return posttrain.Policy(tiny_model)
+
+
+@pytest.fixture
+def episodes(policy):
+    """Groups of three, whose rollout log-probabilities are as far from the learner's as in bfloat16."""
+    policy.version = 0
+    env = posttrain.make_env(Letters, max_turns=2)
+    played = posttrain.rollout(
+        posttrain.LocalEngine(policy, slots=8), env, seeds=range(3), episodes_per_group=3, max_tokens=8
+    )
+    rng = np.random.default_rng(0)
+    for episode in played:
+        for stream in episode.streams:
+            stream.rollout_logprobs[stream.sampled] += NOISE * rng.normal(size=int(stream.sampled.sum())).astype(
+                np.float32
+            )
+    return played
+
+
+def gradient(policy, episodes, **loss):
+    """Metrics and gradient [P] of a first update with the weights in place."""
+    learner = posttrain.Learner(policy, loss=loss, learning_rate=1e-12, max_gradient_norm=1e9)
+    kept = {}
+    step = learner.optimizer.step
+
+    def keep():
+        kept["gradient"] = torch.cat([p.grad.flatten().clone() for _, p in policy.trainable() if p.grad is not None])
+        return step()
+
+    learner.optimizer.step = keep
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        metrics = learner.update(episodes, posttrain.advantages(episodes, "rloo"))
+    return metrics, kept["gradient"]
+
+
+def test_gspo_keeps_its_gradient_with_the_learners_old_logprobs(policy, episodes):
+    lost, of_rollout = gradient(policy, episodes, type="gspo", old="rollout")
+    policy.version = 0
+    kept, of_learner = gradient(policy, episodes, type="gspo", old="learner")
+    policy.version = 0
+    _, exact = gradient(policy, episodes, type="reinforce", aggregation="sequence_mean")
+    assert lost["policy/clipped_before_update"] > 0.2
+    assert kept["policy/clipped_before_update"] == 0.0
+    torch.testing.assert_close(of_learner, exact, rtol=1e-4, atol=1e-7)
+    assert torch.nn.functional.cosine_similarity(of_rollout, exact, dim=0) < 0.95
+
+
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "gspo_token"])
+def test_the_first_ratio_is_one_for_every_ratio_loss(policy, episodes, kind):
+    metrics, _ = gradient(policy, episodes, type=kind, old="learner", clip_low=1e-4, clip_high=1e-4)
+    assert metrics["policy/clipped_before_update"] == 0.0
+
+
+def test_a_bfloat16_learner_takes_its_own_by_default(tiny_model):
+    policy = posttrain.Policy(tiny_model, dtype="bfloat16")
+    env = posttrain.make_env(Letters, max_turns=2)
+    played = posttrain.rollout(
+        posttrain.LocalEngine(policy, slots=8), env, seeds=range(3), episodes_per_group=3, max_tokens=8
+    )
+    learner = posttrain.Learner(policy, loss="gspo", learning_rate=1e-3)
+    credit = posttrain.advantages(played, "rloo")
+    first = learner.update(played, credit)
+    assert first["policy/mismatch"] > 0
+    assert first["policy/clipped_before_update"] == 0.0
+    second = learner.update(played, credit)  # a PPO epoch: the old policy is still that before the first update
+    assert "policy/clipped_before_update" not in second
+    assert second["policy/clip_low"] + second["policy/clip_high"] > 0
+
+
+def test_a_learner_warns_of_an_engine_that_differs(policy, episodes):
+    learner = posttrain.Learner(policy, loss="ppo", learning_rate=1e-9)
+    with pytest.warns(UserWarning, match="set `old: learner` in the loss"):
+        learner.update(episodes, posttrain.advantages(episodes, "rloo"))
+
+
+def test_a_correction_compares_the_learner_with_the_rollout(policy, episodes):
+    metrics, _ = gradient(policy, episodes, type="ppo", correction={"weights": "token"})
+    assert metrics["correction/mismatch"] == pytest.approx(NOISE * np.sqrt(2 / np.pi), rel=0.2)
+    assert metrics["policy/clipped_before_update"] == 0.0
+
+
+def test_auto_follows_what_can_differ():
+    for loss in (PpoLoss(), GspoLoss(type="gspo"), CispoLoss()):
+        assert (loss.old_source(True), loss.old_source(False)) == ("learner", "rollout")
+    assert ReinforceLoss().old_source(True) == DppoLoss().old_source(True) == "rollout"
+    assert ReinforceLoss(correction=CorrectionRecipe()).old_source(False) == "learner"
+    assert PpoLoss(old="rollout").old_source(True) == "rollout"
+    with pytest.raises(ValueError, match="needs `old: learner`"):
+        PpoLoss(old="rollout", correction=CorrectionRecipe())
+
+
+@pytest.mark.parametrize(
+    ("given", "differ"),
+    [
+        ([], False),
+        (["model.dtype=bfloat16"], True),
+        (["engine.type=vllm"], True),
+        (["rollout.async_rollouts=1"], True),
+        (["model.lora.dropout=0.1"], True),
+        (["model.lora.rank=4"], False),
+    ],
+)
+def test_what_lets_engine_and_learner_differ(policy, given, differ):
+    assert rollouts_may_differ(load_recipe([], given, "rl"), policy) == differ
+
+
+def test_warnings_say_what_the_ratio_is_to():
+    once = ["loss.type=gspo", "loss.clip_low=0.01", "model.dtype=bfloat16"]
+    found = recipe_warnings(load_recipe([], once, "rl"))
+    assert any("loss.clip_low has no effect" in note for note in found)
+    found = recipe_warnings(load_recipe([], [*once, "loss.old=rollout"], "rl"))
+    assert not any("has no effect" in note for note in found)
+    assert any("loss.old rollout puts the difference" in note for note in found)
+    found = recipe_warnings(load_recipe([], ["rollout.async_rollouts=1"], "rl"))
+    assert any("treats episodes of older weights as on-policy" in note for note in found)
+    found = recipe_warnings(load_recipe([], ["rollout.async_rollouts=1", "loss.old=rollout"], "rl"))
+    assert not any("treats episodes of older weights as on-policy" in note for note in found)
+
+
+def test_entropy_and_kl_are_over_all_samples(policy, episodes):
+    """Samples without credit get no forward pass, so their part comes from the log-probabilities that are there."""
+    credit = posttrain.advantages(episodes, "rloo")
+    kept = [0, 4]
+    for number, streams in enumerate(credit.values):
+        for values in streams if number not in kept else []:
+            values[:] = 0.0
+    learner = posttrain.Learner(policy, loss="ppo", learning_rate=1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        some = learner.update(episodes, credit)
+        policy.version = 0
+        alone = learner.update([episodes[i] for i in kept], posttrain.Advantages([credit.values[i] for i in kept]))
+    idle = np.concatenate(
+        [s.rollout_logprobs[s.sampled] for i, e in enumerate(episodes) if i not in kept for s in e.streams]
+    )
+    n, passed = len(idle), sum(episodes[i].sampled_tokens for i in kept)
+    assert some["policy/entropy"] == pytest.approx(
+        (passed * alone["policy/entropy"] - idle.sum()) / (n + passed), rel=1e-5
+    )
+    objective = PolicyObjective(PpoLoss(), KlRecipe(coefficient=0.1, apply_to="reward"))
+    samples = samples_of_episodes(episodes, 1)
+    for sample in samples:
+        sample.ref_logprobs = sample.stream.rollout_logprobs[sample.stream.sampled] - 0.5
+    totals = metrics_without_pass(objective, samples)
+    count = sum(s.sampled_tokens for s in samples)
+    assert totals["policy/kl"] == pytest.approx((count * (np.exp(-0.5) - 0.5), count), rel=1e-5)
+    assert metrics_without_pass(PolicyObjective(PpoLoss(), entropy=0.1), samples) == {}
+
+
+def test_streams_of_an_episode_share_its_weight(policy, episodes):
+    one, other = episodes[0], episodes[1]
+    joined = [posttrain.Episode(**{**vars(one), "streams": [*one.streams, *other.streams]}), episodes[2]]
+    samples = samples_of_episodes(joined, 1)
+    weights, divisor = PolicyObjective(GspoLoss(type="gspo")).weigh(samples)
+    tokens = one.sampled_tokens + other.sampled_tokens
+    assert divisor == 2.0
+    assert weights == pytest.approx([1 / tokens] * (len(samples) - 1) + [1 / episodes[2].sampled_tokens])
