@@ -15,10 +15,13 @@ from posttrain.losses.distillation import candidate_logprobs
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import environment_recipe
 from posttrain.recipe.distill import DistillRecipe
+from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
+from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.recipe.teacher import TeacherRecipe
 from posttrain.rollout.driver import rollout
 from posttrain.training.distillation import DistillationObjective, distillation_forward
+from posttrain.training.reward_scorer import RewardShaping, RunningStatistics
 from posttrain.training.teacher import WHOLE, open_teacher
 from posttrain.training.updater import Optimizer, Updater, samples_of_episodes
 
@@ -320,3 +323,35 @@ def test_self_distillation_trains_on_episodes_that_have_a_context(tiny_model, tm
     lines = [line for line in small.metrics(tmp_path / "small") if line["kind"] == "train"]
     assert [line["teacher/without_context"] for line in lines] == [0.0, 0.0]
     assert all(line["loss/distillation"] > 0 for line in lines)
+
+
+# -- a teacher in the reward of reinforcement learning --------------------------------------------------------------------
+
+
+def test_the_teacher_is_a_reward_of_each_sampled_token(played, teacher_model):
+    policy, episodes = played
+    samples = samples_of_episodes(episodes, 1)
+    teacher = teacher_for(TeacherRecipe(path=str(teacher_model)), policy)
+    teacher.score_episodes(episodes, samples)
+    shaping = RewardShaping(RolloutRecipe(), KlRecipe(), RunningStatistics(None), teacher_coefficient=0.5)
+    shaped = [stream for streams in shaping.shape(episodes, samples, 0.0).values for stream in streams]
+    for rewards, sample in zip(shaped, samples, strict=True):
+        sampled = sample.stream.sampled
+        gap = sample.teacher.logprobs - sample.stream.rollout_logprobs[sampled]
+        np.testing.assert_allclose((rewards - sample.stream.rewards)[sampled], 0.5 * gap, atol=1e-6)
+        assert not rewards[~sampled].any()
+
+
+def test_reinforcement_learning_with_a_teacher_alone_approaches_it(tiny_model, teacher_model, tmp_path):
+    rollout = {"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 4, "tokens_per_episode": 300}
+    values = small.recipe_values(tiny_model, tmp_path, steps=12, rollout=rollout, kl={}, entropy_coefficient=0.0)
+    values |= {
+        "teacher": {"path": str(teacher_model), "coefficient": 3.0},
+        "credit": {"type": "reinforce", "discount": 0.01},
+    }
+    values |= {"optimizer": {"learning_rate": 5e-3}, "learner": {"tokens_per_batch": 4096}}
+    values["environment"] = values["environment"] | {"max_turns": 1}
+    values["evaluation"] = values["evaluation"] | {"every": 0}
+    posttrain.rl(values)
+    distances = [line["teacher/reverse_kl"] for line in small.metrics(tmp_path / "small") if line["kind"] == "train"]
+    assert np.mean(distances[-3:]) < 0.8 * np.mean(distances[:3])

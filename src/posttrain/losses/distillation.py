@@ -81,7 +81,7 @@ def generalized_jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, beta
 
     The ends are the limits of the divergence divided by beta (at 0) and by 1 - beta (at 1), which themselves go to 0.
     Source: Agarwal et al. 2023, "On-policy distillation of language models: learning from self-generated mistakes" (GKD),
-    arXiv 2306.13649, section 2. The ends are as in TRL.
+    arXiv 2306.13649, equation 1. The ends are as in TRL.
 
     Args:
         logprobs: [..., B], differentiable.

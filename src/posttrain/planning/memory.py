@@ -151,7 +151,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if isinstance(recipe, RlRecipe) and recipe.reward is not None:
         size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
         rows["reward model"] = (size, "assuming the size of the policy")
-    if isinstance(recipe, DistillRecipe):
+    if isinstance(recipe, DistillRecipe) or (isinstance(recipe, RlRecipe) and recipe.teacher is not None):
         rows |= _teacher(recipe, sizes, width)
     if isinstance(recipe, RlRecipe) and recipe.has_critic:
         rows["critic"] = _critic(recipe, sizes)
@@ -176,9 +176,10 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     return rows
 
 
-def _teacher(recipe: DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
+def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
     """The teacher's weights, and what it says about the tokens of a step."""
     teacher = recipe.teacher
+    assert teacher is not None
     if teacher.path is not None:
         own = 2 if teacher.dtype == "bfloat16" else 4
         known = teacher_sizes(teacher.path)
@@ -190,7 +191,7 @@ def _teacher(recipe: DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, 
     else:
         where = "on its servers" if teacher.urls else "the policy itself"
         rows = {"teacher": (0, where)}
-    if recipe.loss.type == "jsd":
+    if isinstance(recipe, DistillRecipe) and recipe.loss.type == "jsd":
         rollout = recipe.rollout
         answer = min(recipe.environment.max_turns * rollout.tokens_per_turn, rollout.tokens_per_episode)
         tokens = rollout.groups_per_step * rollout.episodes_per_group * answer

@@ -31,6 +31,7 @@ from posttrain.recipe.stages import (
     RlRecipe,
     SftRecipe,
 )
+from posttrain.recipe.teacher import TeacherRecipe
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ def _rl(
     if recipe.needs_reference:
         found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
         phases.append(Phase("reference log-probabilities", found, devices, words, tokens=tokens.count))
+    if recipe.teacher is not None:
+        phases += _teacher(recipe.teacher, recipe.model, sizes, device, placement, tokens)
     updates = learner.updates_per_step * learner.epochs_per_step
     if recipe.has_critic and recipe.critic.backbone == "separate":
         phases += _critic(recipe, sizes, device, placement, tokens)
@@ -202,17 +205,25 @@ def _rl(
     return phases
 
 
+def _teacher(
+    teacher: TeacherRecipe, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens
+) -> list[Phase]:
+    """The teacher's forward passes; empty where it is on servers."""
+    if teacher.urls:
+        return []
+    own = (teacher_sizes(teacher.path) if teacher.path is not None else None) or sizes
+    width = _width(teacher.dtype if teacher.path is not None else model.dtype, device)
+    seconds = forward_seconds(own, device, placement, tokens, width, teacher.tokens_per_batch)
+    return [Phase("teacher", seconds, placement.devices, f"{tokens.count:,.0f} tokens", tokens=tokens.count)]
+
+
 def _distill(
     recipe: DistillRecipe, sizes: ModelSizes, device: Device, placement: Placement, episodes: Episodes
 ) -> list[Phase]:
     """Sampling, the teacher's forward passes, and learning."""
-    learner, teacher, tokens = recipe.learner, recipe.teacher, episodes.learned
+    learner, tokens = recipe.learner, episodes.learned
     phases = _sampling(recipe.engine, recipe.model, sizes, device, placement, episodes)
-    if not teacher.urls:
-        own = (teacher_sizes(teacher.path) if teacher.path is not None else None) or sizes
-        width = _width(teacher.dtype if teacher.path is not None else recipe.model.dtype, device)
-        scoring = forward_seconds(own, device, placement, tokens, width, teacher.tokens_per_batch)
-        phases.append(Phase("teacher", scoring, placement.devices, f"{tokens.count:,.0f} tokens", tokens=tokens.count))
+    phases += _teacher(recipe.teacher, recipe.model, sizes, device, placement, tokens)
     updates = learner.updates_per_step * learner.epochs_per_step
     return phases + _learning(
         recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step

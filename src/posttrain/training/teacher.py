@@ -285,6 +285,16 @@ class Teacher:
         return failures
 
 
+def reverse_kl(samples: Sequence[Sample]) -> dict[str, float]:
+    """`teacher/reverse_kl`: the mean over sampled tokens of log policy - log teacher, in nats; empty without samples."""
+    gaps = [
+        sample.stream.rollout_logprobs[sample.stream.sampled] - sample.teacher.logprobs
+        for sample in samples
+        if sample.teacher is not None
+    ]
+    return {"teacher/reverse_kl": float(np.concatenate(gaps).mean())} if gaps else {}
+
+
 def open_teacher(
     recipe: TeacherRecipe,
     policy: Policy,
