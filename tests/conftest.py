@@ -1,6 +1,7 @@
 """Small real models for the tests: random weights, a real tokenizer, a chat template."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -77,6 +78,16 @@ def tiny_policy(tiny_model):
     from posttrain.recipe.model import ModelRecipe
 
     return Policy(ModelRecipe(path=str(tiny_model)))
+
+
+@pytest.fixture(autouse=True)
+def without_figures(request):
+    """Skip the figures of runs in this process, unless the test is marked `figures`: they take most of a small run's time."""
+    if request.node.get_closest_marker("figures"):
+        yield
+        return
+    with patch("posttrain.training.results.draw_plots"):
+        yield
 
 
 LONG = ("distributed", "vllm", "benchmarks", "tune", "training")

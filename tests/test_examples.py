@@ -1,25 +1,20 @@
 """The examples run as a user runs them: as scripts, in an empty folder."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, *words: str, folder: Path) -> str:
     """What the example prints."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / name), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code, printed = run_script(EXAMPLES / name, list(words), folder)
+    assert code == 0, printed
+    return printed
 
 
 def test_every_example_is_here():

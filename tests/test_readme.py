@@ -46,8 +46,9 @@ def finished_run(tiny_model, tmp_path_factory):
 
     runs = tmp_path_factory.mktemp("readme")
     values = small.recipe_values(tiny_model, runs, steps=24, checkpoint={"every": 12})
+    values["environment"]["max_turns"] = 1
     values["evaluation"]["every"] = 12
-    assert small.run(values, figures=True) == 0, (runs / "log.txt").read_text()
+    assert small.run(values) == 0, (runs / "log.txt").read_text()
     return runs / "small"
 
 

@@ -1,13 +1,12 @@
 """The side of posttrain: recipes through `run_stage`, as its command line runs them.
 
-What the benchmark adds is put around the product here and changes nothing of what it computes: a stopwatch at the end
-of each step, a count of rows and tokens at the learner, and in RL the lengths at which answers end.
+A callback counts rows and tokens and stamps the end of each step. In RL, an engine ends answers at given lengths.
 """
 
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,15 @@ def main(recorder_type: type[Recorder] = Recorder) -> None:
     values = json.loads(Path(sys.argv[1]).read_text())
     job = read_job(values)
     recorder = recorder_type(job.warmup, job.steps, Path(sys.argv[2]))
+    from posttrain.engines.factory import open_engine
+    from posttrain.models.load import resolve_device, resolve_dtype
     from posttrain.stages import run_stage
 
     recipe = _recipe(job, values["place"], values["threads"])
-    _watch(recorder, pairs=job.stage in ("reward", "dpo"))
-    if job.stage in KL:
-        _end_answers(job)
-    run_stage(recipe)
+    recorder.dtype = str(resolve_dtype(recipe.model.dtype, resolve_device(recipe.model.device))).removeprefix("torch.")
+    lengths: list[int] = []
+    with open_engine.placed_by(_engine_with(lengths)) if job.stage in KL else nullcontext():
+        run_stage(recipe, callbacks=[_watcher(job, recorder, lengths)])
 
 
 def _recipe(job: Job, place: str, threads: int) -> Any:
@@ -89,49 +90,48 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
     }
 
 
-def _watch(recorder: Recorder, pairs: bool) -> None:
-    """Count rows at the learner and stamp the ends of steps; reference log-probabilities count for their rows."""
-    from posttrain.training.dpo import ReferenceLogprobs
-    from posttrain.training.trainer import Trainer
-    from posttrain.training.updater import Updater
+def _watcher(job: Job, recorder: Recorder, lengths: list[int]) -> Any:
+    """The callback that records steps. In RL it also puts the lengths of the next step's answers in `lengths`."""
+    from posttrain.training.trainer import Callback
 
-    update, finish_step, prepare = Updater.update, Trainer.finish_step, ReferenceLogprobs.precompute
+    in_rl = job.stage in KL
 
-    def counted(self: Any, samples: Sequence[Any], objective: Any) -> Any:
-        recorder.saw(len(samples) // (2 if pairs else 1), sum(len(sample.stream) for sample in samples))
-        return update(self, samples, objective)
+    class Watcher(Callback):
+        def on_episodes(self, step: int, episodes: Sequence[Any]) -> None:
+            recorder.saw(len(episodes), sum(len(stream) for episode in episodes for stream in episode.streams))
 
-    def stamped(self: Any, metrics: dict[str, Any]) -> None:
-        finish_step(self, metrics)
-        recorder.dtype = str(next(self.model.model.parameters()).dtype).removeprefix("torch.")
-        recorder.finished_step(metrics.get("loss/total", float("nan")))
+        def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+            if not in_rl:
+                recorder.saw(job.rows_per_step, int(metrics["tokens/trained"]))
+            if "time/reference" in metrics:
+                recorder.extra_per_row = metrics["time/reference"] / (job.rows_per_step * (job.warmup + job.steps))
+            self._next_lengths(step + 1)
+            recorder.finished_step(metrics.get("loss/total", float("nan")))
 
-    def timed(self: Any, samples: Sequence[Any]) -> None:
-        begun = time.perf_counter()
-        prepare(self, samples)
-        recorder.extra_per_row = (time.perf_counter() - begun) / (len(samples) / 2)
+        def on_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+            self._next_lengths(step + 1)
 
-    Updater.update, Trainer.finish_step, ReferenceLogprobs.precompute = counted, stamped, timed  # type: ignore[method-assign]
+        def _next_lengths(self, step: int) -> None:
+            if in_rl:
+                lengths[:] = answer_lengths(step - 1, job.rows_per_step, seed=job.seed)
+
+    return Watcher()
 
 
-def _end_answers(job: Job) -> None:
-    """Let the answers of each step end at the lengths of `answer_lengths`, and at no end token before."""
+def _engine_with(lengths: list[int]) -> Any:
+    """A function that opens an engine whose answers have the given lengths, and end at no end token before."""
     from posttrain.engines.local.engine import LocalEngine
-    from posttrain.training import rollouts
 
-    generate, collect = LocalEngine.generate, rollouts.collect
-    lengths: list[int] = []
+    class Cut(LocalEngine):
+        async def generate(self, request: Any) -> Any:
+            # Requests come in the order of episodes, as TRL's rows do. Evaluation, which is not measured, is kept short.
+            return await super().generate(replace(request, max_tokens=lengths.pop(0) if lengths else 1))
 
-    async def cut(self: Any, request: Any) -> Any:
-        self.policy.end_tokens = frozenset()
-        # Requests come in the order of places, as TRL's rows do. Evaluation, which is not measured, is kept short.
-        return await generate(self, replace(request, max_tokens=lengths.pop(0) if lengths else 1))
+    def opened(policy: Any, recipe: Any, *rest: Any) -> Any:
+        policy.end_tokens = frozenset()
+        return Cut(policy, recipe)
 
-    def with_lengths(worker: Any, tasks: Any, step: int, *rest: Any) -> Any:
-        lengths[:] = answer_lengths(step - 1, job.rows_per_step, seed=job.seed)
-        return collect(worker, tasks, step, *rest)
-
-    LocalEngine.generate, rollouts.collect = cut, with_lengths  # type: ignore[method-assign]
+    return opened
 
 
 if __name__ == "__main__":

@@ -50,23 +50,12 @@ def light(folder, commands):
     return json.loads(done.stdout)
 
 
-def test_every_optional_package_has_an_extra_and_is_no_dependency_of_the_core():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name = re.compile(r"[\w-]+")
-    core = {name.match(one)[0].replace("-", "_") for one in project["dependencies"]}
-    assert not core & set(BLOCKED)
-    for extra, package in PACKAGES.items():
-        wanted = {name.match(one)[0].replace("-", "_") for one in project["optional-dependencies"][extra]}
-        assert package in wanted, extra
-    collected = re.search(r"\[(.*)\]", project["optional-dependencies"]["all"][0])[1].split(",")
-    assert set(collected) <= set(project["optional-dependencies"])
-
-
-def test_what_needs_no_extra_runs_without_any(tmp_path, tiny_model):
+def working(tiny_model):
+    """Commands that need no extra. The last one is a run."""
     run = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "steps=1", "rollout.groups_per_step=2"]
     run += ["rollout.episodes_per_group=2", "rollout.tokens_per_turn=4", "evaluation.seeds.count=2"]
     run += ["evaluation.final_seeds.count=2", "learner.updates_per_step=1"]
-    commands = [
+    return [
         ["--help"],
         ["rl", "environment.type=bandit", "--dry-run"],
         ["sft", "environment.type=bandit", "--dry-run"],
@@ -75,24 +64,15 @@ def test_what_needs_no_extra_runs_without_any(tmp_path, tiny_model):
         ["env", "list", "--seeds", "2"],
         run,
     ]
-    for words, (code, said) in zip(commands, light(tmp_path, commands), strict=True):
-        assert code == 0, (words, said)
-    kept = tmp_path / "runs" / "run"
-    assert (kept / "report.md").is_file()
-    assert not list(kept.glob("plots/*"))
-    assert (kept / "metrics.jsonl").read_text().count("no figures are drawn without matplotlib") == 1
 
 
-def test_a_missing_package_is_one_sentence_with_the_pip_command(tiny_model, tmp_path):
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "prediction": "a b", "reference": "a c"}\n')
-    (tmp_path / "vault").mkdir()
-    (tmp_path / "vault" / "user.md").write_text("# Me\n")
+def needing(tiny_model):
+    """(package, command that needs it)."""
     bandit = ["environment.type=bandit", f"model.path={tiny_model}"]
     remote = "engine={type: openai, url: 'http://127.0.0.1:9/v1', model: m}"
     gym = ["environment.type=text_task", "environment.reasoning_gym.dataset=chain_sum"]
     study = ROOT / "recipes" / "rlhf" / "tune_sft.yaml"
-    wanted = [
+    return [
         ("gymnasium", ["env", "validate", "frozen_lake"]),
         ("gguf", ["rl", "model.path=x.gguf", "--dry-run"]),
         ("datasets", ["sft", "data.train=owner/rows", "data.held_out=1", f"model.path={tiny_model}", "name=hub"]),
@@ -108,12 +88,52 @@ def test_a_missing_package_is_one_sentence_with_the_pip_command(tiny_model, tmp_
         ("pydantic-monty", ["env", "validate", "memory", "--seeds", "1"]),
         ("mcp", ["memory", "mcp", "vault"]),
     ]
-    outcomes = light(tmp_path, [words for _, words in wanted])
-    for (package, words), (code, said) in zip(wanted, outcomes, strict=True):
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("light")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, tiny_model):
+    """The outcomes of all these commands, run by one process, since each process imports torch."""
+    (folder / "x.gguf").write_bytes(b"GGUF")
+    (folder / "rows.jsonl").write_text('{"prompt": "p", "prediction": "a b", "reference": "a c"}\n')
+    (folder / "vault").mkdir()
+    (folder / "vault" / "user.md").write_text("# Me\n")
+    return light(folder, [*working(tiny_model), *(words for _, words in needing(tiny_model))])
+
+
+def test_what_needs_no_extra_runs_without_any(folder, outcomes, tiny_model):
+    commands = working(tiny_model)
+    for words, (code, said) in zip(commands, outcomes[: len(commands)], strict=True):
+        assert code == 0, (words, said)
+    kept = folder / "runs" / "run"
+    assert (kept / "report.md").is_file()
+    assert not list(kept.glob("plots/*"))
+    assert (kept / "metrics.jsonl").read_text().count("no figures are drawn without matplotlib") == 1
+
+
+def test_a_missing_package_is_one_sentence_with_the_pip_command(outcomes, tiny_model):
+    wanted = needing(tiny_model)
+    for (package, words), (code, said) in zip(wanted, outcomes[-len(wanted) :], strict=True):
         last = (said.strip().splitlines() or [""])[-1]
         assert code in (1, 2), (words, said)
         assert package.replace("-", "_") in last.replace("-", "_"), (words, said)
         assert "run `pip install " in last, (words, said)
+
+
+def test_every_optional_package_has_an_extra_and_is_no_dependency_of_the_core():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name = re.compile(r"[\w-]+")
+    core = {name.match(one)[0].replace("-", "_") for one in project["dependencies"]}
+    assert not core & set(BLOCKED)
+    for extra, package in PACKAGES.items():
+        wanted = {name.match(one)[0].replace("-", "_") for one in project["optional-dependencies"][extra]}
+        assert package in wanted, extra
+    collected = re.search(r"\[(.*)\]", project["optional-dependencies"]["all"][0])[1].split(",")
+    assert set(collected) <= set(project["optional-dependencies"])
 
 
 def test_the_sentence_names_what_needs_the_module():

@@ -6,8 +6,8 @@ the episode one time in four. The policy is a softmax over one logit per state.
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -120,9 +120,17 @@ def episode(trajectory: Trajectory, log_policy: np.ndarray, index: int) -> Episo
     return Episode(seed=0, group=0, index=index, version=0, streams=[stream], turns=[], outcome=Outcome.TERMINATED)
 
 
-def joint_samples(size: int, log_policy: np.ndarray) -> list[tuple[tuple[Trajectory, ...], float]]:
+def binary(trajectory: Trajectory) -> Trajectory:
+    """The same trajectory with a reward of 1 at its end if its return is above 1, and of 0 else."""
+    rewards = (0.0,) * (len(trajectory.rewards) - 1) + (float(trajectory.total > 1),)
+    return replace(trajectory, rewards=rewards)
+
+
+def joint_samples(
+    size: int, log_policy: np.ndarray, every: Sequence[Trajectory] | None = None
+) -> list[tuple[tuple[Trajectory, ...], float]]:
     """Every unordered group of `size` independent trajectories with its probability; these add up to 1."""
-    every = trajectories()
+    every = trajectories() if every is None else every
     found = []
     for chosen in itertools.combinations_with_replacement(range(len(every)), size):
         orders = len(set(itertools.permutations(chosen)))

@@ -12,12 +12,22 @@ import torch
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages, reward_streams
+from posttrain.credit.returns import optimal_token_baseline
 from posttrain.losses.kl import estimate_kl, kl_loss
 from posttrain.losses.policy import TokenBatch, policy_loss, token_weights
 from posttrain.recipe.credit import CreditRecipe
 from posttrain.recipe.loss import LossRecipe
 
-from .decision_process import PARAMETERS, episode, exact_gradient, joint_samples, log_softmax, score, trajectories
+from .decision_process import (
+    PARAMETERS,
+    binary,
+    episode,
+    exact_gradient,
+    joint_samples,
+    log_softmax,
+    score,
+    trajectories,
+)
 
 LOG_POLICY = log_softmax(PARAMETERS)
 EXACT = exact_gradient(PARAMETERS)
@@ -188,6 +198,68 @@ def test_dr_grpo_is_unbiased_up_to_its_factor(loss, size):
 @pytest.mark.parametrize("kind", ["grpo", "brpo", "opo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_biased_baselines_miss_the_direction(kind, size):
     assert error_of_direction(expected_gradient({"type": kind}, {"type": "reinforce"}, size)) > 0.01
+
+
+def mean_of_scores(credit: dict, size: int, every: list) -> np.ndarray:
+    """[STATES, 2]: expectation of the mean over a group of advantage x gradient of the log-probability of its tokens."""
+    recipe = TypeAdapter(CreditRecipe).validate_python(credit)
+    total = np.zeros_like(EXACT)
+    for chosen, probability in joint_samples(size, LOG_POLICY, every):
+        played = [episode(t, LOG_POLICY, i) for i, t in enumerate(chosen)]
+        values = compute_advantages(played, recipe, reward_streams(played)).values
+        for t, e, streams in zip(chosen, played, values, strict=True):
+            own = streams[0][e.streams[0].sampled]
+            assert len(set(own.tolist())) == 1
+            total += probability * float(own[0]) * score(t, LOG_POLICY) / size
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_maxrl_is_the_gradient_of_a_truncated_log_likelihood(size):
+    every = [binary(t) for t in trajectories()]
+    chances = [t.probability(LOG_POLICY) for t in every]
+    success = sum(c * t.total for c, t in zip(chances, every, strict=True))
+    assert 0.2 < success < 0.8
+    gradient = sum(c * t.total * score(t, LOG_POLICY) for c, t in zip(chances, every, strict=True))
+    # d/dp of -(1 - p) - ... - (1 - p)^(n - 1) / (n - 1), the logarithm of p cut off after n - 1 terms.
+    slope = sum((1 - success) ** k for k in range(size - 1))
+    found = mean_of_scores({"type": "maxrl"}, size, every)
+    np.testing.assert_allclose(found, slope * gradient, atol=2e-7)
+    assert np.abs(gradient).max() > 0.1
+
+
+@pytest.mark.parametrize(("size", "k"), [(2, 2), (3, 2), (3, 3), (2, None), (3, None)])
+@pytest.mark.parametrize("rewards", ["many", "binary"])
+def test_pass_at_k_is_the_gradient_of_the_best_of_k(rewards, size, k):
+    every = trajectories() if rewards == "many" else [binary(t) for t in trajectories()]
+    attempts = k or size
+    exact = np.zeros_like(EXACT)
+    for chosen, probability in joint_samples(attempts, LOG_POLICY, every):
+        best = max(t.total for t in chosen)
+        exact += probability * best * sum(score(t, LOG_POLICY) for t in chosen)
+    found = attempts * mean_of_scores({"type": "pass_at_k", "k": k}, size, every)
+    np.testing.assert_allclose(found, exact, atol=2e-7 * attempts)
+    assert np.abs(exact).max() > 0.1
+
+
+def token_baseline_gradient(size: int) -> np.ndarray:
+    """[STATES, 2]: the expected mean over a group of the sum over tokens of advantage x score, with exact energies."""
+    policy = np.exp(LOG_POLICY)
+    scores = np.eye(2) - policy[:, None, :]  # [STATES, token, 2]: gradient of the token's log-probability
+    total = np.zeros_like(EXACT)
+    for chosen, probability in joint_samples(size, LOG_POLICY):
+        rewards = [np.array(t.rewards)[np.array(t.sampled)] for t in chosen]
+        energies = [np.array([(scores[choice] ** 2).sum() for choice in t.choices]) for t in chosen]
+        found = optimal_token_baseline(rewards, energies, np.zeros(size, int))
+        for t, advantages in zip(chosen, found, strict=True):
+            for (state, token), advantage in zip(t.choices, advantages, strict=True):
+                total[state] += probability * advantage * scores[state, token] / size
+    return total
+
+
+def test_the_bias_of_the_optimal_token_baseline_falls_with_the_group():
+    errors = [error_of_direction(token_baseline_gradient(size)) for size in (2, 3)]
+    assert 0.01 < errors[1] < errors[0]
 
 
 def test_a_discount_is_biased():

@@ -88,6 +88,7 @@ def test_a_killed_process_ends_the_run_in_a_sentence_and_torchrun_goes_on(tiny_m
     assert (run / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_wrong_input_is_told_once(tiny_model, tmp_path):
     process = begin([*words("/nowhere", tmp_path / "runs", 1), "hardware.processes=2"], tmp_path / "log.txt")

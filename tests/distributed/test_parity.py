@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-QUICK = ("sft", "dpo", "rl", "ppo")
+QUICK = ("sft", "rl", "ppo")
 """Cases that are not slow tests."""
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -22,6 +22,7 @@ from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, d
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.models.attention import use_packed_attention
+from posttrain.models.forward import use_float32_head
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -107,6 +108,20 @@ def test_without_onednn_for_the_precision_the_modules_own_weights_are_used(monke
     )
     for mine, theirs in zip(passes(decoder, torch.float32), passes(ModuleDecoder(model), torch.float32), strict=True):
         assert (mine - theirs).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_a_float32_head_computes_float32_logits(target):
+    from peft import LoraConfig, get_peft_model
+
+    model = made("llama", torch.bfloat16)
+    use_float32_head(model)
+    weight = model.lm_head.weight.detach()
+    hidden = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM")).eval()
+    for decoder in (decoder_of(adapted), ModuleDecoder(adapted)):
+        with torch.no_grad():
+            torch.testing.assert_close(decoder.logits(hidden), hidden.float() @ weight.float().T)
 
 
 def test_adapters_count(tmp_path):

@@ -68,9 +68,9 @@ def test_equals_the_library_over_several_blocks(bundles, window):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_gradient_is_the_numerical_one(monkeypatch, window):
-    monkeypatch.setattr(attention_cpu, "BLOCK", 4)
-    layout = PackedLayout([(5, [3, 2]), (6, [])])
-    assert torch.autograd.gradcheck(lambda *x: layout.attend(0, *x, 0.3, window), heads(2, 16, (4, 2, 2)))
+    monkeypatch.setattr(attention_cpu, "BLOCK", 2)
+    layout = PackedLayout([(3, [2, 1]), (3, [])])
+    assert torch.autograd.gradcheck(lambda *x: layout.attend(0, *x, 0.3, window), heads(2, 9, (4, 2, 2)))
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_the_eager_attention_of_models():

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.models import forward as projection
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.forward import projected_scores, token_scores
+from posttrain.models.forward import float32_product, logits_of, projected_scores, token_scores, use_float32_head
 from tests.conftest import tiny_config
 
 N, WIDTH, VOCABULARY = 13, 8, 600
@@ -74,6 +74,54 @@ def test_bfloat16_keeps_logprobs_of_its_logits_exact_and_gradients_near(scale):
     theirs = torch.autograd.grad((factors[0] * truth[0] + factors[1] * truth[1]).sum(), exact)
     for one, other in zip(mine, theirs, strict=True):
         assert (one - other).norm() < 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("with_entropies", [False, True])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_bfloat16_gradients_are_as_exact_as_those_of_autograd(temperature, with_entropies, wide):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(100, 64, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(1024, 64, generator=generator) / 2).bfloat16().requires_grad_()
+    targets = torch.randint(0, 1024, (100,), generator=generator)
+    factors = torch.randn(2, 100, generator=generator)
+
+    def gradients(scores, *leaves):
+        total = (factors[0] * scores[0]).sum() + (factors[1] * scores[1]).sum() * with_entropies
+        return torch.autograd.grad(total, leaves)
+
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    truth = gradients(plainly(*exact, targets, temperature), *exact)
+    logits = (hidden @ weight.T).float() / temperature
+    logprobs = torch.log_softmax(logits, -1)
+    plain = logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    errors = []
+    for scores in (plain, projected_scores(hidden, weight, targets, temperature, 100 * 1024, wide)):
+        found = gradients(scores, hidden, weight)
+        errors.append([float((f - t).norm() / t.norm()) for f, t in zip(found, truth, strict=True)])
+    for plain_error, error in zip(*errors, strict=True):
+        assert error <= (plain_error / 2 if wide else plain_error * 1.001)
+
+
+def test_a_float32_head_does_not_round_logits():
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", 600), dtype=torch.bfloat16)
+    hidden = (torch.randn(7, 32, generator=torch.Generator().manual_seed(3)) * 10).bfloat16()
+    targets = torch.arange(7) + 590
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+        exact = torch.log_softmax(hidden.double() @ model.lm_head.weight.double().T / 0.7, -1)[range(7), targets]
+    rounded = token_scores(model, hidden, targets, 0.7, positions_per_chunk=3).logprobs
+    use_float32_head(model)
+    scores = token_scores(model, hidden, targets, 0.7, positions_per_chunk=3).logprobs
+    through_modules = torch.log_softmax(logits_of(model, hidden) / 0.7, -1)[range(7), targets]
+    assert (rounded - exact).abs().max() > 1e-2
+    for found in (scores, through_modules):
+        torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=0)
+    torch.testing.assert_close(float32_product(hidden, model.lm_head.weight), logits_of(model, hidden))
+    # Where the projection has a bias, the model's own module computes it.
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(600, dtype=torch.bfloat16))
+    scores = token_scores(model, hidden, targets, 0.7, positions_per_chunk=3).logprobs
+    torch.testing.assert_close(scores.double(), exact, atol=1e-4, rtol=0)
 
 
 def test_a_sure_token_keeps_its_small_gradient_in_bfloat16():

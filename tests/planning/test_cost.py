@@ -49,6 +49,7 @@ def test_a_phase_for_each_thing_that_is_computed():
     assert names("reward.path=rm") == [*SAMPLED, "reward model", *LEARNED]
     assert names("credit.type=gae") == [*SAMPLED, "values", "critic's updates", *LEARNED]
     assert names("credit.type=gae", "critic.backbone=shared") == names()
+    assert names("credit.type=optimal_token_baseline") == [*SAMPLED, "energies of tokens", *LEARNED]
     assert names(placement=Placement(engines=1)) == [*SAMPLED, *LEARNED, "weights to the engines"]
     assert names(stage="evaluate") == SAMPLED
     rows = "data.train=rows.jsonl"

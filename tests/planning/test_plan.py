@@ -5,10 +5,13 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from posttrain.cli.main import main
+from posttrain.errors import InputError
 from posttrain.planning.dry_run import batch_arithmetic, show_plan
 from posttrain.planning.memory import ModelSizes, memory_estimate, trained_parameters
 from posttrain.planning.model_sizes import model_sizes
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.credit import CREDITS
 from posttrain.recipe.warnings import recipe_warnings
 from tests.conftest import save_tiny_model
 
@@ -41,6 +44,41 @@ def test_batches_in_words():
         "evaluation, greedy: 64 episodes on the held-out seeds 1000000..1000063, before, 2 times during and after training",
         "final table, greedy: 256 episodes on the held-out seeds 2000000..2000255, before and after training",
     ]
+
+
+@pytest.mark.parametrize("name", CREDITS.names())
+def test_every_credit_has_a_plan(name, capsys):
+    assert main(["rl", "environment.type=bandit", f"credit.type={name}", "--dry-run"]) == 0
+    assert f"type: {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (("credit.type=pass_at_k", "credit.k=5", "rollout.episodes_per_group=4"), "`credit.k` \\(5\\) is more than"),
+        (("credit.type=gdpo", "rollout.episodes_per_group=1"), "compares the episodes of a group"),
+        (
+            ("credit.type=maxrl", "rollout.missing_eos_penalty=1"),
+            "`rollout.missing_eos_penalty` subtracts from returns",
+        ),
+        (
+            ("credit.type=maxrl", "kl.coefficient=0.1", "kl.apply_to=reward", "kl.estimator=k1"),
+            "`kl.apply_to` subtracts",
+        ),
+    ],
+)
+def test_credits_that_do_not_fit_are_refused(keys, problem):
+    with pytest.raises(InputError, match=problem):
+        recipe_of(*keys)
+
+
+def test_gdpo_names_rewards_and_filters_that_it_does_not_see():
+    keys = ["credit.type=gdpo", "rollout.missing_eos_penalty=1", "rollout.filter.type=dynamic"]
+    found = "\n".join(recipe_warnings(recipe_of(*keys)))
+    assert "rollout.missing_eos_penalty has no effect: credit.weights of gdpo has no weight for `return`" in found
+    assert "rollout.filter.type dynamic compares returns" in found
+    with_return = "\n".join(recipe_warnings(recipe_of(*keys, "credit.weights.return=1")))
+    assert "missing_eos_penalty" not in with_return
 
 
 PPO = ["credit.type=gae", "steps=10", "rollout.groups_per_step=6", "rollout.episodes_per_group=1"]
@@ -271,6 +309,18 @@ def test_a_broken_model_directory_is_named(tmp_path):
             "rl",
             ["optimizer.warmup_updates=100"],
             "optimizer.warmup_updates 100 is not below the 100 updates of the run",
+        ),
+        ("rl", ["model.head_dtype=float32"], "model.head_dtype has no effect: model.dtype is float32"),
+        (
+            "reward",
+            ["data.train=a.jsonl", "model.head_dtype=float32", "model.dtype=bfloat16"],
+            "model.head_dtype has no effect: rewards are computed in float32",
+        ),
+        (
+            "rl",
+            ["model.head_dtype=float32", "model.dtype=bfloat16", "engine.type=vllm"],
+            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
+            "so policy/mismatch keeps the rounding of its logits",
         ),
         (
             "rl",

@@ -24,7 +24,7 @@ PLACES = {
     "tensors": ("torch:save", 5),
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
-QUICK = ("journal", "optimizer")
+QUICK = ("journal",)
 """Places that are not slow tests."""
 
 

@@ -312,14 +312,14 @@ def checked(rows, kind, limit):
     ],
 )
 def test_thousands_of_malformed_rows_never_reach_the_loss(kind, loss_on, overlong, limit, tmp_path):
-    path, count = tmp_path / "train.jsonl", 3_000
+    path, count = tmp_path / "train.jsonl", 1_500
     write_malformed(path, kind, count)
     tokenizer = make_tokenizer()
     renderer = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
     recipe = DataRecipe(train=str(path), max_tokens=limit, overlong=overlong, cache=str(tmp_path / "cache"))
     data = load_data(kind, recipe, renderer, loss_on, 8, 0)
     samples = checked(data.stored, kind, limit)
-    assert len(data.stored) > 60
+    assert len(data.stored) > 30
     lines = (line for line in path.read_bytes().splitlines() if line.strip())
     assert len(data.stored) + data.problems.total == sum(1 for _ in lines) >= count - 100
     assert len(data.problems.summary()) >= 10

@@ -96,6 +96,7 @@ def test_ppo_raises_the_return(tiny_model, tmp_path):
         {"critic": {"lora": {"rank": 2}}},
         {"critic": {"dtype": "bfloat16", "clip": None}},
         {"credit": {"type": "gae", "gae_lambda": 1.0, "discount": 0.99, "whiten": False}},
+        {"credit": {"type": "gae", "critic_lambda": 1.0, "length_alpha": 0.3}},
         {"kl": {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward", "target": 0.01}},
         {"model": {"lora": {"rank": 2}}},
         {"learner": {"epochs_per_step": 2, "updates_per_step": 2, "tokens_per_batch": 1500}},
@@ -108,7 +109,7 @@ def test_ppo_raises_the_return(tiny_model, tmp_path):
 def test_the_variants_take_steps_and_others_run_by_one_key(changes, tiny_model, tmp_path):
     base = small.recipe_values(tiny_model, tmp_path)
     merged = {key: base.get(key, {}) | value if key != "credit" else value for key, value in (PPO | changes).items()}
-    run, _ = train(tiny_model, tmp_path, **merged | {"steps": 2})
+    run, _ = train(tiny_model, tmp_path, **merged | small.two_steps(base))
     for line in lines(run, "train"):
         assert line["optimizer/skipped"] == 0
         assert line["optimizer/gradient_norm"] > 0

@@ -346,7 +346,7 @@ def test_reinforcement_learning_with_a_teacher_alone_approaches_it(tiny_model, t
     rollout = {"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 4, "tokens_per_episode": 300}
     values = small.recipe_values(tiny_model, tmp_path, steps=12, rollout=rollout, kl={}, entropy_coefficient=0.0)
     values |= {
-        "teacher": {"path": str(teacher_model), "coefficient": 3.0},
+        "teacher": {"path": str(teacher_model), "coefficient": 100.0},
         "credit": {"type": "reinforce", "discount": 0.01},
     }
     values |= {"optimizer": {"learning_rate": 5e-3}, "learner": {"tokens_per_batch": 4096}}

@@ -167,7 +167,9 @@ def test_a_reward_model_without_margins_says_so(tiny_model, tmp_path):
     assert "loss.margin has no effect" not in directory.report.read_text()
 
 
-@pytest.mark.parametrize("loss", PAIRWISE)
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, marks=[] if loss in ("dpo", "simpo") else pytest.mark.slow) for loss in PAIRWISE]
+)
 def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": loss}, epochs=5)
     directory, _ = run(values)

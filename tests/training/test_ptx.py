@@ -92,6 +92,7 @@ def test_a_run_learns_its_rows(tiny_model, tmp_path):
     assert first["optimizer/gradient_norm"] != other["optimizer/gradient_norm"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()

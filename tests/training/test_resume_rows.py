@@ -101,7 +101,7 @@ def same(run, reference):
         pytest.param("kto", [("metrics", 5)], marks=pytest.mark.slow),
         pytest.param("bco", [("metrics", 5)], marks=pytest.mark.slow),
         pytest.param("reward", [("rename", 3)], marks=pytest.mark.slow),
-        ("reward_lora", [("optimizer", 4)]),
+        pytest.param("reward_lora", [("optimizer", 4)], marks=pytest.mark.slow),
     ],
 )
 def test_killed_there_it_resumes_to_the_same_bits(variant, deaths, tiny_model, tmp_path, whole_runs):

@@ -16,7 +16,7 @@ PLACES = {
     "store": ("posttrain.training.rl:write_episodes", 2),
     "update": ("posttrain.training.updater:Updater.update", 3),
 }
-QUICK = ("coalitions", "update")
+QUICK = ("coalitions",)
 """Places that are not slow tests."""
 
 

@@ -237,7 +237,7 @@ def test_the_variants_take_steps_under_the_same_names(changes, tiny_model, tmp_p
     base = small.recipe_values(tiny_model, tmp_path)
     wanted = {"credit": {"type": "gae"}, "critic": SHARED} | changes
     merged = {key: base.get(key, {}) | value if key == "model" else value for key, value in wanted.items()}
-    run, _ = train(tiny_model, tmp_path, **merged | {"steps": 2})
+    run, _ = train(tiny_model, tmp_path, **merged | small.two_steps(base))
     for line in lines(run, "train"):
         assert line["optimizer/skipped"] == line["critic/skipped"] == 0
         assert line["optimizer/gradient_norm"] > 0
@@ -282,11 +282,12 @@ def uninterrupted(tiny_model, tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "count"),
     [
         ("posttrain.training.updater:Optimizer.step", 6),  # the trunk has made its update, the head has not
-        pytest.param("torch:save", 3, marks=pytest.mark.slow),
+        ("torch:save", 3),
     ],
 )
 def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_path, uninterrupted):

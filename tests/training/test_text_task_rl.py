@@ -4,11 +4,12 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import Recipe
@@ -96,6 +97,29 @@ def test_what_a_reward_function_reports_is_in_the_log_and_in_the_table(tiny_mode
     assert table["rows"][-1][place].startswith(f"{final['score/length']:.3f} [")
 
 
+def test_gdpo_normalises_what_a_reward_function_reports(tiny_model, tmp_path):
+    given = values(tiny_model, tmp_path, credit={"type": "gdpo", "weights": {"length": 1.0, "letters": 0.5}})
+    reward = REWARD.replace("return 0.5 *", "return {'score': 0.0, 'length': len(answer), 'letters':").rstrip() + "}\n"
+    (tmp_path / "rewards.py").write_text(reward)
+    directory, lines = run(given)
+    trained = [line for line in lines if line["kind"] == "train"]
+    # All returns are 0, so only the scores give a gradient.
+    assert all(line["rollout/return"] == 0 and line["optimizer/gradient_norm"] > 0 for line in trained)
+    assert all(line["credit/zero_groups"] == 0 for line in trained)
+    stored = read_episodes(episodes_file(directory.episodes, 1, "train"))
+    tokens = [
+        streams[0][e.streams[0].sampled] for e, streams in zip(stored.episodes, stored.advantages.values, strict=True)
+    ]
+    assert np.mean([own[0] for own in tokens]) == pytest.approx(0, abs=1e-6)
+    assert np.std([own[0] for own in tokens], ddof=1) == pytest.approx(1, abs=1e-4)
+
+
+def test_gdpo_without_its_scores_stops_and_names_them(tiny_model, tmp_path):
+    given = values(tiny_model, tmp_path, credit={"type": "gdpo", "weights": {"format": 1.0}})
+    with pytest.raises(RunError, match=r"no episode of the step has the score 'format'; .*\(return\)"):
+        run(given)
+
+
 def test_prompts_without_room_for_an_answer_are_left_out_and_named(tiny_model, tmp_path):
     directory, lines = run(values(tiny_model, tmp_path, long=3))
     told = [line["message"] for line in lines if line["kind"] == "warning"]
@@ -152,6 +176,7 @@ def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, t
     assert len({round(r, 6) for rewards in paid for r in rewards}) > 6
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": "running"})
     recipe["rollout"]["missing_eos_penalty"] = 0.5

@@ -5,8 +5,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from posttrain.credit.baselines import OUTCOME_BASELINES
-from posttrain.credit.returns import gae, reinforce, reinforce_pp, reinforce_pp_baseline, whiten
+from posttrain.credit.baselines import OUTCOME_BASELINES, gdpo, pass_at_k
+from posttrain.credit.returns import (
+    gae,
+    length_adaptive_lambda,
+    optimal_token_baseline,
+    reinforce,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    whiten,
+)
 from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_advantages, turn_indices
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
 from posttrain.errors import RunError
@@ -15,10 +23,18 @@ from posttrain.recipe.credit import (
     Credit,
     CreditRecipe,
     CriticCredit,
+    GdpoCredit,
     GroupCredit,
+    PassAtKCredit,
+    TokenBaselineCredit,
     TokenCredit,
     ValueCredit,
 )
+
+SCORE = "score"
+"""The name of the reward itself among the scores that a reward function reports."""
+RETURN = "return"
+"""The name of the return in the weights of `gdpo`."""
 
 
 def compute_advantages(
@@ -27,15 +43,17 @@ def compute_advantages(
     rewards: RewardStreams,
     greedy_returns: Mapping[int, float] | None = None,
     values: PerToken | None = None,
+    energies: PerToken | None = None,
 ) -> Advantages:
     """One advantage per sampled token: per episode and stream [T] float32, zero where nothing was sampled.
 
     `rewards`: per token, such as `reward_streams(episodes)`. `greedy_returns`: group id -> return of the greedy episode,
-    for `remax`. `values`: the critic's value before each sampled token, for `gae` and `bilevel_gae`.
+    for `remax`. `values`: the critic's value before each sampled token, for `gae` and `bilevel_gae`. `energies`: that of
+    each sampled token, for `optimal_token_baseline`.
 
     The return of an episode is the sum of all its rewards. Neither the order of episodes nor that of groups changes a
     bit of the result. RunError for a reward that is not finite or that sits on a token that was not sampled, which no
-    token could be credited with. ValueError for missing `values`.
+    token could be credited with. ValueError for missing `values` or `energies`.
     """
     masks = [[stream.sampled for stream in episode.streams] for episode in episodes]
     token_rewards = sampled_rewards(episodes, rewards)
@@ -44,11 +62,15 @@ def compute_advantages(
             raise ValueError(f"{recipe.type} needs the values of a critic")
         advantages = critic_advantages(recipe, episodes, token_rewards, sampled_values(episodes, values))
         advantages = whiten(advantages) if recipe.whiten else advantages
+    elif isinstance(recipe, TokenBaselineCredit):
+        if energies is None:
+            raise ValueError(f"{recipe.type} needs the energies of the tokens")
+        groups = np.array([episode.group for episode in episodes], dtype=np.int64)
+        advantages = optimal_token_baseline(token_rewards, sampled_values(episodes, energies), groups)
     elif isinstance(recipe, TurnCredit):
         advantages = turn_advantages(recipe, episodes, token_rewards)
-    elif isinstance(recipe, GroupCredit | BatchCredit | TokenCredit):
-        groups = np.array([episode.group for episode in episodes], dtype=np.int64)
-        advantages = _without_critic(recipe, token_rewards, groups, greedy_returns or {})
+    elif isinstance(recipe, GroupCredit | PassAtKCredit | GdpoCredit | BatchCredit | TokenCredit):
+        advantages = _without_critic(recipe, episodes, token_rewards, greedy_returns or {})
     else:
         advantages = registered_credit(recipe, episodes, token_rewards)
     return Advantages([_to_streams(of_tokens, m) for of_tokens, m in zip(advantages, masks, strict=True)])
@@ -64,10 +86,28 @@ def critic_advantages(
 ) -> list[np.ndarray]:
     """Advantages before whitening. `rewards`, `values` and the result: per episode [n] float64, sampled tokens only."""
     if isinstance(recipe, ValueCredit):
-        return gae(rewards, values, recipe.discount, recipe.gae_lambda)
+        lambdas_of = recipe.gae_lambda if recipe.length_alpha is None else _adaptive(recipe.length_alpha, rewards)
+        return gae(rewards, values, recipe.discount, lambdas_of)
     turns = [turn_indices(episode) for episode in episodes]
     lambdas = (recipe.gae_lambda, recipe.turn_gae_lambda)
     return bilevel_gae(rewards, values, turns, recipe.discount, recipe.turn_discount, *lambdas)
+
+
+def value_targets(
+    recipe: CriticCredit, episodes: Sequence[Episode], rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Targets of the critic, A + V with the advantages before whitening: per episode [n] float64.
+
+    With `critic_lambda`, A has that lambda instead of the policy's (decoupled GAE). At 1 the targets are the returns, which
+    no error of the values biases, while a smaller lambda of the policy reduces the variance of its gradient.
+    Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret", arXiv
+    2503.01491; used in Yue et al. 2025, "VAPO", arXiv 2504.05118.
+    """
+    if isinstance(recipe, ValueCredit) and recipe.critic_lambda is not None:
+        advantages = gae(rewards, values, recipe.discount, recipe.critic_lambda)
+    else:
+        advantages = critic_advantages(recipe, episodes, rewards, values)
+    return [a + v for a, v in zip(advantages, values, strict=True)]
 
 
 def discounted_returns(
@@ -79,6 +119,14 @@ def discounted_returns(
         return gae(rewards, zeros, recipe.discount, 1.0)
     turns = [turn_indices(episode) for episode in episodes]
     return bilevel_gae(rewards, zeros, turns, recipe.discount, recipe.turn_discount, 1.0, 1.0)
+
+
+def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
+    """The share of groups without a token whose advantage differs from 0, such as those whose returns are all equal."""
+    nonzero: dict[int, bool] = {}
+    for episode, streams in zip(episodes, advantages.values, strict=True):
+        nonzero[episode.group] = nonzero.get(episode.group, False) or any(stream.any() for stream in streams)
+    return 1 - sum(nonzero.values()) / len(nonzero) if nonzero else math.nan
 
 
 def registered_credit(recipe: Credit, episodes: Sequence[Episode], paid: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -119,20 +167,57 @@ def sampled_values(episodes: Sequence[Episode], values: PerToken) -> list[np.nda
 
 
 def _without_critic(
-    recipe: GroupCredit | BatchCredit | TokenCredit,
+    recipe: GroupCredit | PassAtKCredit | GdpoCredit | BatchCredit | TokenCredit,
+    episodes: Sequence[Episode],
     rewards: list[np.ndarray],
-    groups: np.ndarray,
     greedy: Mapping[int, float],
 ) -> list[np.ndarray]:
     """Per episode [n] float64 over its sampled tokens."""
     if isinstance(recipe, TokenCredit):
         return (reinforce if recipe.type == "reinforce" else reinforce_pp)(rewards, recipe.discount)
+    groups = np.array([episode.group for episode in episodes], dtype=np.int64)
     returns = np.array([math.fsum(of_tokens.tolist()) for of_tokens in rewards], dtype=np.float64)
     lengths = np.array([len(of_tokens) for of_tokens in rewards], dtype=np.int64)
     if recipe.type == "reinforce_pp_baseline":
         return reinforce_pp_baseline(returns, groups, lengths)
-    advantages = OUTCOME_BASELINES[recipe.type](returns, groups, lengths, greedy)
+    if isinstance(recipe, PassAtKCredit):
+        advantages = pass_at_k(returns, groups, recipe.k)
+    elif isinstance(recipe, GdpoCredit):
+        advantages = gdpo(*weighted_scores(episodes, returns, recipe.weights), groups)
+    else:
+        advantages = OUTCOME_BASELINES[recipe.type](returns, groups, lengths, greedy)
     return [np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)]
+
+
+def weighted_scores(
+    episodes: Sequence[Episode], returns: np.ndarray, weights: Mapping[str, float] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The scores [N, K] of the episodes, NaN where an episode does not report one, and their weights [K], float64.
+
+    The scores are those in `info["scores"]` of the last turn, by the names in `weights`, and the returns [N] under the name
+    `return`. None: each reported score but `score`, with weight 1. RunError if no episode reports a score that has a
+    weight, or if nothing has one.
+    """
+    reported = [dict(episode.turns[-1].info.get("scores", {})) if episode.turns else {} for episode in episodes]
+    names = {name for scores in reported for name in scores}
+    if weights is None:
+        weights = dict.fromkeys(sorted(names - {SCORE}), 1.0)
+    missing = sorted(set(weights) - names - {RETURN})
+    if episodes and (missing or not weights):
+        wanted = f"no episode of the step has the score {missing[0]!r}" if missing else "no episode reports scores"
+        raise RunError(
+            f"credit.type gdpo: {wanted}; return a mapping of names to numbers from the reward function, or set "
+            f"credit.weights to the names that it reports ({', '.join(sorted(names | {RETURN}))})"
+        )
+    columns = [
+        returns if name == RETURN else np.array([scores.get(name, math.nan) for scores in reported], dtype=np.float64)
+        for name in weights
+    ]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(episodes), 0)), np.array(list(weights.values()))
+
+
+def _adaptive(alpha: float, rewards: Sequence[np.ndarray]) -> list[float]:
+    return [length_adaptive_lambda(len(of_tokens), alpha) for of_tokens in rewards]
 
 
 def _checked_rewards(episode: Episode, streams: Sequence[np.ndarray]) -> np.ndarray:

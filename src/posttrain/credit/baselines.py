@@ -107,6 +107,29 @@ def arpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: M
     return returns.astype(np.float64)
 
 
+def maxrl(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+    """A_i = (R_i - mean_g) / mean_g, for returns of 0 or more; 0 in a group whose returns are all equal, such as all 0.
+
+    For returns of 0 and 1, the mean of A_i grad log pi(i) over a group of n estimates the gradient of log p, with p the
+    probability of success: it is unbiased for log p cut off after n - 1 terms, -(1 - p) - (1 - p)^2 / 2 - ... -
+    (1 - p)^(n - 1) / (n - 1), whose first term is the objective of `rloo`. Hard tasks therefore count more. Other returns
+    of 0 or more estimate the gradient of the logarithm of the mean return, with a bias that falls with n.
+    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710, theorem 1 and its variance
+    reduction. `lengths` and `greedy` are unused. RunError for a return below 0.
+    """
+    advantages = np.zeros(len(returns))
+    for index in group_indices(groups):
+        if returns[index].min() < 0:
+            raise RunError(
+                f"credit.type maxrl needs returns of 0 or more, and group {groups[index[0]]} has {returns[index].min():g}; "
+                "remove penalties from the reward, or use rloo"
+            )
+        deviations = center(returns[index])
+        if deviations.any():
+            advantages[index] = deviations / mean(returns[index])
+    return advantages
+
+
 OutcomeBaseline = Callable[[np.ndarray, np.ndarray, np.ndarray, Mapping[int, float]], np.ndarray]
 
 OUTCOME_BASELINES: dict[str, OutcomeBaseline] = {
@@ -117,8 +140,60 @@ OUTCOME_BASELINES: dict[str, OutcomeBaseline] = {
     "remax": remax,
     "brpo": brpo,
     "arpo": arpo,
+    "maxrl": maxrl,
 }
 """`credit.type` -> baseline."""
+
+
+def pass_at_k(returns: np.ndarray, groups: np.ndarray, k: int | None) -> np.ndarray:
+    """A_i = mean, over the sets S of k episodes of the group that contain i, of max R in S - max R in S without i.
+
+    Estimates the gradient of the expected best return of k attempts, which is pass@k for returns of 0 and 1: the mean of
+    k A_i grad log pi(i) over the group is unbiased, because the best of the others does not depend on episode i. With k
+    the size of the group, only its single best episode gets credit: its return minus the second best.
+    Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement learning",
+    arXiv 2503.19595, the leave-one-out control variate for pass@k, for groups of k; the mean over sets, for larger groups,
+    as in Walder and Karkhanis 2025, "Pass@K policy optimization", arXiv 2505.15201.
+
+    `returns` [N] float64; `groups` [N] int; `k` >= 2, None for the size of each group. A group smaller than k uses its
+    size as k, and a group of one gets 0. Returns [N] float64.
+    """
+    advantages = np.zeros(len(returns))
+    for index in group_indices(groups):
+        size = len(index)
+        chosen = size if k is None else min(k, size)
+        if size < 2 or all_equal(returns[index]):
+            continue
+        order = index[np.argsort(returns[index], kind="stable")]
+        ascending = returns[order]
+        # The best of the others has the rank `below` in that many sets: the rest of the set ranks below it.
+        sets = [math.comb(below, chosen - 2) / math.comb(size - 1, chosen - 1) for below in range(size)]
+        for rank, i in enumerate(order.tolist()):
+            gains = [(ascending[rank] - ascending[below]) * sets[below] for below in range(rank)]
+            advantages[i] = math.fsum(gains)
+    return advantages
+
+
+def gdpo(scores: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """A_i = (B_i - mean_B) / (std_B + 1e-6) over the batch, B_i = sum over scores k of w_k (s_ik - mean_g) / (std_g + 1e-6).
+
+    Each score is normalized within the group by itself, so a score with a small spread counts as much as one with a large
+    spread, and combinations of scores with the same sum stay distinct. Both standard deviations are those of the sample
+    (n - 1). Biased, as `grpo` and `brpo` are.
+    Source: Liu et al. 2026, "GDPO: Group reward-decoupled normalization policy optimization", arXiv 2601.05242, the
+    normalization of each reward, their weighted sum, and the normalization over the batch, over episodes as in TRL
+    (`normalize_then_sum`).
+
+    `scores` [N, K] float64, NaN where an episode has no such score: it does not enter the statistics and adds 0.
+    `weights` [K] float64; `groups` [N] int. Returns [N] float64.
+    """
+    parts = np.zeros(scores.shape)
+    for index in group_indices(groups):
+        for column in range(scores.shape[1]):
+            known = index[~np.isnan(scores[index, column])]
+            parts[known, column] = standardize(scores[known, column], correction=1)
+    sums = np.array([math.fsum(row) for row in (parts * weights).tolist()], dtype=np.float64)
+    return standardize(sums, correction=1)
 
 
 def mean(values: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.credit.baselines import dr_grpo, standardize
+from posttrain.credit.baselines import all_equal, dr_grpo, group_indices, standardize
 
 
 def reinforce(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
@@ -47,7 +47,7 @@ def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.n
 
 
 def gae(
-    rewards: Sequence[np.ndarray], values: Sequence[np.ndarray], discount: float, gae_lambda: float
+    rewards: Sequence[np.ndarray], values: Sequence[np.ndarray], discount: float, gae_lambda: float | Sequence[float]
 ) -> list[np.ndarray]:
     """A_t = sum over k >= t of (discount x gae_lambda)^(k - t) d_k, with d_k = r_k + discount V_{k+1} - V_k.
 
@@ -56,10 +56,57 @@ def gae(
     values of the policy it is unbiased for any `gae_lambda`. Otherwise errors of the values bias it.
     Source: Schulman et al. 2016, "High-dimensional continuous control using GAE", arXiv 1506.02438.
 
-    `rewards` and `values`: per episode [n], in units of reward; `discount` and `gae_lambda` in [0, 1]. Returns per
-    episode [n] float64.
+    `rewards` and `values`: per episode [n], in units of reward; `discount` and `gae_lambda` in [0, 1], the latter one
+    number or one per episode. Returns per episode [n] float64.
     """
-    return [_gae(r, v, discount, gae_lambda) for r, v in zip(rewards, values, strict=True)]
+    lambdas = [gae_lambda] * len(rewards) if isinstance(gae_lambda, float | int) else gae_lambda
+    return [_gae(r, v, discount, own) for r, v, own in zip(rewards, values, lambdas, strict=True)]
+
+
+def length_adaptive_lambda(length: int, alpha: float) -> float:
+    """max(0, 1 - 1 / (alpha x length)): the GAE lambda of an episode of `length` sampled tokens.
+
+    The weights lambda^j of later errors then sum to about alpha x length, a fixed share of the episode, whatever its
+    length. Source: Yue et al. 2025, "VAPO", arXiv 2504.05118, length-adaptive GAE, with alpha 0.05.
+    """
+    return max(0.0, 1.0 - 1.0 / (alpha * length)) if length else 0.0
+
+
+def optimal_token_baseline(
+    rewards: Sequence[np.ndarray], energies: Sequence[np.ndarray], groups: np.ndarray
+) -> list[np.ndarray]:
+    """A_t = G_t - B_t, B_t = sum over j of W_jt G_jt / sum over j of W_jt, over the group's episodes with a token t.
+
+    G_t is the sum of the rewards from token t on, t counting sampled tokens, and W_t the sum of the energies of the tokens
+    up to t: a proxy of the squared norm of the gradient of their log-probability. A baseline that weights returns by that
+    norm has the least variance; `opo` is the same with the length as the norm of a whole episode. The energy of a token is
+    1 - 2 p + sum of p_v^2 over the vocabulary v, p its own probability: the squared norm of the gradient with respect to
+    the logits.
+    Where no other episode of the group has a token t, B_t is 0, as in the authors' code. Biased: the baseline includes the
+    episode's own return; the bias falls with the size of the group. A group of one, and equal G_t, get 0.
+    Source: Li et al. 2026, "The optimal token baseline", arXiv 2602.07078, with its logit-gradient proxy; verl's
+    `optimal_token_baseline`.
+
+    `rewards` and `energies`: per episode [n] float64; `groups` [N] int. Returns per episode [n] float64.
+    """
+    returns = reinforce(rewards, 1.0)
+    advantages = [np.zeros(len(own)) for own in returns]
+    for index in group_indices(groups):
+        weights = {int(i): np.cumsum(energies[i]) for i in index}
+        for t in range(max(len(returns[i]) for i in index) if len(index) > 1 else 0):
+            reaching = [int(i) for i in index if len(returns[i]) > t]
+            values = np.array([returns[i][t] for i in reaching])
+            if len(reaching) == 1:
+                advantages[reaching[0]][t] = values[0]
+                continue
+            own = np.array([weights[i][t] for i in reaching])
+            total = math.fsum(own.tolist())
+            if all_equal(values) or total <= 0:
+                continue
+            baseline = math.fsum((own * values).tolist()) / total
+            for i, value in zip(reaching, values.tolist(), strict=True):
+                advantages[i][t] = value - baseline
+    return advantages
 
 
 def whiten(episodes: list[np.ndarray]) -> list[np.ndarray]:

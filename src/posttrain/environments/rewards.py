@@ -3,8 +3,9 @@
     def reward(prompt, answer, **row):
         return float(answer.strip() == row["label"])
 
-It returns a number, or a mapping of names to numbers of which `score` is the reward and the others are only reported. It
-may be `async`. It raises where it cannot score an answer; the episode then fails, which is not a reward of 0.
+It returns a number, or a mapping of names to numbers of which `score` is the reward. The others are reported, and
+`credit.type: gdpo` trains on them. It may be `async`. It raises where it cannot score an answer; the episode then fails,
+which is not a reward of 0.
 """
 
 import asyncio

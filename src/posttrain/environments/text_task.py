@@ -48,7 +48,7 @@ class TextTaskRecipe(EnvironmentRecipe):
     system: str | None = None
     """System message of every prompt; it replaces a system message of the row."""
     reward: str | None = None
-    """A function `(prompt, answer, **row) -> float` that scores: `exact`, `contains`, `final_number`, `module:function` or `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other numbers are reported."""
+    """A function `(prompt, answer, **row) -> float` that scores: `exact`, `contains`, `final_number`, `module:function` or `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other numbers are reported, and `credit.type: gdpo` trains on them."""
     judge: JudgeRecipe | None = None
     """A language model that scores."""
     score_weight: float = Field(1.0, ge=0)

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.errors import InputError
 from posttrain.models.attention import Layout, causal_attention
 from posttrain.models.cpu.attention import AttentionSegment, MaskCache, attend_segments, segments_of
 from posttrain.models.cpu.backend import matmul
@@ -287,9 +288,9 @@ def token_scores(
         return TokenScores(nothing, nothing, measured=None if measure is None else nothing)
     plain = _plain_projection(model)
     if plain is not None and measure is None:
-        weight, scale = plain
-        elements = positions_per_chunk * len(weight)
-        return TokenScores(*projected_scores(hidden, weight, targets, divisor / scale, elements))
+        head, scale = plain
+        elements, wide = positions_per_chunk * len(head.weight), isinstance(head, Float32Head)
+        return TokenScores(*projected_scores(hidden, head.weight, targets, divisor / scale, elements, wide))
 
     def score(chunk: torch.Tensor, places: slice) -> tuple[torch.Tensor, ...]:
         logprobs = torch.log_softmax(logits_of(model, chunk) / divisor, dim=-1)
@@ -308,57 +309,70 @@ def token_scores(
     return TokenScores(logprobs, entropies, measured=measured[0] if measured else None)
 
 
-def _plain_projection(model: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
-    """Weight [vocabulary, hidden] and scale if logits are just their product with the hidden states; else None."""
+def _plain_projection(model: torch.nn.Module) -> tuple[torch.nn.Linear, float] | None:
+    """The projection and a scale if logits are just their product with the hidden states; else None."""
     inner = transformer(model)
     head, config = inner.get_output_embeddings(), inner.config
     hooked = head._forward_hooks or head._forward_pre_hooks
-    if type(head) is not torch.nn.Linear or head.bias is not None or hooked:
+    if type(head) not in (torch.nn.Linear, Float32Head) or head.bias is not None or hooked:
         return None
     if getattr(config, "final_logit_softcapping", None):
         return None
-    return head.weight, (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return head, (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 # -- fused output projection -------------------------------------------------------------------------------------------
 
 
 def projected_scores(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, divisor: float, elements: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    divisor: float,
+    elements: int,
+    wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of `targets` and entropies, [N] float32 each, in nats, of softmax(hidden @ weight.T / divisor).
 
     `hidden` [N, h] and `weight` [V, h] have the same dtype; `targets` [N] int64. Differentiable in `hidden` and `weight`.
-    At most `elements` logits exist at a time, but at least one row of them.
+    At most `elements` logits exist at a time, but at least one row of them. `wide`: bfloat16 inputs are multiplied in
+    float32, so logits and their gradients are not rounded to bfloat16.
     """
-    return _ProjectedScores.apply(hidden, weight, targets, divisor, elements)
+    return _ProjectedScores.apply(hidden, weight, targets, divisor, elements, wide)
 
 
 class _ProjectedScores(torch.autograd.Function):
+    """Products are computed in the dtype of the inputs, or in float32 from them with `wide`; all else in float32."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, divisor: float, elements: int
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        divisor: float,
+        elements: int,
+        wide: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count, vocabulary = len(hidden), len(weight)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        normalizers, logprobs, entropies = (hidden.new_empty(count, dtype=wide) for _ in range(3))
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        normalizers, logprobs, entropies = (hidden.new_empty(count, dtype=kind) for _ in range(3))
         chunk = min(count, max(1, elements // vocabulary))
-        rows = max(1, ELEMENTS_IN_CACHE // vocabulary) if hidden.device.type == "cpu" else chunk
-        buffer = hidden.new_empty(chunk, vocabulary)
+        buffer = hidden.new_empty(0 if wide else chunk, vocabulary)
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
-            logits = matmul(hidden[start:stop], weight.t(), buffer[: stop - start])
-            for first in range(start, stop, rows):
-                last = min(first + rows, stop)
-                scores = _divided(logits[first - start : last - start].to(wide), divisor)
+            logits = _logits(hidden[start:stop], weight, wide, buffer[: stop - start])
+            for part in _row_blocks(logits):
+                rows = slice(start + part.start, start + part.stop)
+                scores = _divided(logits[part].to(kind), divisor)
                 probabilities = torch.softmax(scores, -1)
                 # The largest probability is 1 / sum exp(score - largest score), which gives the log-sum-exp.
                 normalizer = scores.amax(-1) - probabilities.amax(-1).log()
-                normalizers[first:last] = normalizer
-                logprobs[first:last] = scores.gather(1, targets[first:last, None])[:, 0] - normalizer
-                entropies[first:last] = normalizer - torch.linalg.vecdot(probabilities, scores)
+                normalizers[rows] = normalizer
+                logprobs[rows] = scores.gather(1, targets[rows, None])[:, 0] - normalizer
+                entropies[rows] = normalizer - torch.linalg.vecdot(probabilities, scores)
         ctx.save_for_backward(hidden, weight, targets, normalizers, logprobs, entropies)
-        ctx.how = (divisor, elements)
+        ctx.how = (divisor, elements, wide)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -368,51 +382,107 @@ class _ProjectedScores(torch.autograd.Function):
         ctx: Any, of_logprobs: torch.Tensor | None, of_entropies: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, normalizers, logprobs, entropies = ctx.saved_tensors
-        divisor, elements = ctx.how
+        divisor, elements, wide = ctx.how
         count, vocabulary = len(hidden), len(weight)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         upstream = torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs
         # d logprob / d score_v = [v is the target] - p_v; d entropy / d score_v = -p_v (log p_v + entropy).
-        # p_v = exp(score_v - shift) * rest, with a shift that is exact in the dtype of the scores.
-        shift = normalizers.to(hidden.dtype)
-        rest = (shift - normalizers).exp() / divisor
-        factor = -upstream * rest
+        factor = -upstream / divisor
         at_target = -upstream * torch.expm1(logprobs) / divisor
+        slope = None
         if of_entropies is not None:
-            factor = factor - of_entropies * rest * (entropies + shift - normalizers)
+            slope = (-of_entropies / divisor)[:, None]
+            factor = factor - of_entropies * entropies / divisor
             at_target = at_target - of_entropies * logprobs.exp() * (logprobs + entropies) / divisor
-            slope = -(of_entropies * rest).to(hidden.dtype)[:, None]
-        factor, at_target = factor.to(hidden.dtype)[:, None], at_target.to(hidden.dtype)
+        factor, at_target = factor[:, None], at_target[:, None]
+        inputs = hidden.float() if wide else hidden
         hidden_gradient = torch.zeros_like(hidden, dtype=normalizers.dtype) if wants_hidden else None
         weight_gradient = torch.empty_like(weight) if wants_weight else None
         columns = min(vocabulary, max(COLUMNS, elements // count // COLUMNS * COLUMNS))
-        buffer = hidden.new_empty(count * columns)
+        buffer = hidden.new_empty(0 if wide else count * columns)
         for start in range(0, vocabulary, columns):
             stop = min(start + columns, vocabulary)
             part = weight[start:stop]
-            logits = matmul(hidden, part.t(), buffer[: count * (stop - start)].view(count, stop - start))
-            logs = _divided(logits, divisor).sub_(shift[:, None])
-            if of_entropies is None:
-                gradient = logs.exp_().mul_(factor)
-            else:
-                probabilities = logs.exp()
-                gradient = logs.mul_(slope).add_(factor).mul_(probabilities)
+            out = buffer[: count * (stop - start)].view(-1, stop - start)
+            logits = _logits(hidden, part, wide, out)
             # Scatter for all rows, also those whose target is in another slice: selecting them would synchronize a GPU.
             index = (targets - start).clamp(0, stop - start - 1)[:, None]
             outside = ((targets < start) | (targets >= stop))[:, None]
-            gradient.scatter_(1, index, torch.where(outside, gradient.gather(1, index), at_target[:, None]))
+            for rows in _row_blocks(logits):
+                logs = _divided(logits[rows].to(normalizers.dtype), divisor).sub_(normalizers[rows, None])
+                if slope is None:
+                    gradient = logs.exp_().mul_(factor[rows])
+                else:
+                    probabilities = logs.exp()
+                    gradient = logs.mul_(slope[rows]).add_(factor[rows]).mul_(probabilities)
+                at = index[rows]
+                gradient.scatter_(1, at, torch.where(outside[rows], gradient.gather(1, at), at_target[rows]))
+                if logits.dtype != gradient.dtype:
+                    logits[rows] = gradient
+            # The gradient of the logits has replaced them.
             if hidden_gradient is not None:
-                hidden_gradient += matmul(gradient, part)
+                hidden_gradient += matmul(logits, part.to(logits.dtype))
             if weight_gradient is not None:
                 columns_gradient = weight_gradient[start:stop]
-                result = matmul(gradient.t(), hidden, columns_gradient)
+                result = matmul(logits.t(), inputs, None if wide else columns_gradient)
                 if result is not columns_gradient:
                     columns_gradient.copy_(result)
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient.to(hidden.dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, wide: bool, out: torch.Tensor) -> torch.Tensor:
+    """hidden @ weight.T [N, V]: in float32 if `wide`, else in their dtype, in `out` if possible."""
+    return float32_product(hidden, weight) if wide else matmul(hidden, weight.t(), out)
+
+
+def _row_blocks(logits: torch.Tensor) -> list[slice]:
+    """Slices of rows that fit into the processor's cache; all rows on a GPU."""
+    rows = max(1, ELEMENTS_IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return [slice(start, min(start + rows, len(logits))) for start in range(0, len(logits), rows)]
 
 
 def _divided(scores: torch.Tensor, divisor: float) -> torch.Tensor:
     """Divide in place; skipped for 1."""
     return scores if divisor == 1.0 else scores.div_(divisor)
+
+
+def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """hidden @ weight.T [N, V] in float32 of `hidden` [N, h] and `weight` [V, h] in bfloat16, without gradient.
+
+    Products of bfloat16 numbers are exact in float32, so on a GPU the matrix units compute it without a copy of the weight.
+    """
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    rows, out = hidden.float(), hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+    for start in range(0, len(weight), COLUMNS):
+        stop = start + COLUMNS
+        out[:, start:stop] = matmul(rows, weight[start:stop].float().t())
+    return out
+
+
+class Float32Head(torch.nn.Linear):
+    """An output projection that multiplies in float32 although its weight is in bfloat16 (`model.head_dtype: float32`).
+
+    Sources: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, section 3.2; Khatri et al. 2025, "The Art of Scaling Reinforcement
+    Learning Compute for LLMs", arXiv 2510.13786, section 3.2.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] float32 of `input` [..., h]."""
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+def use_float32_head(model: torch.nn.Module) -> None:
+    """Make the output projection of `model` a `Float32Head`, in place. No effect on a float32 model."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if head.weight.dtype == torch.float32:
+        return
+    if type(head) is not torch.nn.Linear:
+        raise InputError(
+            f"model.head_dtype: float32 needs a linear output projection, and this model has a {type(head).__name__}; "
+            "use model.head_dtype=model"
+        )
+    head.__class__ = Float32Head

@@ -15,6 +15,7 @@ import torch
 from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu.backend import bound_kept_kernels, use_fused_layers
+from posttrain.models.forward import use_float32_head
 from posttrain.plugins import require_module
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
@@ -176,6 +177,8 @@ def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch
     model, missing = _load(recipe, AutoModelForCausalLM, device)
     if missing:
         raise InputError(f"model.path: {recipe.path} lacks {len(missing)} weights, the first of them {missing[0]}")
+    if recipe.head_dtype == "float32":
+        use_float32_head(model)
     return model
 
 

@@ -19,6 +19,7 @@ from posttrain.planning.times import (
     training_seconds,
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
+from posttrain.recipe.credit import TokenBaselineCredit
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import (
@@ -191,6 +192,9 @@ def _rl(
     if recipe.needs_reference:
         found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
         phases.append(Phase("reference log-probabilities", found, devices, words, tokens=tokens.count))
+    if isinstance(recipe.credit, TokenBaselineCredit):
+        found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
+        phases.append(Phase("energies of tokens", found, devices, words, tokens=tokens.count))
     if recipe.teacher is not None:
         phases += _teacher(recipe.teacher, recipe.model, sizes, device, placement, tokens)
     updates = learner.updates_per_step * learner.epochs_per_step

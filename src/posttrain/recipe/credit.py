@@ -52,8 +52,8 @@ class GigpoCredit(Credit):
 class GroupCredit(Credit):
     """Group baselines: episodes of the same task are compared."""
 
-    type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax"]
-    """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode."""
+    type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax", "maxrl"]
+    """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode. `maxrl`: (R - mean) / mean, for returns of 0 or more."""
 
     @model_validator(mode="before")
     @classmethod
@@ -64,6 +64,31 @@ class GroupCredit(Credit):
                 "episodes; remove it, or use reinforce or gae"
             )
         return values
+
+
+class PassAtKCredit(Credit):
+    """The gain of each episode for the best of k attempts at its task."""
+
+    type: Literal["pass_at_k"]
+    """`pass_at_k`: the best return of k episodes of the group minus the best without this one, a mean over all sets of k with it."""
+    k: int | None = Field(None, ge=2)
+    """Number of attempts whose best return is maximized, at most `rollout.episodes_per_group`. Null: the size of the group, so only the single best episode gets credit."""
+
+
+class GdpoCredit(Credit):
+    """Several scores of an episode, each normalized within the group, then added and normalized over the batch."""
+
+    type: Literal["gdpo"]
+    """`gdpo`: sum of (score - mean) / std of the group for each score, then (sum - mean) / std of the batch."""
+    weights: dict[str, float] | None = None
+    """Weight of each score by name: those that the reward function or the environment reports, and `return` for the return with all penalties and the reward model's score. Null: 1 for each reported score but `score`, which is their combination."""
+
+
+class TokenBaselineCredit(Credit):
+    """Reward-to-go minus a baseline per token, which weights the group's returns by the norm of their gradients."""
+
+    type: Literal["optimal_token_baseline"]
+    """`optimal_token_baseline`: reward from the token on minus the mean of the group at that token, weighted by the energy of the tokens up to it. Costs one more forward pass per step."""
 
 
 class BatchCredit(Credit):
@@ -91,8 +116,20 @@ class ValueCredit(Credit):
     """Discount factor (gamma) per sampled token."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """GAE lambda within the episode. 1: Monte Carlo returns. 0: one-step TD."""
+    critic_lambda: float | None = Field(None, ge=0, le=1)
+    """GAE lambda of the critic's targets. 1, as in VAPO: the targets are Monte Carlo returns, whatever the policy uses. Null: that of the policy."""
+    length_alpha: float | None = Field(None, gt=0)
+    """Length-adaptive GAE lambda of VAPO: an episode of n sampled tokens has 1 - 1 / (length_alpha x n), at least 0, instead of `gae_lambda`. VAPO uses 0.05. Null: off."""
     whiten: bool = True
     """Normalize advantages to mean 0 and standard deviation 1 over the sampled tokens of the step."""
+
+    @model_validator(mode="after")
+    def _one_lambda(self):
+        if self.length_alpha is not None and self.gae_lambda != type(self).model_fields["gae_lambda"].default:
+            raise ValueError(
+                "`length_alpha` sets the GAE lambda from the length; remove `gae_lambda` or `length_alpha`"
+            )
+        return self
 
 
 class BilevelValueCredit(Credit):
@@ -119,6 +156,9 @@ CREDITS = Registry("credit", "posttrain.credits", Credit)
 """Credits by `type`."""
 CREDITS.build_in(
     GroupCredit,
+    PassAtKCredit,
+    GdpoCredit,
+    TokenBaselineCredit,
     BatchCredit,
     TokenCredit,
     TurnReturnsCredit,

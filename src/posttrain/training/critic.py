@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from posttrain.credit.assign import (
-    critic_advantages,
     discounted_returns,
     sampled_rewards,
     sampled_values,
+    value_targets,
 )
 from posttrain.credit.returns import explained_variance
 from posttrain.episode import Episode, PerToken, RewardStreams
@@ -79,7 +79,7 @@ class CriticLearner:
     ) -> PerToken:
         """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
 
-        The target `returns` is A + V, with the advantage before whitening. The explained variance of the discounted rewards
+        The target `returns` is that of `value_targets`. The explained variance of the discounted rewards
         by the values is among the metrics of the next update.
         """
         self._evaluate([s for s in samples if s.values is None])
@@ -88,8 +88,7 @@ class CriticLearner:
         for episode in episodes:
             values.append([on_stream(computed(next(left).values), stream.sampled) for stream in episode.streams])
         rewards_of, values_of = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
-        advantages = critic_advantages(self.credit, episodes, rewards_of, values_of)
-        targets = np.concatenate([np.zeros(0), *(a + v for a, v in zip(advantages, values_of, strict=True))])
+        targets = np.concatenate([np.zeros(0), *value_targets(self.credit, episodes, rewards_of, values_of)])
         ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
         for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
             sample.returns = targets[start:end].astype(np.float32)

@@ -156,9 +156,6 @@ def train(
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     reference = ReferenceLogprobs(recipe, policy, learner)
-    rows = [*data.stored, *data.validation, *data.test]
-    if recipe.loss.needs_reference:
-        reference.precompute([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
     pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
     shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
     objective_for = partial(_objective, recipe, learner, reference, pool, shift)
@@ -174,6 +171,10 @@ def train(
         stateful={"shift": shift} if shift is not None else {},
         callbacks=callbacks,
     )
+    if recipe.loss.needs_reference:
+        rows = [*data.stored, *data.validation, *data.test]
+        with trainer.phase("reference"):
+            reference.precompute([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
     train_on(trainer, batches, objective_for, resume, console, shift.update if shift is not None else None)
 
 

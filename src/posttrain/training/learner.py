@@ -15,10 +15,17 @@ from posttrain.losses.kl import KlController
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
-from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit
+from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit, TokenBaselineCredit
 from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.training.objectives import PolicyObjective, logprobs, metrics_without_pass, token_forward
+from posttrain.training.objectives import (
+    PolicyObjective,
+    energy_forward,
+    logprobs,
+    metrics_without_pass,
+    token_energies,
+    token_forward,
+)
 from posttrain.training.rl import set_advantages
 from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
 
@@ -30,6 +37,7 @@ def advantages(
     rewards: RewardStreams | None = None,
     values: PerToken | None = None,
     greedy_returns: Mapping[int, float] | None = None,
+    energies: PerToken | None = None,
     **settings: Any,
 ) -> Advantages:
     """One advantage per sampled token of `episodes`, by the name of a credit.
@@ -40,25 +48,28 @@ def advantages(
     Args:
         episodes: what `rollout` returned, whole groups of them.
         credit: a `credit.type` of the recipe reference (`grpo`, `dr_grpo`, `rloo`, `brpo`, `arpo`, `reinforce`,
-            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`,
-            `bilevel_gae`, or one that was registered), or its settings.
+            `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `maxrl`, `pass_at_k`, `gdpo`,
+            `optimal_token_baseline`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`, `bilevel_gae`, or one that was registered), or its settings.
         rewards: rewards per token to use instead of those in the episodes, for example with a KL penalty in them.
         values: a critic's values before each sampled token, as `[episode][stream]` [T] float32; `gae` and `bilevel_gae`
             need them.
         greedy_returns: group id -> return of a greedy episode of the group's task; `remax` needs them.
+        energies: what `Learner.energies` returned for the episodes; `optimal_token_baseline` needs them.
         settings: keys of the credit by name.
 
     Returns:
         `Advantages`; `values[episode][stream]` is [T] float32, zero where no token was sampled.
 
     Raises:
-        InputError: there is no such credit, a setting is wrong, or `values` are missing.
+        InputError: there is no such credit, a setting is wrong, or `values` or `energies` are missing.
         RunError: a reward is not finite, or `greedy_returns` lacks a group.
     """
     recipe: CreditRecipe = chosen(CREDITS, credit, **settings)
     if isinstance(recipe, CriticCredit) and values is None:
         raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
-    return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values)
+    if isinstance(recipe, TokenBaselineCredit) and energies is None:
+        raise InputError(f"credit {recipe.type} needs the energies of the tokens; pass those of `Learner.energies`")
+    return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values, energies)
 
 
 MISMATCH = 1e-3
@@ -116,8 +127,14 @@ class Learner:
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
         self._controller = KlController(self.kl)
         self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
+        self._energies = Updater(policy, self.optimizer, batches, energy_forward(policy, batches, temperature))
         self._old: dict[int, tuple[weakref.ref[Stream], np.ndarray | None]] = {}
         """Streams that were learned from, by `id`, and their old log-probabilities; None takes the rollout's."""
+
+    def energies(self, episodes: Sequence[Episode]) -> PerToken:
+        """The energy of each sampled token, zero elsewhere: per episode and stream [T] float32, for `advantages` with
+        `optimal_token_baseline`. One forward pass."""
+        return token_energies(self._energies, episodes, samples_of_episodes(episodes, self.policy.version))
 
     def update(self, episodes: Sequence[Episode], credit: Advantages) -> dict[str, float]:
         """Make one optimizer step.

@@ -7,17 +7,18 @@ from typing import Literal
 import numpy as np
 import torch
 
+from posttrain.episode import Episode, PerToken
 from posttrain.losses.kl import kl_loss, kl_metrics
 from posttrain.losses.policy import TokenBatch, dft, gpg_factor, nll, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
-from posttrain.models.forward import TokenScores
+from posttrain.models.forward import TokenScores, logits_of
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe, SftLossRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.updater import Objective, Sample, Totals, Updater
+from posttrain.training.updater import Objective, Sample, Totals, Updater, on_stream
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,46 @@ def token_forward(
         return policy.score(ids, sampled, temperature, settings.logits_per_chunk, head)
 
     return forward
+
+
+def energy_forward(
+    policy: Policy, settings: LearnerRecipe, temperature: float
+) -> Callable[[Sequence[Sample]], torch.Tensor]:
+    """A forward pass that gives the energies [N] float32 of the sampled tokens, sample after sample, without gradient.
+
+    The energy of a token is 1 - 2 p + sum of p_v^2 over the vocabulary, p its probability: the squared norm of the gradient
+    of its log-probability with respect to the logits. `temperature`: as in `token_forward`.
+    """
+
+    def of_states(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        parts = [states.new_zeros(0, dtype=torch.float32)]
+        for start in range(0, len(targets), settings.logits_per_chunk):
+            chunk = slice(start, start + settings.logits_per_chunk)
+            probabilities = torch.softmax(logits_of(policy.model, states[chunk]) / (temperature or 1.0), -1)
+            own = probabilities.gather(1, targets[chunk, None])[:, 0]
+            parts.append(1 - 2 * own + probabilities.square().sum(-1))
+        return torch.cat(parts)
+
+    def forward(samples: Sequence[Sample]) -> torch.Tensor:
+        ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
+        targets = np.concatenate([own[mask] for own, mask in zip(ids, sampled, strict=True)])
+        states = policy.states(ids, sampled)
+        return policy.compute(of_states, states, torch.from_numpy(targets).to(states.device))
+
+    return forward
+
+
+def token_energies(learner: Updater[torch.Tensor], episodes: Sequence[Episode], samples: Sequence[Sample]) -> PerToken:
+    """The energy of each sampled token, zero elsewhere: per episode and stream [T] float32.
+
+    `learner` has the forward pass of `energy_forward`, and `samples` are those of `episodes`.
+    """
+    found: dict[int, np.ndarray] = {}
+    for group, energies in learner.without_gradient(samples):
+        ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
+        found |= dict(zip(group, np.split(energies.cpu().numpy(), ends), strict=True))
+    streams = iter(found[i] for i in range(len(samples)))
+    return [[on_stream(next(streams), stream.sampled) for stream in episode.streams] for episode in episodes]
 
 
 def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Tensor]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from posttrain.credit.assign import compute_advantages
+from posttrain.credit.assign import compute_advantages, zero_groups
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
-from posttrain.recipe.credit import CreditRecipe, CriticCredit
+from posttrain.recipe.credit import CreditRecipe, CriticCredit, TokenBaselineCredit
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -30,9 +30,11 @@ from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
     SharedObjective,
+    energy_forward,
     logprobs,
     metrics_without_pass,
     scores,
+    token_energies,
     token_forward,
 )
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
@@ -104,6 +106,7 @@ def train(
                     with trainer.phase("update"):
                         totals = c.update(batch.episodes, samples, step)
                     metrics = rollout_metrics(batch) | means(totals) | credit.metrics
+                    metrics["credit/zero_groups"] = zero_groups(batch.episodes, credit.advantages)
                     metrics["tokens/trained"] = float(learner.trained_tokens - tokens)
                     metrics["optimizer/learning_rate"] = learner.optimizer.learning_rate
                     if recipe.kl.coefficient > 0:
@@ -127,6 +130,8 @@ class Components:
     policy: Policy
     learner: Updater[TokenScores]
     critic: CriticLearner | None
+    energies: Updater[torch.Tensor] | None
+    """Computes the energies of tokens, for `optimal_token_baseline`."""
     rollouts: Rollouts
     rewards: RewardShaping
     unit_credit: UnitCreditor | None
@@ -167,11 +172,12 @@ class Components:
         """One advantage per sampled token: rewards, with those of units, go through the baseline or the critic."""
         episodes = batch.episodes
         self.rewards.running.include(episodes)
+        energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
 
         def advantages(rewards: RewardStreams) -> Advantages:
             values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
             return compute_advantages(
-                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values
+                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values, energies
             )
 
         rewards = self.rewards.shape(episodes, samples, self.kl.coefficient)
@@ -251,6 +257,10 @@ def make_components(
     head = critic.head if critic is not None else None
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
     forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
+    energies = None
+    if isinstance(recipe.credit, TokenBaselineCredit):
+        of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+        energies = Updater(policy, optimizer, recipe.learner, of_energies)
     joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
 
@@ -318,6 +328,7 @@ def make_components(
         policy=policy,
         learner=learner,
         critic=critic,
+        energies=energies,
         rollouts=rollouts,
         rewards=RewardShaping(
             recipe.rollout, recipe.kl, running, recipe.teacher.coefficient if recipe.teacher is not None else 0.0

@@ -118,6 +118,7 @@ def undisturbed(tiny_model, paid, tmp_path_factory):
     return runs / "small"
 
 
+@pytest.mark.slow
 def test_an_engine_dies_and_the_bits_are_the_same(cluster, tiny_model, paid, undisturbed, tmp_path):
     hardware = {"ray": "auto", "max_restarts": 20}
     made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)

@@ -4,7 +4,8 @@ The pass runs through the model's modules, or as fewer and larger operations. Sa
 one uniform number per token.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
 from posttrain.models.cpu.backend import rotate
-from posttrain.models.forward import hidden_states, logits_of, transformer
+from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer
 from posttrain.recipe.rollout import SamplingRecipe
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
@@ -74,7 +75,7 @@ class StreamlinedDecoder:
         self._rotary = body.rotary_emb
         self._layers = [_Layer(layer, inner.config) for layer in body.layers]
         self._norm = body.norm
-        self._head = SamplingLinear(inner.get_output_embeddings())
+        self._head = _sampling_head(inner.get_output_embeddings())
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         x = self._embed(ids)
@@ -85,6 +86,18 @@ class StreamlinedDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden).float()
+
+
+def _sampling_head(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The output projection as a product for sampling, in float32 for a `Float32Head`."""
+    if not isinstance(head, Float32Head):
+        # Adapters of a float32 head are added by its modules.
+        return head if isinstance(getattr(head, "base_layer", None), Float32Head) else SamplingLinear(head)
+    if head.weight.is_cuda and head.bias is None:
+        weight = head.weight.detach()
+        return lambda hidden: float32_product(hidden, weight)
+    packed = SamplingLinear(copy.deepcopy(head).float())
+    return lambda hidden: packed(hidden.float())
 
 
 class _Layer:

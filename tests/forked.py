@@ -1,0 +1,47 @@
+"""Scripts in a process of their own that is forked from the server of `tests.training.small`.
+
+It does not import torch again, and its runs draw no figures.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from posttrain.training import results
+from tests.training.small import PRELOAD
+
+
+def run_script(script: Path, words: list[str], folder: Path) -> tuple[int, str]:
+    """Run `script` as `python script words...` in `folder`; returns the exit code and what it printed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    log = folder / f"{script.stem}.log"
+    process = context.Process(target=_child, args=(script, words, folder, log))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, log.read_text()
+
+
+def _child(script: Path, words: list[str], folder: Path, log: Path) -> None:
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    output = open(log, "w")  # noqa: SIM115
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    os.chdir(folder)
+    sys.argv = [str(script), *words]
+    sys.path[0] = str(script.parent)
+    results.draw_plots = lambda run: None  # type: ignore[assignment]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
