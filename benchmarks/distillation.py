@@ -118,8 +118,7 @@ def interval(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30, help="of reinforcement learning")
-    parser.add_argument("--distillation-steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rows", type=int, default=6400, help="that the start has learned from")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--share", type=float, default=0.95, help="of the teacher's success, which is the target")
@@ -129,65 +128,69 @@ def main() -> None:
     begun, rows = time.process_time(), []
     for seed in range(chosen.seeds):
         runs = chosen.out / f"seed{seed}"
-        common: dict[str, Any] = {
-            "runs": str(runs),
-            "seed": seed,
-            "environment": {"type": str(TASK)},
-            "rollout": LIMITS,
-            "checkpoint": {"every": 1000},
-            "overwrite": True,
-        }
-        held_out = {
-            "sampling": {"temperature": 1.0},
-            "seeds": {"start": 1_000_000, "count": CURVE},
-            "final_seeds": {"start": 2_000_000, "count": FINAL},
-        }
-        start = posttrain.sft(
-            **common,
-            name="start",
-            model={"path": str(small_model(runs / "random", seed)), "threads": 1},
-            data={"train": str(rows_of(runs / "rows.jsonl", chosen.rows, 0.3, seed)), "cache": str(runs / "cache")},
-            rows_per_update=64,
-            epochs=1,
-            optimizer={"learning_rate": 1e-2, "schedule": "cosine", "warmup_updates": 20},
-            evaluation=held_out | {"every": 0},
-        )
-        learning: dict[str, Any] = common | {
-            "model": {"path": str(start.model), "threads": 1},
-            "steps": chosen.steps,
-            "optimizer": {"learning_rate": chosen.learning_rate},
-            "evaluation": held_out | {"every": 3},
-        }
-        teacher = posttrain.rl(
-            **learning | {"rollout": RL_EPISODES}, name="rl", credit={"type": "rloo"}, loss={"type": "ppo"}
-        )
-        target = final_of(runs / "rl", "trained")
-        found = {"RL": (needed(curve_of(runs / "rl"), chosen.share * target), target)}
-        for number, (name, loss) in enumerate(VARIANTS.items()):
-            keys = learning | {
-                "steps": chosen.distillation_steps,
-                "name": f"distill{number}",
-                "loss": loss,
-                "rollout": DISTILL_EPISODES,
-            }
-            posttrain.distill(**keys, teacher={"path": str(teacher.model)})
-            run = runs / f"distill{number}"
-            found[name] = (needed(curve_of(run), chosen.share * target), final_of(run, "trained"))
-        rows.append({"seed": seed, "start": final_of(runs / "rl", "start of this run"), "found": found})
-        (chosen.out / "rows.json").write_text(json.dumps(rows, indent=1))
-        print(json.dumps(rows[-1]), flush=True)
+        if not (runs / f"distill{len(VARIANTS) - 1}" / "results.json").is_file():
+            train(runs, seed, chosen)
+        rows.append(row_of(runs, chosen.share))
+        print(seed, json.dumps(rows[-1]), flush=True)
+    starts = interval([row["start"] for row in rows])
+    print(f"\nstart {starts}; random 0.125; optimal 1; {FINAL} held-out prompts for each of {len(rows)} seeds")
     print(
-        f"\nstart: {interval([row['start'] for row in rows])}; random 0.125; optimal 1; {FINAL} held-out prompts a run"
+        f"| method | held-out success | episodes to {chosen.share:.0%} of RL's best success | share of RL's episodes |"
     )
-    print(f"| method | held-out success | episodes to {chosen.share:.0%} of the teacher's success | share of RL's |")
     print("|---|---|---|---|")
     for name in ["RL", *VARIANTS]:
-        episodes = [row["found"][name][0] for row in rows]
-        shares = [row["found"][name][0] / row["found"]["RL"][0] for row in rows]
-        print(
-            f"| {name} | {interval([row['found'][name][1] for row in rows])} | {interval(episodes)} | {interval(shares)} |"
-        )
+        cells = [interval([row[name][key] for row in rows]) for key in ("success", "episodes")]
+        shares = interval([row[name]["episodes"] / row["RL"]["episodes"] for row in rows])
+        print(f"| {name} | {' | '.join(cells)} | {shares} |")
     print(f"{time.process_time() - begun:.0f} s of processor time")
+
+
+def train(runs: Path, seed: int, chosen: argparse.Namespace) -> None:
+    """The start, its teacher, and the distillations of one seed."""
+    common: dict[str, Any] = {
+        "runs": str(runs),
+        "seed": seed,
+        "environment": {"type": str(TASK)},
+        "rollout": LIMITS,
+        "checkpoint": {"every": 1000},
+        "overwrite": True,
+    }
+    held_out = {
+        "sampling": {"temperature": 1.0},
+        "seeds": {"start": 1_000_000, "count": CURVE},
+        "final_seeds": {"start": 2_000_000, "count": FINAL},
+    }
+    start = posttrain.sft(
+        **common,
+        name="start",
+        model={"path": str(small_model(runs / "random", seed)), "threads": 1},
+        data={"train": str(rows_of(runs / "rows.jsonl", chosen.rows, 0.3, seed)), "cache": str(runs / "cache")},
+        rows_per_update=64,
+        epochs=1,
+        optimizer={"learning_rate": 1e-2, "schedule": "cosine", "warmup_updates": 20},
+        evaluation=held_out | {"every": 0},
+    )
+    learning: dict[str, Any] = common | {
+        "model": {"path": str(start.model), "threads": 1},
+        "steps": chosen.steps,
+        "optimizer": {"learning_rate": chosen.learning_rate},
+        "evaluation": held_out | {"every": 3},
+    }
+    by_rl = learning | {"rollout": RL_EPISODES, "credit": {"type": "rloo"}, "loss": {"type": "ppo"}}
+    teacher = posttrain.rl(**by_rl, name="rl")
+    for number, loss in enumerate(VARIANTS.values()):
+        keys = learning | {"rollout": DISTILL_EPISODES, "loss": loss, "name": f"distill{number}"}
+        posttrain.distill(**keys, teacher={"path": str(teacher.model)})
+
+
+def row_of(runs: Path, share: float) -> dict[str, Any]:
+    """What the runs of one seed came to."""
+    target = share * max(success for _, success in curve_of(runs / "rl"))
+    row: dict[str, Any] = {"start": final_of(runs / "rl", "start of this run")}
+    runs_of = {"RL": "rl"} | {name: f"distill{number}" for number, name in enumerate(VARIANTS)}
+    for name, run in runs_of.items():
+        row[name] = {"success": final_of(runs / run, "trained"), "episodes": needed(curve_of(runs / run), target)}
+    return row
 
 
 if __name__ == "__main__":
