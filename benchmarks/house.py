@@ -129,7 +129,7 @@ def recipe_values(stage: str, folder: Path) -> dict[str, Any]:
             "environment": {"type": "bandit"},
             "steps": 2,
             # So that the policy learns although a random model's answers all have the same reward.
-            "entropy_coefficient": 0.01,
+            "entropy": {"coefficient": 0.01},
             "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 8},
             "evaluation": {"every": 0, **held_out},
         }

@@ -41,7 +41,7 @@ if __name__ == "__main__":
     engine = posttrain.LocalEngine(policy)
     env = posttrain.make_env("bandit")
     loss = {"type": "soft_ppo", "sharpness": 3.0}
-    learner = posttrain.Learner(policy, learning_rate=1e-3, loss=loss, entropy_coefficient=0.01)
+    learner = posttrain.Learner(policy, learning_rate=1e-3, loss=loss, entropy=0.01)
     episodes = posttrain.rollout(engine, env, seeds=range(4), episodes_per_group=4, max_tokens=16)
     metrics = learner.update(episodes, posttrain.advantages(episodes, "median", scale=2.0))
     print(f"loss {metrics['loss/policy']:.4f}, bounded {metrics['policy/bounded']:.4f}")
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         model={"path": model, "lora": {"rank": 8}},
         environment={"type": "bandit"},
         loss={"type": "soft_ppo"},
-        entropy_coefficient=0.01,
+        entropy={"coefficient": 0.01},
         credit={"type": "median", "scale": 2.0},
         rollout={"groups_per_step": 2, "episodes_per_group": 4, "tokens_per_turn": 16},
         evaluation={

@@ -334,7 +334,7 @@ def test_a_registered_function_has_to_fit(registered, policy, engine):
     episodes = sampled(engine)
     with pytest.raises(RunError, match="11 advantages for 12 episodes"):
         posttrain.advantages(episodes, "shifted")
-    learner = posttrain.Learner(policy, loss="plain", entropy_coefficient=0.1)
+    learner = posttrain.Learner(policy, loss="plain", entropy=0.1)
     credit = posttrain.advantages(episodes, BatchCredit(type="arpo"))
     with pytest.raises(RunError, match="one per sampled token"):
         learner.update(episodes, credit)

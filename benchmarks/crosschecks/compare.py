@@ -70,7 +70,7 @@ class Sides:
             updates=case.updates,
             loss=case.loss,
             kl=0.0 if in_reward(case) else case.kl or 0.0,
-            entropy_coefficient=case.entropy,
+            entropy=case.entropy,
             temperature=case.temperature,
             tokens_per_batch=int(longest * rng.integers(1, 6)),
         )

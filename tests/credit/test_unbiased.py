@@ -362,6 +362,25 @@ def test_only_k1_is_a_kl_penalty_in_the_reward(distance):
     assert np.linalg.norm(penalties["k3"]) < 0.02 * np.linalg.norm(exact)
 
 
+def test_log_probabilities_of_the_full_vocabulary_are_biased_where_sampling_is_truncated():
+    """Renormalized over the kept tokens they are not. The bias is E[A] times the gradient of the log-probability of the kept
+    tokens, which is why recipes with `top_p`, `top_k` or `min_p` get a warning."""
+    logits = torch.tensor([0.9, 0.2, -0.3, -0.8], dtype=torch.float64, requires_grad=True)
+    kept, advantages = torch.tensor([0, 1, 2]), torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    full = torch.log_softmax(logits, 0)[kept]
+    renormalized = torch.log_softmax(logits[kept], 0)
+    sampling = renormalized.exp().detach()
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    exact = gradient((renormalized.exp() * advantages).sum())
+    torch.testing.assert_close(gradient((sampling * advantages * renormalized).sum()), exact)
+    bias = gradient((sampling * advantages * full).sum()) - exact
+    torch.testing.assert_close(bias, (sampling * advantages).sum() * gradient(full.logsumexp(0)))
+    assert bias.norm() > 0.1 * exact.norm()
+
+
 def test_score_is_zero_on_average():
     mean = sum(t.probability(LOG_POLICY) * score(t, LOG_POLICY) for t in trajectories())
     np.testing.assert_allclose(mean, 0.0, atol=1e-14)

@@ -89,7 +89,7 @@ def given_updates(tiny, out, lora):
     """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
     from posttrain.distributed.world import current_world
     from posttrain.models.policy import Policy
-    from posttrain.recipe.loss import PpoLoss
+    from posttrain.recipe.loss import EntropyRecipe, PpoLoss
     from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
     from posttrain.training.objectives import PolicyObjective, token_forward
     from posttrain.training.rows import stream_of
@@ -108,7 +108,7 @@ def given_updates(tiny, out, lora):
         samples.append(Sample(stream, "given", draws.normal(size=length - 4).astype(np.float32)))
     lines = []
     for _ in range(2):
-        totals = learner.update(samples, PolicyObjective(PpoLoss(), entropy=0.01))
+        totals = learner.update(samples, PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.01)))
         lines.append({key: value / count for key, (value, count) in totals.items() if count})
     if current_world().is_rank0:
         Path(out).mkdir(parents=True)

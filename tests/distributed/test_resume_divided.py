@@ -34,8 +34,8 @@ def runs(models, tmp_path_factory):  # noqa: F811
     """Runs of two processes: whole, resumed after three steps, and resumed after losing a process."""
     folder = tmp_path_factory.mktemp("runs")
     log = folder / "log-0.txt"
-    assert start(models, folder, 2, "2") == [[0, 0]], log.read_text()[-3000:]
-    assert start(models, folder, 2, "2_2", steps=3) == [[0, 0]], log.read_text()[-3000:]
+    jobs = [{"values": values(models, folder / name, **steps)} for name, steps in (("2", {}), ("2_2", {"steps": 3}))]
+    assert together.run(2, jobs, folder) == [[0, 0]] * 2, log.read_text()[-3000:]
     for name in ("2_1", "2_4"):
         shutil.copytree(folder / "2_2", folder / name)
     dies = (1, "posttrain.training.updater:Optimizer.step", 4)

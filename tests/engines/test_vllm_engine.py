@@ -26,6 +26,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.metrics import take_events
+from tests.engines.made_host import MadeHost
 
 
 class Made:
@@ -278,35 +279,6 @@ def test_a_server_that_is_not_there_is_named(tiny_policy):
         open_vllm(tiny_policy, recipe, 64)
 
 
-class MadeHost:
-    """Says what it was asked."""
-
-    dead = False
-
-    def __init__(self):
-        self.cancelled = threading.Event()
-        self.loaded = {}
-
-    def info(self):
-        return {"version": 7}
-
-    async def generate(self, job):
-        if job["seed"] < 0:
-            raise ValueError("no such seed")
-        try:
-            await asyncio.sleep(job["seed"])
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        return {"ids": job["prompt_ids"]}
-
-    async def receive_weights(self, path):
-        self.loaded |= load_file(path)
-
-    def close(self):
-        print("closed", flush=True)
-
-
 @pytest.fixture(scope="module")
 def served():
     """(host, address) of a server with the token `secret`."""
@@ -373,7 +345,7 @@ def test_an_answer_that_nobody_waits_for_is_given_up(served):
 OWNED = """
 import asyncio, sys
 from posttrain.engines.vllm import server
-from tests.engines.test_vllm_engine import MadeHost
+from tests.engines.made_host import MadeHost
 
 async def opened(settings, dedicated):
     return MadeHost()
@@ -406,7 +378,7 @@ def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path)
     assert not store.folder.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_server_that_is_told_to_end_closes_vllm(number, tmp_path):
     announced = tmp_path / "port"
     command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--announce", str(announced)]

@@ -8,10 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from posttrain.cli.stages import run
 from posttrain.errors import InputError
 from posttrain.models.load import load_model, load_tokenizer, resolve_device, resolve_dtype, resolve_path
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.rl import RlRecipe
+from posttrain.training.stage import precision_notes
 
 IDS = np.arange(3, 40)
 MASK = np.arange(37) > 4
@@ -135,9 +138,65 @@ def test_a_gpu_that_is_not_there_is_an_error_and_auto_does_without(tiny_model, m
 
 def test_where_torch_sees_a_gpu_auto_takes_it_with_its_own_precision(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda")
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
+
+
+@pytest.mark.parametrize(("processor", "library"), [(True, True), (True, False), (False, True)])
+def test_auto_wants_instructions_that_the_library_may_use(processor, library, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: processor)
+    monkeypatch.setattr("posttrain.models.load.onednn_multiplies", lambda dtype: library)
+    chosen = resolve_dtype("auto", torch.device("cpu"))
+    assert chosen == (torch.bfloat16 if processor and library else torch.float32)
+
+
+@pytest.mark.parametrize("slow_path", [True, False])
+def test_bfloat16_that_onednn_refuses_takes_the_slow_path_or_is_an_error(slow_path, tiny_model, monkeypatch):
+    """As on a processor whose instructions ONEDNN_MAX_CPU_ISA hides: products fail until oneDNN is switched off."""
+    switched = []
+    plain = torch.nn.functional.linear
+
+    def refused(*arguments):
+        if not (switched and slow_path):
+            raise RuntimeError("could not create a primitive descriptor for a matmul primitive")
+        return plain(*arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", refused)
+    monkeypatch.setattr(torch.backends.mkldnn, "set_flags", switched.append)
+    recipe = ModelRecipe(path=str(tiny_model), dtype="bfloat16", device="cpu")
+    if slow_path:
+        assert next(load_model(recipe).parameters()).dtype == torch.bfloat16
+    else:
+        with pytest.raises(InputError, match=r"^model.dtype: PyTorch cannot multiply bfloat16 .*; use float32$"):
+            load_model(recipe)
+    assert switched == [False]
+
+
+@pytest.mark.parametrize(
+    ("native", "notes"),
+    [
+        (True, ["model.dtype auto is bfloat16: this processor has instructions for it"]),
+        (
+            False,
+            [
+                "model.dtype auto is float32: this processor has no bfloat16 instructions",
+                "reward.dtype bfloat16 is emulated, slower than float32: this processor has no bfloat16 instructions",
+            ],
+        ),
+    ],
+)
+def test_a_run_says_what_auto_selects_and_why(native, notes, monkeypatch):
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: native)
+    reward = {"path": "x", "dtype": "bfloat16"}
+    model = {"dtype": "auto", "device": "cpu"}
+    assert precision_notes(RlRecipe(environment={"type": "bandit"}, model=model, reward=reward)) == notes
+    assert precision_notes(RlRecipe(environment={"type": "bandit"})) == []
+
+
+def test_a_dry_run_says_it_once(capsys):
+    run("rl", ["environment.type=bandit", "model.dtype=auto", "model.device=cpu"], True, None, None, False)
+    assert capsys.readouterr().out.count("precision: model.dtype auto is ") == 1

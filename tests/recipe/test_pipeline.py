@@ -19,7 +19,7 @@ stages:
 - name: learn
   recipe: rl.yaml
   from: warm
-  entropy_coefficient: 0.2
+  max_minutes: 0.2
 - name: after
   stage: evaluate
   from: learn
@@ -31,7 +31,7 @@ def pipeline(tmp_path, monkeypatch):
     """A function that writes a pipeline beside rl.yaml and loads it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "rl.yaml").write_text("stage: rl\nsteps: 7\nentropy_coefficient: 0.1\nname: alone\nseed: 6\n")
+    (tmp_path / "parts" / "rl.yaml").write_text("stage: rl\nsteps: 7\nmax_minutes: 0.1\nname: alone\nseed: 6\n")
 
     def load(text, *overrides):
         (tmp_path / "parts" / "p.yaml").write_text(text)
@@ -46,7 +46,7 @@ def test_stages_inherit_chain_and_override(pipeline):
     assert [stage.recipe.stage for stage in loaded.stages] == ["sft", "rl", "evaluate"]
     assert {stage.recipe.environment.size for stage in loaded.stages} == {6}
     assert (warm.recipe.seed, learn.recipe.seed) == (5, 6)
-    assert (learn.recipe.steps, learn.recipe.entropy_coefficient) == (9, 0.2)
+    assert (learn.recipe.steps, learn.recipe.max_minutes) == (9, 0.2)
     assert learn.recipe.model.path == "out/demo/warm/model"
     assert after.recipe.model.path == "out/demo/learn/model"
     assert (learn.recipe.runs, learn.recipe.name, learn.upstream) == ("out/demo", "learn", "warm")
@@ -56,9 +56,9 @@ def test_stages_inherit_chain_and_override(pipeline):
     ("before", "after", "expected"),
     [
         (
-            "entropy_coefficient: 0.2",
-            "entropy_coeficient: 0.2",
-            "stage learn: parts/p.yaml line 15: there is no key entropy_coeficient; the nearest is entropy_coefficient",
+            "max_minutes: 0.2",
+            "max_minuts: 0.2",
+            "stage learn: parts/p.yaml line 15: there is no key max_minuts; the nearest is max_minutes",
         ),
         (
             "epochs: 2",
@@ -76,12 +76,12 @@ def test_stages_inherit_chain_and_override(pipeline):
             "stage learn: parts/p.yaml line 14: it names after, which is not an earlier stage; move it up or correct it",
         ),
         (
-            "entropy_coefficient: 0.2",
+            "max_minutes: 0.2",
             "model: {path: x}",
             "stage learn: parts/p.yaml line 15: model.path and from: warm both say which model to start from; keep one",
         ),
         (
-            "entropy_coefficient: 0.2",
+            "max_minutes: 0.2",
             "runs: x",
             "stage learn: parts/p.yaml line 15: runs of a stage has no effect; set runs of the pipeline",
         ),

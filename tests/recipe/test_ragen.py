@@ -44,7 +44,7 @@ def test_the_original_numbers():
             (0.9, 0.999),
             0.01,
         )
-        assert (recipe.rollout.sampling.temperature, recipe.rollout.sampling.top_p, recipe.entropy_coefficient) == (
+        assert (recipe.rollout.sampling.temperature, recipe.rollout.sampling.top_p, recipe.entropy.coefficient) == (
             0.7,
             0.95,
             0.001,

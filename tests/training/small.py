@@ -17,7 +17,7 @@ PRELOAD = [
 
 
 def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
-    """Four steps on a toy task with everything that has state: dynamic sampling, adaptive KL, schedule, guards."""
+    """Four steps on a toy task with everything that has state: dynamic sampling, adaptive KL, entropy target, schedule, guards."""
     values = {
         "stage": "rl",
         "name": "small",
@@ -35,7 +35,12 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
             "filter": {"type": "dynamic", "max_rounds": 2},
         },
         "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 50},
-        "entropy_coefficient": 0.01,
+        "entropy": {
+            "coefficient": 0.01,
+            "target": 8.0,
+            "step": 0.01,
+            "covariance": {"type": "clip_cov", "share": 0.1, "low": 0.0},
+        },
         "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2},
         "learner": {"tokens_per_batch": 1500, "updates_per_step": 2},
         "evaluation": {

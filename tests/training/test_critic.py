@@ -45,7 +45,7 @@ def foretold(tiny, folder, **changes):
         "seeds": {"start": 0, "count": 30},
         "rollout": {"groups_per_step": 8, "episodes_per_group": 1, "tokens_per_turn": 8, "tokens_per_episode": 90},
         "kl": {"coefficient": 0.0},
-        "entropy_coefficient": 0.0,
+        "entropy": {"coefficient": 0.0},
         "evaluation": {"every": 0, "seeds": {"start": 30, "count": 4}, "final_seeds": {"start": 34, "count": 6}},
     } | changes
 
@@ -72,7 +72,7 @@ def test_ppo_raises_the_return(tiny_model, tmp_path):
         critic={"optimizer": {"learning_rate": 3e-3}},
         steps=30,
         kl={"coefficient": 0.0},
-        entropy_coefficient=0.0,
+        entropy={"coefficient": 0.0},
         seeds={"start": 0, "count": 100},
         rollout={"groups_per_step": 32, "episodes_per_group": 1, "tokens_per_turn": 8, "tokens_per_episode": 700},
         learner={"tokens_per_batch": 8000, "updates_per_step": 2},

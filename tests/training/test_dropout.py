@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTCo
 
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import PpoLoss
+from posttrain.recipe.loss import EntropyRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.stages import run_stage
@@ -50,7 +50,7 @@ def gradients(model, monkeypatch, updates=0, rank=0, **settings):
         return 1.0
 
     monkeypatch.setattr(Optimizer, "step", keep)
-    subject.update(samples(), PolicyObjective(PpoLoss(), entropy=0.1))
+    subject.update(samples(), PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.1)))
     return torch.cat([tensor.flatten() for tensor in found.values()])
 
 
@@ -122,7 +122,7 @@ def values_of(stage, tiny, folder):
     """A small run of the stage."""
     if stage == "kto":
         rows = {name: write_jsonl(folder / f"{name}.jsonl", unpaired_rows(8)) for name in ("train", "validation")}
-        return recipe_values("dpo", tiny, folder, loss={"type": "kto"}) | {"data": rows}
+        return recipe_values("dpo", tiny, folder, loss={"type": "kto"}) | {"data": rows | {"max_tokens": 200}}
     if stage == "ppo":
         critic = {"lora": DROPOUT, "optimizer": {"learning_rate": 1e-3}}
         return rl_values(tiny, folder, credit={"type": "gae"}, kl={}, critic=critic)
@@ -151,7 +151,7 @@ def test_a_skipped_update_names_its_culprits_with_both(tiny_model):
     subject = updater(tiny_model, lora=DROPOUT, gradient_checkpointing=True)
     chosen = samples()
     chosen[2].advantages[:] = float("nan")
-    subject.update(chosen, PolicyObjective(PpoLoss(), entropy=0.0))
+    subject.update(chosen, PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.0)))
     assert subject.take_warnings() == [f"update skipped: loss or gradient is not finite for {chosen[2].label}"]
 
 

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from posttrain.episode import Stream
 from posttrain.models.forward import TokenScores
-from posttrain.recipe.loss import LossRecipe, SftLossRecipe
+from posttrain.recipe.loss import ClipCovRecipe, EntropyRecipe, KlCovRecipe, LossRecipe, SftLossRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective
 from posttrain.training.updater import Sample, add_totals, means
 
@@ -28,8 +28,8 @@ def sample(advantages, group=0, truncated=False, **fields):
     return Sample(stream, "a stream", credit, group=group, truncated=truncated, **fields)
 
 
-def step(objective, samples, parts):
-    """Gradient by the log-probability of each token, and metrics, of an update in the micro-batches `parts`."""
+def step(objective, samples, parts, by="logprobs"):
+    """Gradient by the log-probability (or entropy) of each token, and metrics, of an update in the micro-batches `parts`."""
     weights, divisor = objective.weigh(samples)
     gradients, totals = [np.zeros(s.sampled_tokens) for s in samples], {}
     for part in parts:
@@ -38,13 +38,16 @@ def step(objective, samples, parts):
             continue
         count = sum(samples[i].sampled_tokens for i in chosen)
         logprobs = torch.full((count,), -1.0, requires_grad=True)
-        entropies = torch.full((count,), 0.5)
+        entropies = torch.full((count,), 0.5, requires_grad=True)
         loss, metrics = objective(
             TokenScores(logprobs, entropies), [samples[i] for i in chosen], [weights[i] for i in chosen]
         )
         (loss / divisor).backward()
+        if entropies.grad is None:
+            entropies.grad = torch.zeros(count)
         ends = np.cumsum([samples[i].sampled_tokens for i in chosen])[:-1]
-        for i, gradient in zip(chosen, np.split(logprobs.grad.numpy(), ends), strict=True):
+        found = {"logprobs": logprobs.grad, "entropies": entropies.grad}[by].numpy()
+        for i, gradient in zip(chosen, np.split(found, ends), strict=True):
             gradients[i] = gradient
         add_totals(totals, metrics)
     return np.concatenate(gradients), means(totals)
@@ -96,3 +99,64 @@ def test_dft_reports_the_likelihood_too(parts):
     np.testing.assert_allclose(gradient, -np.exp(-1) / 5, atol=1e-6)
     assert metrics["loss/nll"] == pytest.approx(1.0)
     assert metrics["loss/dft"] == pytest.approx(np.exp(-1))
+
+
+@pytest.mark.parametrize("parts", SPLITS)
+def test_only_the_tokens_with_the_highest_entropy_learn(parts):
+    entropies = [[0.1, 2.0], [0.3, 0.2], [1.0]]
+    samples = [
+        sample(advantages, entropies=np.array(own, dtype=np.float32))
+        for advantages, own in zip(([1, 1], [1, 1], [-2]), entropies, strict=True)
+    ]
+    objective = PolicyObjective(recipe(type="ppo"), entropy=EntropyRecipe(top_share=0.4))
+    gradient, metrics = step(objective, samples, parts)
+    np.testing.assert_allclose(gradient, np.array([0, -1, 0, 0, 2]) / 5, atol=1e-6)
+    assert metrics["policy/low_entropy_masked"] == pytest.approx(3 / 5)
+
+
+def apart():
+    """Three streams whose fourth token has by far the largest covariance, and the advantage 4."""
+    samples = [sample([0, 0]), sample([-1, 4]), sample([0.5])]
+    for one, logprobs in zip(samples, ([-2, -2], [-2, -0.1], [-2]), strict=True):
+        one.stream.rollout_logprobs[1:] = logprobs
+        one.old_logprobs = one.stream.rollout_logprobs[1:].copy()
+    return samples
+
+
+@pytest.mark.parametrize("parts", SPLITS)
+def test_clip_cov_drops_tokens_of_the_whole_update(parts):
+    entropy = EntropyRecipe(covariance=ClipCovRecipe(share=0.2, low=1.0, high=10.0))
+    random = np.random.default_rng(0)
+    gradient, metrics = step(PolicyObjective(recipe(type="cispo"), entropy=entropy, random=random), apart(), parts)
+    # Ratios are e^(-1 - old).
+    np.testing.assert_allclose(gradient, np.array([0, 0, np.e, 0, -0.5 * np.e]) / 5, rtol=1e-5)
+    assert metrics["policy/clip_cov_masked"] == pytest.approx(1 / 5)
+    with pytest.raises(ValueError, match="pass `random`"):
+        PolicyObjective(recipe(type="ppo"), entropy=entropy).weigh(apart())
+
+
+@pytest.mark.parametrize("parts", SPLITS)
+def test_kl_cov_holds_tokens_of_the_whole_update(parts):
+    entropy = EntropyRecipe(covariance=KlCovRecipe(share=0.2, coefficient=3.0))
+    plain, _ = step(PolicyObjective(recipe(type="cispo")), apart(), parts)
+    gradient, metrics = step(PolicyObjective(recipe(type="cispo"), entropy=entropy), apart(), parts)
+    # The present log-probability, -1, is below the old one of the fourth token, -0.1.
+    np.testing.assert_allclose(gradient - plain, np.array([0, 0, 0, -3, 0]) / 5, atol=1e-6)
+    assert metrics["policy/kl_cov_held"] == pytest.approx(1 / 5)
+    assert metrics["loss/kl_cov"] == pytest.approx(0.9 / 3)  # over the streams with an advantage
+
+
+@pytest.mark.parametrize("parts", SPLITS)
+def test_the_bonus_is_a_mean_over_the_tokens_that_get_it(parts):
+    bonus = [[False, True], [False, False], [True]]
+    samples = [sample([1] * len(own), bonus=np.array(own)) for own in bonus]
+    objective = PolicyObjective(recipe(type="ppo"), entropy=EntropyRecipe(coefficient=0.1, tokens="answer"))
+    gradient, metrics = step(objective, samples, parts, by="entropies")
+    np.testing.assert_allclose(gradient, -0.1 * np.array([0, 1, 0, 0, 1]) / 2, atol=1e-6)
+    assert metrics["policy/bonus_entropy"] == pytest.approx(0.5)
+
+
+def test_a_target_is_measured_on_streams_without_credit_too():
+    samples = [sample([0, 0]), sample([1])]
+    objective = PolicyObjective(recipe(type="ppo"), entropy=EntropyRecipe(target=1.0), entropy_coefficient=0.0)
+    assert all(objective.has_signal(one) for one in samples)

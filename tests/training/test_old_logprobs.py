@@ -8,7 +8,16 @@ import torch
 
 import posttrain
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.loss import CispoLoss, CorrectionRecipe, DppoLoss, GspoLoss, KlRecipe, PpoLoss, ReinforceLoss
+from posttrain.recipe.loss import (
+    CispoLoss,
+    CorrectionRecipe,
+    DppoLoss,
+    EntropyRecipe,
+    GspoLoss,
+    KlRecipe,
+    PpoLoss,
+    ReinforceLoss,
+)
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.training.objectives import PolicyObjective, metrics_without_pass
 from posttrain.training.rl import rollouts_may_differ
@@ -143,6 +152,20 @@ def test_warnings_say_what_the_ratio_is_to():
     assert not any("treats episodes of older weights as on-policy" in note for note in found)
 
 
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ([], None),
+        (["top_p=0.9"], "rollout.sampling.top_p truncate"),
+        (["top_k=20", "min_p=0.1"], "rollout.sampling.top_k and rollout.sampling.min_p truncate"),
+    ],
+)
+def test_truncated_sampling_is_warned_of(given, keys):
+    recipe = load_recipe([], [f"rollout.sampling.{key}" for key in given], "rl")
+    found = [note for note in recipe_warnings(recipe) if "of the full vocabulary" in note]
+    assert [note.startswith(str(keys)) for note in found] == ([] if keys is None else [True])
+
+
 def test_entropy_and_kl_are_over_all_samples(policy, episodes):
     """Samples without credit get no forward pass, so their part comes from the log-probabilities that are there."""
     credit = posttrain.advantages(episodes, "rloo")
@@ -170,7 +193,7 @@ def test_entropy_and_kl_are_over_all_samples(policy, episodes):
     totals = metrics_without_pass(objective, samples)
     count = sum(s.sampled_tokens for s in samples)
     assert totals["policy/kl"] == pytest.approx((count * (np.exp(-0.5) - 0.5), count), rel=1e-5)
-    assert metrics_without_pass(PolicyObjective(PpoLoss(), entropy=0.1), samples) == {}
+    assert metrics_without_pass(PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.1)), samples) == {}
 
 
 def test_streams_of_an_episode_share_its_weight(policy, episodes):

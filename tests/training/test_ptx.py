@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.models.policy import Policy
-from posttrain.recipe.loss import PpoLoss
+from posttrain.recipe.loss import EntropyRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward
@@ -47,7 +47,7 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
     "loss", [{"type": "ppo"}, {"type": "ppo", "aggregation": "constant", "constant": 50.0}, {"type": "gspo"}]
 )
 def test_loss_and_gradient_are_the_sum_of_both(loss, tiny_model, monkeypatch):
-    policy = PolicyObjective(RlRecipe(loss=loss).loss, entropy=0.01)
+    policy = PolicyObjective(RlRecipe(loss=loss).loss, entropy=EntropyRecipe(coefficient=0.01))
     alone, own = gradients(tiny_model, episodes(), policy, monkeypatch)
     taught, supervised = gradients(tiny_model, rows(), SupervisedObjective(), monkeypatch)
     assert max(g.abs().max() for g in taught.values()) > 1e-3

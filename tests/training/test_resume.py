@@ -60,14 +60,14 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, u
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("chain", range(25))
+@pytest.mark.parametrize("chain", range(12))
 def test_killed_many_times_anywhere(chain, tiny_model, tmp_path, uninterrupted):
     draw = random.Random(chain)
     deaths = []
     for _ in range(5):
         what, most = PLACES[draw.choice(list(PLACES))]
         deaths.append((what, draw.randint(1, most)))
-    _kill_and_finish(tiny_model, tmp_path, deaths, figures=True)
+    _kill_and_finish(tiny_model, tmp_path, deaths, figures=chain < 3)
     _same(tmp_path / "small", uninterrupted)
 
 

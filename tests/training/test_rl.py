@@ -55,7 +55,7 @@ def test_training_raises_the_return(tiny_model, tmp_path):
         tmp_path,
         steps=12,
         kl={"coefficient": 0.0},
-        entropy_coefficient=0.0,
+        entropy={"coefficient": 0.0},
         seeds={"start": 0, "count": 100},
         rollout={"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 8, "tokens_per_episode": 700},
         learner={"tokens_per_batch": 8000},

@@ -25,7 +25,7 @@ def train(tiny, runs, **changes):
         steps=2,
         environment={"type": f"{Path(__file__).parent / 'rooms.py'}", "max_turns": 4},
         kl={"coefficient": 0.0},
-        entropy_coefficient=0.0,
+        entropy={"coefficient": 0.0},
         rollout={"groups_per_step": 2, "episodes_per_group": 4, "tokens_per_turn": 5, "tokens_per_episode": 700},
         learner={"tokens_per_batch": 2500},
         checkpoint={"every": 2},

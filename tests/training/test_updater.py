@@ -7,7 +7,7 @@ import torch
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import PpoLoss
+from posttrain.recipe.loss import EntropyRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
@@ -55,7 +55,7 @@ def gradients(model, budget, objective, monkeypatch):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, tiny_model, monkeypatch):
     loss = {"type": "ppo", "aggregation": aggregation} | ({"constant": 100.0} if aggregation == "constant" else {})
-    objective = PolicyObjective(RlRecipe(loss=loss).loss, entropy=0.1)
+    objective = PolicyObjective(RlRecipe(loss=loss).loss, entropy=EntropyRecipe(coefficient=0.1))
     whole = gradients(tiny_model, 4096, objective, monkeypatch)
     assert len(pack(samples(), 4096)) == 1
     for budget in (45, 60, 150):

@@ -14,7 +14,7 @@ import torch
 
 from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.cpu.backend import bound_kept_kernels, use_fused_layers
+from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16, use_fused_layers
 from posttrain.models.forward import use_float32_head
 from posttrain.plugins import require_module
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
@@ -109,9 +109,16 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype that `model.dtype` names on `device`; `auto` is bfloat16 where the hardware computes it natively."""
     if name == "auto":
-        native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if native else torch.float32
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware of `device` multiplies bfloat16 numbers natively."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
+    return torch.cpu._is_avx512_bf16_supported() and onednn_multiplies(torch.bfloat16)
 
 
 def resolve_path(path: str) -> str:
@@ -220,6 +227,8 @@ def _load(
     logging.disable_progress_bar()
     path, device = resolve_path(recipe.path), resolve_device(recipe.device)
     dtype = resolve_dtype(recipe.dtype, device)
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        prepare_bfloat16()
     adapter = json.loads((Path(path) / "adapter_config.json").read_text()) if _is_adapter(path) else None
     base = adapter["base_model_name_or_path"] if adapter is not None else path
     if adapter is not None and (Path(path) / "config.json").is_file():

@@ -181,7 +181,7 @@ def _rl(recipe: RlRecipe) -> list[str]:
     return [
         *_episodes(recipe),
         *_ahead(recipe),
-        *_beside(recipe, updates),
+        *_additional(recipe, updates),
         *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
         _tasks(recipe),
     ]
@@ -268,7 +268,7 @@ def _units(credit: UnitCreditRecipe) -> str:
     return f"{credit.type} {what} for K units per answer, weight {credit.beta:g}: {asked} more per episode"
 
 
-def _beside(recipe: RlRecipe, updates: int) -> list[str]:
+def _additional(recipe: RlRecipe, updates: int) -> list[str]:
     """Work of the optimizer steps besides the policy: critic and rows."""
     lines = []
     if recipe.has_critic:

@@ -52,8 +52,8 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
     width = weight_width(recipe.model)
     rows = {}
     if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
-        own = -(-width * sizes.parameters // placement.tensor)
-        rows["weights of the engine"] = (own, f"{width} bytes a parameter over {placement.tensor} devices")
+        count = -(-width * sizes.parameters // placement.tensor)
+        rows["weights of the engine"] = (count, f"{width} bytes a parameter over {placement.tensor} devices")
     slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
     cache = cache_bytes(sizes, width, placement.tensor)
     if isinstance(recipe.engine, VllmEngineRecipe) and recipe.engine.cache_gigabytes is not None:
@@ -76,7 +76,7 @@ def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tupl
     """
     engine = engine_memory(recipe, sizes, placement)
     rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
-    passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered for a moment"))
+    passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered temporarily"))
     learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
     return learning, sampling + (learning - passing if placement.colocated else 0)
 
@@ -123,7 +123,7 @@ def _divided(
     layer = sizes.shared_layer + sizes.experts * sizes.expert // placement.expert_parallel
     gathered = width * (3 * layer + 2 * sizes.head)
     how = "two unsharded layers, gradients of one, the output projection with its gradients"
-    return {**shared, "gathered for a moment": (gathered, how)}
+    return {**shared, "gathered temporarily": (gathered, how)}
 
 
 def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
@@ -242,9 +242,9 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
     """Bytes of the critic without activations, and how they are counted."""
     if recipe.critic.backbone == "shared":
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
-    own = _critic_width(recipe)
+    width = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
-    count = own * sizes.parameters + (own + 8 + (8 if own == 2 else 0)) * trained
+    count = width * sizes.parameters + (width + 8 + (8 if width == 2 else 0)) * trained
     return count, "weights, gradients and AdamW state, assuming the size of the policy"
 
 
@@ -303,15 +303,15 @@ def process_memory(
         )
     if not hardware.reshard_after_forward:
         whole = width * sizes.parameters
-        rows["gathered for a moment"] = (whole, "all weights, from the forward to the backward pass")
-    elif "gathered for a moment" not in rows:
+        rows["gathered temporarily"] = (whole, "all weights, from the forward to the backward pass")
+    elif "gathered temporarily" not in rows:
         layer = width * (3 * sizes.layer + 2 * sizes.head)
-        rows["gathered for a moment"] = (
+        rows["gathered temporarily"] = (
             layer,
             "two unsharded layers, gradients of one, the output projection with its gradients",
         )
     plays = not isinstance(recipe, DpoRecipe | RewardRecipe) and recipe.environment is not None
     if plays and isinstance(recipe.engine, LocalEngineRecipe):  # type: ignore[union-attr]
         whole = width * sizes.parameters
-        rows["weights whole while sampling"] = (whole, "for the engine in this process; activations are freed")
+        rows["unsharded weights while sampling"] = (whole, "for the engine in this process; activations are freed")
     return rows

@@ -95,8 +95,8 @@ def evaluation_phases(
 
 def plain(sizes: ModelSizes) -> bool:
     """Whether the parameter count follows from the sizes, within 10%. Other architectures cannot be estimated."""
-    found = [replace(sizes, tied=tied).computed_parameters for tied in (True, False)]
-    return any(abs(count / sizes.parameters - 1) < 0.1 for count in found)
+    counts = [replace(sizes, tied=tied).computed_parameters for tied in (True, False)]
+    return any(abs(count / sizes.parameters - 1) < 0.1 for count in counts)
 
 
 def total_seconds(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
@@ -186,15 +186,15 @@ def _rl(
     phases = _sampling(recipe.engine, recipe.model, sizes, device, placement, episodes)
     words = f"{tokens.count:,.0f} tokens, prompts once for each group"
     if recipe.reward is not None:
-        read, own = episodes.whole, _width(recipe.reward.dtype, device)
-        scoring = forward_seconds(reward, device, placement, read, own, recipe.reward.tokens_per_batch)
+        read, reward_width = episodes.whole, _width(recipe.reward.dtype, device)
+        scoring = forward_seconds(reward, device, placement, read, reward_width, recipe.reward.tokens_per_batch)
         phases.append(Phase("reward model", scoring, devices, f"{read.count:,.0f} tokens", tokens=read.count))
     if recipe.needs_reference:
-        found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
-        phases.append(Phase("reference log-probabilities", found, devices, words, tokens=tokens.count))
+        seconds = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
+        phases.append(Phase("reference log-probabilities", seconds, devices, words, tokens=tokens.count))
     if isinstance(recipe.credit, TokenBaselineCredit):
-        found = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
-        phases.append(Phase("energies of tokens", found, devices, words, tokens=tokens.count))
+        seconds = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
+        phases.append(Phase("energies of tokens", seconds, devices, words, tokens=tokens.count))
     if recipe.teacher is not None:
         phases += _teacher(recipe.teacher, recipe.model, sizes, device, placement, tokens)
     updates = learner.updates_per_step * learner.epochs_per_step
@@ -264,8 +264,8 @@ def _rows(
     phases, budget, words = [], recipe.learner.tokens_per_batch, f"{tokens.count:,.0f} tokens"
     if isinstance(recipe, DpoRecipe) and recipe.loss.needs_reference:
         width = _width(recipe.model.dtype, device)
-        found = forward_seconds(sizes, device, placement, tokens, width, budget)
-        phases.append(Phase("reference log-probabilities", found, placement.devices, words, tokens=tokens.count))
+        seconds = forward_seconds(sizes, device, placement, tokens, width, budget)
+        phases.append(Phase("reference log-probabilities", seconds, placement.devices, words, tokens=tokens.count))
     return phases + _learning(recipe.model, sizes, device, placement, tokens, budget, 1, 1)
 
 

@@ -260,6 +260,66 @@ class KlRecipe(BaseConfig):
         return self
 
 
+class ClipCovRecipe(BaseConfig):
+    """Clip-Cov: a few tokens whose log-probability and advantage vary together lose their gradient."""
+
+    type: Literal["clip_cov"] = "clip_cov"
+    """`clip_cov`: random tokens among those with a covariance between `low` and `high`."""
+    share: float = Field(2e-4, gt=0, lt=1)
+    """Share of the update's tokens that lose their gradient, at least one token."""
+    low: float = 1.0
+    """Smallest covariance of such a token, in nats times advantage. The mean over tokens is far below 1."""
+    high: float = 5.0
+    """Largest covariance of such a token."""
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self):
+        if self.low >= self.high:
+            raise ValueError("`low` must be below `high`")
+        return self
+
+
+class KlCovRecipe(BaseConfig):
+    """KL-Cov: the tokens whose log-probability and advantage vary together the most are held near the old policy."""
+
+    type: Literal["kl_cov"] = "kl_cov"
+    """`kl_cov`: the tokens with the largest covariance. Acts from a step's second update on."""
+    share: float = Field(2e-3, gt=0, lt=1)
+    """Share of the update's tokens that get the penalty, at least one token."""
+    coefficient: float = Field(1.0, gt=0)
+    """Weight of the penalty, the absolute log-ratio to the old policy."""
+
+
+class EntropyRecipe(BaseConfig):
+    """Entropy bonus, and rules that keep the entropy of the policy from collapsing."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus in the loss; with `target`, its start. 0: off."""
+    tokens: Literal["all", "after_thinking", "answer"] = "all"
+    """Sampled tokens that get the bonus, and whose entropy `target` is about. `after_thinking`: those after `</think>`, without the end token. `answer`: those between `<answer>` and `</answer>`. A bonus on every token also loosens the form of the answer."""
+    target: float | None = Field(None, gt=0)
+    """Target entropy of these tokens in nats: the coefficient rises by `step` after a step below it and falls above, where the bonus is off. Null: fixed coefficient."""
+    step: float = Field(0.005, gt=0)
+    """With `target`: change of the coefficient per step."""
+    max_coefficient: float = Field(1.0, gt=0)
+    """With `target`: largest coefficient."""
+    top_share: float = Field(1.0, gt=0, le=1)
+    """Policy gradient only of this share of an update's tokens, those with the highest entropy before the step's updates. Below 1 it costs a forward pass. 1: all tokens."""
+    covariance: Annotated[ClipCovRecipe | KlCovRecipe, Field(discriminator="type")] | None = None
+    """Rule for tokens with a large covariance of log-probability and advantage, which lower the entropy most. Null: none."""
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether the loss ever has a bonus."""
+        return self.coefficient > 0 or self.target is not None
+
+    @model_validator(mode="after")
+    def _start_is_allowed(self):
+        if self.target is not None and self.coefficient > self.max_coefficient:
+            raise ValueError("`coefficient` is above `max_coefficient`; lower it, or raise the latter")
+        return self
+
+
 class DpoLoss(BaseConfig):
     """Direct preference optimization: logistic loss of the difference of the log-ratios to the reference model."""
 

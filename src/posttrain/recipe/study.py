@@ -319,6 +319,13 @@ TRAINING: dict[str, tuple[str, ...]] = {
         *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
         *(f"rollout/{name}" for name in ("stale", "stale_alone", "restarted")),
         "tokens/discarded",
+        *(
+            f"policy/{name}"
+            for name in ("divergence", "gate", "off_policy_masked", "truncated_masked", "bonus_entropy")
+        ),
+        *(f"policy/{name}" for name in ("low_entropy_masked", "covariance", "clip_cov_masked", "kl_cov_held")),
+        "loss/kl_cov",
+        "entropy/coefficient",
         *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
         *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
         "kl/coefficient",
@@ -354,8 +361,8 @@ def _held_out(stage: str, base: Mapping[str, Any]) -> list[str]:
     """What evaluations hold, but for scores and domains."""
     rows = _has_rows(base)
     played = stage in ("rl", "distill") or (stage == "sft" and base.get("environment") is not None)
-    found = [f"validation/{name}" for name in VALIDATION.get(stage, ())] if rows else []
-    return found + (list(PLAYED) if played else [])
+    metrics = [f"validation/{name}" for name in VALIDATION.get(stage, ())] if rows else []
+    return metrics + (list(PLAYED) if played else [])
 
 
 def _has_rows(base: Mapping[str, Any]) -> bool:
@@ -398,9 +405,9 @@ def _counts_rows(metric: str) -> bool:
 def _nearest(metric: str, known: list[str]) -> str | None:
     """The known metric that `metric` resembles, told by what follows its section."""
     tails = {name.rpartition("/")[2]: name for name in known if name.rpartition("/")[0] == metric.rpartition("/")[0]}
-    found = difflib.get_close_matches(metric.rpartition("/")[2], tails, 1, 0.7)
-    if found:
-        return tails[found[0]]
+    near = difflib.get_close_matches(metric.rpartition("/")[2], tails, 1, 0.7)
+    if near:
+        return tails[near[0]]
     return next(iter(difflib.get_close_matches(metric, known, 1, 0.85)), None)
 
 

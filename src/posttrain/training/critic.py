@@ -19,8 +19,8 @@ from posttrain.models.critic import Critic, SharedCritic, ValueHead
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.objectives import ValueObjective, computed
-from posttrain.training.updater import Optimizer, Sample, Totals, Updater, on_stream
+from posttrain.training.objectives import ValueObjective
+from posttrain.training.updater import Optimizer, Sample, Totals, Updater, computed, on_stream
 
 
 class CriticLearner:

@@ -11,22 +11,26 @@ import torch
 from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stream
 from posttrain.errors import InputError
+from posttrain.losses.entropy import EntropyController
 from posttrain.losses.kl import KlController
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit, TokenBaselineCredit
-from posttrain.recipe.loss import LOSSES, KlRecipe, PolicyLoss
+from posttrain.recipe.loss import LOSSES, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.seeds import random_stream
 from posttrain.training.objectives import (
     PolicyObjective,
     energy_forward,
     logprobs,
     metrics_without_pass,
+    scores,
     token_energies,
     token_forward,
 )
 from posttrain.training.rl import set_advantages
+from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
 
 
@@ -91,7 +95,7 @@ class Learner:
         *,
         loss: str | PolicyLoss | Mapping[str, Any] = "ppo",
         kl: float | KlRecipe | Mapping[str, Any] = 0.0,
-        entropy_coefficient: float = 0.0,
+        entropy: float | EntropyRecipe | Mapping[str, Any] = 0.0,
         temperature: float = 1.0,
         tokens_per_batch: int = 4096,
         updates: int = 1,
@@ -104,7 +108,8 @@ class Learner:
             loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `sapo`, `gmpo`,
                 `reinforce`, `gpg`, or one that was registered), or its settings such as `PpoLoss(clip_high=0.28)`.
             kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
-            entropy_coefficient: weight of the entropy bonus.
+            entropy: weight of the entropy bonus, or the settings of the `entropy` section of a recipe. Entropies that
+                `top_share` ranks by are those of the present weights.
             temperature: the temperature that the episodes were sampled with.
             tokens_per_batch: most tokens in one forward pass. A longer stream raises RunError.
             updates: optimizer steps of the whole loop, over which a `schedule` other than `constant` runs.
@@ -122,7 +127,9 @@ class Learner:
                 "a learner adds the KL penalty to the loss; with `apply_to: reward`, subtract it from the rewards that you "
                 "pass to `advantages`"
             )
-        self.entropy_coefficient = entropy_coefficient
+        weight = isinstance(entropy, int | float)
+        self.entropy = section(EntropyRecipe, coefficient=entropy) if weight else section(EntropyRecipe, entropy)
+        self._entropy_controller = EntropyController(self.entropy)
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
         self._controller = KlController(self.kl)
@@ -168,8 +175,19 @@ class Learner:
                     sample.ref_logprobs = reference
         first = self._set_old_logprobs(samples)
         learner_old = any(sample.old_logprobs is not None for sample in samples)
+        if self.entropy.top_share < 1:
+            for sample, (_, entropies, _) in zip(samples, scores(self._updater, samples), strict=True):
+                sample.entropies = entropies
+        set_bonus_tokens(episodes, samples, self.entropy, self.policy)
         objective = PolicyObjective(
-            self.loss, self.kl, coefficient, self.entropy_coefficient, "learner" if learner_old else "rollout", first
+            self.loss,
+            self.kl,
+            coefficient,
+            self.entropy,
+            self._entropy_controller.coefficient,
+            "learner" if learner_old else "rollout",
+            first,
+            random_stream(self.policy.seed, "clip_cov", self.policy.version),
         )
         totals = self._updater.update(samples, objective)
         if not totals["optimizer/skipped"][0]:
@@ -191,6 +209,7 @@ class Learner:
         for message in self._updater.take_warnings():
             warnings.warn(message, stacklevel=2)
         self._controller.update(metrics.get("policy/kl"), len(episodes))
+        self._entropy_controller.update(metrics.get("policy/bonus_entropy", metrics.get("policy/entropy")))
         return metrics
 
     def _set_old_logprobs(self, samples: Sequence[Sample]) -> bool:

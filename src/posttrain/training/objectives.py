@@ -9,16 +9,26 @@ import torch
 
 from posttrain.episode import Episode, PerToken
 from posttrain.losses.kl import kl_loss, kl_metrics
-from posttrain.losses.policy import TokenBatch, dft, gpg_factor, nll, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, nll, old_logprobs, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
 from posttrain.models.forward import TokenScores, logits_of
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import KlRecipe, KtoLoss, LossRecipe, PairLossRecipe, RewardLossRecipe, SftLossRecipe
+from posttrain.recipe.loss import (
+    EntropyRecipe,
+    KlCovRecipe,
+    KlRecipe,
+    KtoLoss,
+    LossRecipe,
+    PairLossRecipe,
+    RewardLossRecipe,
+    SftLossRecipe,
+)
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.updater import Objective, Sample, Totals, Updater, on_stream
+from posttrain.training.token_rules import logprobs_before, set_factors
+from posttrain.training.updater import Objective, Sample, Totals, Updater, computed, on_stream
 
 
 @dataclass(frozen=True)
@@ -255,18 +265,21 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
 
 def logprobs(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
-    return [of_sample for of_sample, _ in scores(learner, samples)]
+    return [of_sample for of_sample, _, _ in scores(learner, samples)]
 
 
-def scores(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """Log-probabilities [n] float32 of the sampled tokens of each sample and the values [n] float32 before them, None
-    where no head reads any; without gradient."""
-    by_sample: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+def scores(
+    learner: Updater[TokenScores], samples: Sequence[Sample]
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Log-probabilities [n] and entropies [n] float32 of the sampled tokens of each sample, and the values [n] float32
+    before them, None where no head reads any; without gradient."""
+    by_sample: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
         logprobs = np.split(output.logprobs.float().cpu().numpy(), ends)
+        entropies = np.split(output.entropies.float().cpu().numpy(), ends)
         values = [None] * len(group) if output.values is None else np.split(output.values.cpu().numpy(), ends)
-        by_sample |= dict(zip(group, zip(logprobs, values, strict=True), strict=True))
+        by_sample |= dict(zip(group, zip(logprobs, entropies, values, strict=True), strict=True))
     return [by_sample[i] for i in range(len(samples))]
 
 
@@ -275,8 +288,7 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
     lengths = [s.sampled_tokens for s in samples]
 
     def flat(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:
-        given = [part for part in parts if part is not None]
-        return torch.from_numpy(np.concatenate(given)).float().to(device) if len(given) == len(parts) else None
+        return _flat(parts, device)
 
     rollout_logprobs = flat([s.stream.rollout_logprobs[s.stream.sampled] for s in samples])
     advantages = flat([s.advantages for s in samples])
@@ -294,23 +306,34 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
     )
 
 
+def _flat(parts: Sequence[np.ndarray | None], device: torch.device) -> torch.Tensor | None:
+    """[N] float32: the arrays of all samples in a row; None unless all samples have one."""
+    given = [part for part in parts if part is not None]
+    return torch.from_numpy(np.concatenate(given)).float().to(device) if len(given) == len(parts) else None
+
+
 class PolicyObjective:
-    """Policy loss + `kl_coefficient` x KL to the reference model (with `kl.apply_to: loss`) - `entropy` x entropy."""
+    """Policy loss + `kl_coefficient` x KL to the reference model (with `kl.apply_to: loss`) - entropy bonus."""
 
     def __init__(
         self,
         loss: LossRecipe,
         kl: KlRecipe | None = None,
         kl_coefficient: float | None = None,
-        entropy: float = 0.0,
+        entropy: EntropyRecipe | None = None,
+        entropy_coefficient: float | None = None,
         old: Literal["learner", "rollout"] = "rollout",
         first_update: bool = False,
+        random: np.random.Generator | None = None,
     ) -> None:
         """Create the objective of an update.
 
         Args:
             kl_coefficient: its current value where it is adaptive; default `kl.coefficient`. The samples need
                 `ref_logprobs` where it is above 0.
+            entropy: the samples need `entropies` where `top_share` is below 1, and `bonus` where `tokens` is not `all`.
+            entropy_coefficient: its current value where it is adaptive; default `entropy.coefficient`.
+            random: draws the tokens of `clip_cov`. All processes need the same.
             old: where old log-probabilities come from. `learner`: the samples need `old_logprobs`, but for a first update.
             first_update: the weights are those before the step's first update. The present policy is then the learner's
                 old policy, so its ratio is 1 exactly, whatever the precision and the micro-batches.
@@ -321,33 +344,47 @@ class PolicyObjective:
         self.kl = kl or KlRecipe()
         coefficient = self.kl.coefficient if kl_coefficient is None else kl_coefficient
         self.kl_coefficient = coefficient if self.kl.apply_to == "loss" else 0.0
-        self.entropy_coefficient = entropy
+        self.entropy = entropy or EntropyRecipe()
+        self.entropy_coefficient = self.entropy.coefficient if entropy_coefficient is None else entropy_coefficient
+        self.random = random
+        self._bonus_scale = 1.0
+        """Makes the bonus a mean over the tokens that get it, relative to the mean over all tokens."""
         self._of_update: Totals = {}
         """Metrics of the update, which its first micro-batch adds."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        """One weight per sample and the divisor. Also sets what depends on the whole update: the samples' `factors`."""
+        """One weight per sample and the divisor. Also sets what depends on the whole update: `factors` and `held` of the
+        samples, and the scale of the entropy bonus."""
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         episodes = [-1 - i if s.episode is None else s.episode for i, s in enumerate(samples)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episodes)
-        self._of_update = {}
+        trained = [s for s, out in zip(samples, masked, strict=True) if not out]
+        self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random)
         if self.loss.mask_truncated:
             self._of_update["policy/truncated_masked"] = (float(sum(masked)), float(len(samples)))
-        if self.loss.type == "gpg":
-            factor = gpg_factor([s.group for s in samples], [bool(np.any(s.advantages != 0)) for s in samples])
-            for sample in samples:
-                sample.factors = np.full(sample.sampled_tokens, factor, dtype=np.float32)
-        return [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)], divisor
+        weights = [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)]
+        if self.entropy.tokens != "all":
+            self._set_bonus_scale(samples, weights)
+        return weights, divisor
+
+    def _set_bonus_scale(self, samples: Sequence[Sample], weights: Sequence[float]) -> None:
+        pairs = list(zip(samples, weights, strict=True))
+        whole = sum(weight * sample.sampled_tokens for sample, weight in pairs)
+        bonus = sum(weight * float(computed(sample.bonus).sum()) for sample, weight in pairs)
+        self._bonus_scale = whole / bonus if bonus else 0.0
 
     def _is_masked(self, sample: Sample) -> bool:
         return self.loss.mask_truncated and sample.truncated
 
     def has_signal(self, sample: Sample) -> bool:
-        """Tokens without credit add nothing, unless there is a KL penalty or an entropy bonus."""
+        """Tokens without credit add nothing, unless there is a KL penalty or an entropy bonus. A target entropy is measured
+        over all tokens, so that they count even while the bonus is off."""
         if self._is_masked(sample):
             return False
-        return self.kl_coefficient > 0 or self.entropy_coefficient > 0 or bool(np.any(sample.advantages != 0))
+        if self.kl_coefficient > 0 or self.entropy_coefficient > 0 or self.entropy.target is not None:
+            return True
+        return bool(np.any(sample.advantages != 0)) or (sample.held is not None and bool(sample.held.any()))
 
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
@@ -371,8 +408,20 @@ class PolicyObjective:
             penalty = kl_loss(self.kl.estimator, output.logprobs, batch, self.kl.importance_weighted)
             loss = loss + self.kl_coefficient * penalty
             metrics["loss/kl"] = (float(penalty.detach()), weighted)
+        if isinstance(self.entropy.covariance, KlCovRecipe):
+            held = _flat([s.held for s in samples], batch.weights.device)
+            if held is not None:
+                penalty = (batch.weights * held * (output.logprobs - old_logprobs(batch)).abs()).sum()
+                loss = loss + self.entropy.covariance.coefficient * penalty
+                metrics["loss/kl_cov"] = (float(penalty.detach()), weighted)
+        bonus = batch.weights
+        if self.entropy.tokens != "all":
+            gets = _flat([s.bonus for s in samples], batch.weights.device)
+            assert gets is not None
+            bonus = self._bonus_scale * batch.weights * gets
+            metrics["policy/bonus_entropy"] = (float((gets * output.entropies.detach()).sum()), float(gets.sum()))
         if self.entropy_coefficient > 0:
-            loss = loss - self.entropy_coefficient * (batch.weights * output.entropies).sum()
+            loss = loss - self.entropy_coefficient * (bonus * output.entropies).sum()
         return loss, metrics
 
 
@@ -386,9 +435,7 @@ def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sa
     idle = [s for s in samples if s.sampled_tokens and not objective.has_signal(s)]
     if not idle:
         return {}
-    before = np.concatenate(
-        [s.stream.rollout_logprobs[s.stream.sampled] if s.old_logprobs is None else s.old_logprobs for s in idle]
-    )
+    before = np.concatenate([logprobs_before(sample) for sample in idle])
     totals = {"policy/entropy": (float(-before.sum(dtype=np.float64)), float(len(before)))}
     references = [s.ref_logprobs for s in idle if s.ref_logprobs is not None]
     return totals | (kl_metrics(before - np.concatenate(references)) if len(references) == len(idle) else {})
@@ -522,9 +569,3 @@ class SupervisedObjective:
             return likelihood, metrics
         loss = dft(output.logprobs, batch)
         return loss, metrics | {"loss/dft": (float(loss.detach()), count)}
-
-
-def computed(numbers: np.ndarray | None) -> np.ndarray:
-    """`numbers`, which must not be None: an earlier phase of the step computes them."""
-    assert numbers is not None
-    return numbers

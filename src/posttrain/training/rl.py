@@ -13,6 +13,7 @@ from rich.console import Console
 
 from posttrain.credit.assign import compute_advantages, zero_groups
 from posttrain.episode import Advantages, Episode, RewardStreams
+from posttrain.losses.entropy import EntropyController
 from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
@@ -23,6 +24,7 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
+from posttrain.seeds import random_stream
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
@@ -49,6 +51,7 @@ from posttrain.training.rollouts import (
 from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
+from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import (
@@ -98,7 +101,7 @@ def train(
                 trainer.sampled(step, batch.sampled)
                 with trainer.phase("credit"):
                     samples = c.samples(batch, step)
-                    c.score(samples)
+                    c.score(batch.episodes, samples)
                     credit = c.credit(batch, samples, step)
                     set_advantages(samples, credit.advantages)
                 write_episodes(run.episodes, step, "train", batch.episodes, credit.advantages, credit.units)
@@ -112,6 +115,9 @@ def train(
                     if recipe.kl.coefficient > 0:
                         metrics["kl/coefficient"] = c.kl.coefficient
                     c.kl.update(metrics.get("policy/kl"), len(batch.episodes))
+                    if recipe.entropy.has_bonus:
+                        metrics["entropy/coefficient"] = c.entropy.coefficient
+                    c.entropy.update(metrics.get("policy/bonus_entropy", metrics.get("policy/entropy")))
                     fired = c.guards.check(metrics)
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
@@ -138,12 +144,13 @@ class Components:
     teacher: Teacher | None
     ptx: FixedRows | None
     kl: KlController
+    entropy: EntropyController
     guards: Guards
     trainer: Trainer[TokenScores]
     credit_settings: CreditRecipe
     updates: LearnerRecipe
-    objective: Callable[[float, bool], Objective[TokenScores]]
-    """The objective of an update, for a KL coefficient, and whether no update of the step came before it."""
+    objective: Callable[[bool], Objective[TokenScores]]
+    """The objective of an update, given whether no update of the step came before it."""
     needs_old_logprobs: bool
     """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
 
@@ -156,17 +163,19 @@ class Components:
             batch.metrics |= metrics | reverse_kl(samples)
         return samples
 
-    def score(self, samples: Sequence[Sample]) -> None:
-        """Set the log-probabilities that the losses compare with: the reference model's for KL, and the learner's own before
-        the step's updates. The latter pass also gives the values of a critic on the policy's trunk."""
+    def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
+        """Set what the losses need of the weights before the step's updates: the reference model's log-probabilities for KL,
+        the learner's own and its entropies. The latter pass also gives the values of a critic on the policy's trunk."""
         if self.kl.recipe.coefficient > 0:
             with self.policy.as_reference():
                 references = logprobs(self.learner, samples)
             for sample, reference in zip(samples, references, strict=True):
                 sample.ref_logprobs = reference
-        if self.needs_old_logprobs:
-            for sample, (old, values) in zip(samples, scores(self.learner, samples), strict=True):
-                sample.old_logprobs, sample.values = old, values
+        if self.needs_old_logprobs or self.entropy.recipe.top_share < 1:
+            for sample, (old, entropies, values) in zip(samples, scores(self.learner, samples), strict=True):
+                sample.old_logprobs = old if self.needs_old_logprobs else None
+                sample.entropies, sample.values = entropies, values
+        set_bonus_tokens(episodes, samples, self.entropy.recipe, self.policy)
 
     def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int) -> StepCredit:
         """One advantage per sampled token: rewards, with those of units, go through the baseline or the critic."""
@@ -204,7 +213,7 @@ class Components:
                 continue
             rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
             first = self.policy.version == version
-            objective = self.objective(self.kl.coefficient, first)
+            objective = self.objective(first)
             update = self.learner.update([*chosen, *rows], objective)
             if not update["optimizer/skipped"][0]:
                 add_totals(update, metrics_without_pass(objective, chosen))
@@ -293,9 +302,12 @@ def make_components(
 
     old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
 
-    def objective(kl_coefficient: float, first_update: bool) -> Objective[TokenScores]:
+    kl, entropy, guards = KlController(recipe.kl), EntropyController(recipe.entropy), Guards(recipe.guards)
+
+    def objective(first_update: bool) -> Objective[TokenScores]:
+        random = random_stream(recipe.seed, "clip_cov", policy.version)
         policy_objective = PolicyObjective(
-            recipe.loss, recipe.kl, kl_coefficient, recipe.entropy_coefficient, old, first_update
+            recipe.loss, recipe.kl, kl.coefficient, recipe.entropy, entropy.coefficient, old, first_update, random
         )
         with_values = SharedObjective(policy_objective, recipe.critic.coefficient, recipe.critic.clip)
         of_episodes = policy_objective if head is None else with_values
@@ -303,7 +315,6 @@ def make_components(
 
     tasks = TaskOrder(recipe.seeds, recipe.seed, left_out=left_out)
     rollouts = make_rollouts(recipe, manager, tasks, run)
-    kl, guards = KlController(recipe.kl), Guards(recipe.guards)
     evaluator = EpisodeEvaluator(manager, recipe.evaluation, recipe.seed, run.episodes, recipe.name, left_out)
     checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
     if isinstance(rollouts, AsyncRollouts):
@@ -319,7 +330,7 @@ def make_components(
         learner,
         evaluators=[evaluator],
         best_by=evaluator.choice(recipe.evaluation.metric),
-        stateful={"tasks": tasks, "kl": kl, "guards": guards, "reward": running},
+        stateful={"tasks": tasks, "kl": kl, "entropy": entropy, "guards": guards, "reward": running},
         checkpointables=checkpointables,
         warnings=warnings,
         callbacks=callbacks,
@@ -337,6 +348,7 @@ def make_components(
         teacher=teacher,
         ptx=ptx,
         kl=kl,
+        entropy=entropy,
         guards=guards,
         trainer=trainer,
         credit_settings=recipe.credit,

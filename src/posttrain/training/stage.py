@@ -1,4 +1,4 @@
-"""Running one stage in this process."""
+"""Running one stage in this process, and what it says about precision."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +13,43 @@ from posttrain.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Callback
+
+
+def precision_notes(recipe: Recipe) -> list[str]:
+    """One sentence for each model of `recipe` whose precision depends on this machine: what `dtype: auto` selects and why,
+    and where bfloat16 is emulated."""
+    dtypes: dict[str, str] = {"model": recipe.model.dtype}
+    if isinstance(recipe, RlRecipe):
+        if recipe.reward is not None:
+            dtypes["reward"] = recipe.reward.dtype
+        if recipe.has_critic and recipe.critic.backbone == "separate":
+            dtypes["critic"] = recipe.critic.dtype
+    dtypes = {name: dtype for name, dtype in dtypes.items() if dtype != "float32"}
+    if not dtypes or recipe.remote is not None:
+        return []
+    import torch
+
+    from posttrain.models.load import has_bfloat16, resolve_device
+
+    if recipe.model.device == "cuda" and not torch.cuda.is_available():
+        return []  # A dry run on another machine. A run stops when it loads the model.
+    device = resolve_device(recipe.model.device)
+    native = has_bfloat16(device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+    found = []
+    for name, dtype in dtypes.items():
+        if dtype == "auto":
+            chosen = (
+                f"bfloat16: {where} has instructions for it"
+                if native
+                else f"float32: {where} has no bfloat16 instructions"
+            )
+            found.append(f"{name}.dtype auto is {chosen}")
+        elif not native:
+            found.append(
+                f"{name}.dtype bfloat16 is emulated, slower than float32: {where} has no bfloat16 instructions"
+            )
+    return found
 
 
 def run_in_process(
@@ -37,6 +74,8 @@ def run_in_process(
     # Each stage is imported when it runs, to start quickly.
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
         run = world.on_rank0(opened)
+        for note in precision_notes(recipe) if world.is_rank0 else ():
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         if isinstance(recipe, RlRecipe):
             from posttrain.training import rl
 

@@ -244,8 +244,8 @@ class Trainer(Generic[Output]):
         """Log what the run is compared with on the final data: baseline policies, and the model before training."""
         values: dict[str, Any] = {}
         for evaluator in self.evaluators:
-            for player, baseline in evaluator.baselines().items():
-                self._log.write(0, "baseline", {"policy": player, **baseline})
+            for policy, baseline in evaluator.baselines().items():
+                self._log.write(0, "baseline", {"policy": policy, **baseline})
             self.progress.message(f"{evaluator.cost()} with the model as it is")
             values |= evaluator.final(0)
         if values:

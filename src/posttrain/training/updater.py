@@ -61,6 +61,12 @@ class Sample:
     """[n] float32: targets of the critic's values."""
     factors: np.ndarray | None = None
     """[n] float32: factor of each token's policy loss, which depends on the whole update; None means 1."""
+    entropies: np.ndarray | None = None
+    """[n] float32: entropy, in nats, of the learner's distribution before the step's updates."""
+    bonus: np.ndarray | None = None
+    """[n] bool: whether the token gets the entropy bonus; None means all."""
+    held: np.ndarray | None = None
+    """[n] bool: whether KL-Cov holds the token near the old policy; None means none."""
     group: int = 0
     """The episode's group."""
     truncated: bool = False
@@ -91,6 +97,12 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
         for number, episode in enumerate(episodes)
         for stream in episode.streams
     ]
+
+
+def computed(numbers: np.ndarray | None) -> np.ndarray:
+    """`numbers`, which must not be None: an earlier phase of the step computes them."""
+    assert numbers is not None
+    return numbers
 
 
 def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -274,8 +286,8 @@ class Optimizer:
     def add_up(self) -> None:
         """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
         added up already."""
-        own = zip(self.parameters, self.masters, strict=True)
-        current_world().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
+        pairs = zip(self.parameters, self.masters, strict=True)
+        current_world().sum([m.grad for p, m in pairs if m.grad is not None and not is_sharded(p)])
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -287,8 +299,10 @@ class Optimizer:
         divided = [is_sharded(parameter) for parameter in self.parameters]
         norms = []
         for of_shares in (False, True):
-            own = [m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None]
-            norms.append(torch.nn.utils.get_total_norm(own))
+            gradients = [
+                m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None
+            ]
+            norms.append(torch.nn.utils.get_total_norm(gradients))
         if not any(divided):
             return norms[0]
         (squares,) = current_world().sum([norms[1].double() ** 2])
@@ -315,14 +329,16 @@ class Optimizer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
         optimizer's own, to be written, or read into."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             state = self._adamw.state[master]
-            found |= {f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
-            found[f"{name}/step"] = state["step"]
+            tensors |= {
+                f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")
+            }
+            tensors[f"{name}/step"] = state["step"]
             if compute_dtype(parameter) != torch.float32:
-                found[f"{name}/master"] = shard_like(master.detach(), parameter)
-        return found
+                tensors[f"{name}/master"] = shard_like(master.detach(), parameter)
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """What else resuming needs, as plain JSON."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from posttrain.credit.units.offsets import align
-from posttrain.credit.units.segment import Answer, episode_answers, segment
+from posttrain.credit.units.segment import Answer, answer_tokens, episode_answers, segment
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import StopReason
 from posttrain.recipe.units import UnitsRecipe
@@ -253,3 +253,33 @@ def test_the_work_is_linear_in_the_tokens(kind):
         return decode.tokens
 
     assert decoded(400) <= 4.1 * decoded(100)
+
+
+FORMS = [
+    ("<think>up or down</think><answer>Up</answer>", "", "after_thinking", "<answer>Up</answer>"),
+    ("up or down</think> Up", "<think>", "after_thinking", "Up"),
+    ("<think>up or", "", "after_thinking", ""),
+    ("Up", "", "after_thinking", "Up"),
+    ("<think>up or <answer>Left</answer></think><answer>Up</answer>", "", "answer", "Up"),
+    ("Up</answer>", "<answer>", "answer", "Up"),
+    ("<answer>Up", "", "answer", "Up"),
+    ("Up", "", "answer", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "before", "part", "content"), FORMS)
+def test_the_tokens_of_an_answers_content(text, before, part, content):
+    decode = lambda ids: "".join(chr(i) for i in ids)  # noqa: E731
+    ids = lambda characters: np.array([ord(c) for c in characters], dtype=np.int64)  # noqa: E731
+    whole = np.append(ids(text), 0)
+    marks = answer_tokens(part, ids("a prompt " + before), whole, True, decode)
+    assert decode(whole[marks].tolist()) == content
+    assert marks.shape == whole.shape
+
+
+def test_a_token_with_a_part_of_a_tag_is_form():
+    pieces = ["<answer", ">Up", " and", " on", "</", "answer>"]
+    marks = answer_tokens(
+        "answer", np.zeros(0, dtype=np.int64), np.arange(6), False, lambda t: "".join(pieces[i] for i in t)
+    )
+    assert marks.tolist() == [False, False, True, True, False, False]

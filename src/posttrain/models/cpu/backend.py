@@ -21,6 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from posttrain.errors import InputError
 from posttrain.models.attention import ATTENTION_NAME
 
 PROCESSORS = Path("/proc/cpuinfo")
@@ -60,6 +61,33 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
     try:
         weight = torch.ops.mkldnn._reorder_linear_weight(x, 16)
         torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    except RuntimeError:
+        return False
+    return True
+
+
+def prepare_bfloat16() -> None:
+    """Make sure that this processor can multiply in bfloat16, natively or by PyTorch's own slow kernels.
+
+    PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN needs;
+    every product then fails. Raises `InputError` if products fail without oneDNN as well.
+    """
+    if _multiplies_bfloat16():
+        return
+    torch.backends.mkldnn.set_flags(False)
+    if not _multiplies_bfloat16():
+        raise InputError("model.dtype: PyTorch cannot multiply bfloat16 matrices on this processor; use float32")
+
+
+def _multiplies_bfloat16() -> bool:
+    a = torch.ones(64, 64, dtype=torch.bfloat16)
+    try:
+        for product in (
+            lambda: a @ a,
+            lambda: torch.bmm(a[None], a[None]),
+            lambda: torch.nn.functional.linear(a, a, a[0]),
+        ):
+            product()
     except RuntimeError:
         return False
     return True

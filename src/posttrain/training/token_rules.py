@@ -1,0 +1,90 @@
+"""Which tokens of an update learn, and which get the entropy bonus: rules over all its samples, before the micro-batches."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from posttrain.credit.units.segment import answer_tokens
+from posttrain.episode import Episode, StopReason
+from posttrain.losses.entropy import clip_cov, covariances, kl_cov, top_entropy
+from posttrain.losses.policy import gpg_factor
+from posttrain.models.policy import Policy
+from posttrain.recipe.loss import EntropyRecipe, KlCovRecipe, PolicyLoss
+from posttrain.training.updater import Sample, Totals, computed
+
+
+def set_factors(
+    loss: PolicyLoss,
+    entropy: EntropyRecipe,
+    samples: Sequence[Sample],
+    trained: Sequence[Sample],
+    random: np.random.Generator | None,
+) -> Totals:
+    """Set `factors` and `held` of an update's `samples`, if a rule asks for them; returns what the rules chose, as metrics.
+
+    `trained`: the samples that are not masked as a whole. The rules are over their tokens. `random` draws those of `clip_cov`.
+    """
+    rule, metrics, tokens = entropy.covariance, Totals(), [sample.sampled_tokens for sample in trained]
+    if loss.type != "gpg" and entropy.top_share == 1 and rule is None:
+        return metrics
+    factors = np.ones(sum(tokens), dtype=np.float32)
+    held = np.zeros(sum(tokens), dtype=bool)
+    if loss.type == "gpg":
+        factors *= gpg_factor([s.group for s in samples], [bool(np.any(s.advantages != 0)) for s in samples])
+    if entropy.top_share < 1:
+        kept = top_entropy(_joined([computed(s.entropies) for s in trained]), entropy.top_share)
+        factors[~kept] = 0.0
+        metrics["policy/low_entropy_masked"] = _counted(~kept)
+    if rule is not None:
+        values = covariances(_joined([logprobs_before(s) for s in trained]), _joined([s.advantages for s in trained]))
+        metrics["policy/covariance"] = (float(values.sum()), float(len(values)))
+        if isinstance(rule, KlCovRecipe):
+            held = kl_cov(rule, values)
+            metrics["policy/kl_cov_held"] = _counted(held)
+        else:
+            if random is None:
+                raise ValueError("`clip_cov` draws tokens at random; pass `random`")
+            clipped = clip_cov(rule, values, random)
+            factors[clipped] = 0.0
+            metrics["policy/clip_cov_masked"] = _counted(clipped)
+    for sample in samples:  # masked ones weigh nothing
+        sample.factors = np.zeros(sample.sampled_tokens, dtype=np.float32)
+        sample.held = np.zeros(sample.sampled_tokens, dtype=bool)
+    ends = np.cumsum([0, *tokens])
+    for sample, start, end in zip(trained, ends[:-1], ends[1:], strict=True):
+        sample.factors, sample.held = factors[start:end], held[start:end]
+    return metrics
+
+
+def set_bonus_tokens(
+    episodes: Sequence[Episode], samples: Sequence[Sample], recipe: EntropyRecipe, policy: Policy
+) -> None:
+    """Mark the sampled tokens of each sample that get the entropy bonus, for a bonus that is not on all of them."""
+    if recipe.tokens == "all":
+        return
+    decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
+    streams = [[np.zeros(len(stream), dtype=bool) for stream in episode.streams] for episode in episodes]
+    for episode, marks in zip(episodes, streams, strict=True):
+        for turn in episode.turns:
+            ids = episode.streams[turn.stream].ids
+            ended = turn.stop_reason is StopReason.END_TOKEN
+            marks[turn.stream][turn.start : turn.stop] = answer_tokens(
+                recipe.tokens, ids[: turn.start], ids[turn.start : turn.stop], ended, decode
+            )
+    for sample, mark in zip(samples, [mark for marks in streams for mark in marks], strict=True):
+        sample.bonus = mark[sample.stream.sampled]
+
+
+def logprobs_before(sample: Sample) -> np.ndarray:
+    """[n]: before the step's updates, by the learner where it has computed them, else by the engine."""
+    stream = sample.stream
+    return stream.rollout_logprobs[stream.sampled] if sample.old_logprobs is None else sample.old_logprobs
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.float32), *parts])
+
+
+def _counted(flags: np.ndarray) -> tuple[float, float]:
+    return float(flags.sum()), float(len(flags))
