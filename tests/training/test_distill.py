@@ -54,7 +54,7 @@ def teacher_model(tmp_path_factory):
 def values_of(tiny, runs, teacher, **changes):
     """A small run of the stage; see `small.recipe_values`."""
     values = small.recipe_values(tiny, runs)
-    for key in ("kl", "entropy_coefficient"):
+    for key in ("kl", "entropy"):
         values.pop(key)
     values["rollout"] = {key: value for key, value in values["rollout"].items() if key != "filter"}
     return values | {"stage": "distill", "teacher": teacher} | changes
@@ -344,7 +344,7 @@ def test_the_teacher_is_a_reward_of_each_sampled_token(played, teacher_model):
 
 def test_reinforcement_learning_with_a_teacher_alone_approaches_it(tiny_model, teacher_model, tmp_path):
     rollout = {"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 4, "tokens_per_episode": 300}
-    values = small.recipe_values(tiny_model, tmp_path, steps=12, rollout=rollout, kl={}, entropy_coefficient=0.0)
+    values = small.recipe_values(tiny_model, tmp_path, steps=12, rollout=rollout, kl={}, entropy={})
     values |= {
         "teacher": {"path": str(teacher_model), "coefficient": 100.0},
         "credit": {"type": "reinforce", "discount": 0.01},
