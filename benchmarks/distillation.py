@@ -107,7 +107,9 @@ def needed(curve: list[tuple[int, float]], target: float) -> float:
 
 
 def interval(values: list[float]) -> str:
-    """Mean and 95% interval over seeds (Student's t)."""
+    """Mean and 95% interval over seeds (Student's t); where some runs did not get there, over those that did."""
+    if (reached := [value for value in values if math.isfinite(value)]) != values:
+        return f"{len(reached)} of {len(values)} runs: {interval(reached)}" if reached else "none"
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
         return f"{mean:.3g}"
