@@ -21,6 +21,7 @@ from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shar
 from posttrain.distributed.world import current_world
 from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
+from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.forward import prompt_length
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
@@ -70,8 +71,10 @@ class Sample:
     """The episode's group."""
     truncated: bool = False
     """Whether a token limit cut the last answer of the episode."""
+    teacher: TeacherScores | None = None
+    """The teacher's scores of the sampled tokens."""
     ptx: bool = False
-    """A supervised row that joins an update of reinforcement learning, not an episode."""
+    """A supervised row in reinforcement learning or distillation, not an episode."""
     side: PreferenceSide | None = None
     """Set for preference data alone."""
 
