@@ -293,7 +293,9 @@ def _entropy(recipe: RlRecipe) -> list[str]:
         if entropy.target is None and _given(entropy, key):
             warnings.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
     if not entropy.has_bonus and entropy.tokens != "all":
-        warnings.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
+        warnings.append(
+            _without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target")
+        )
     once = learner.updates_per_step * learner.epochs_per_step == 1
     if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
         reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
