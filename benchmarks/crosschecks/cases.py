@@ -21,11 +21,15 @@ class Case:
     credit: dict[str, Any] | None = None
     """None: random advantages."""
     kl: dict[str, Any] | None = None
-    entropy: float = 0.0
+    entropy: dict[str, Any] = field(default_factory=dict)
     temperature: float = 1.0
     distance: float = 0.3
     """Standard deviation of the difference between the engine's and the learner's log-probabilities, in nats."""
     advantages_per_stream: bool = False
+    groups: int | None = None
+    """Number of groups; None: 1 to 4."""
+    binary: bool = False
+    """Returns are 0 or 1."""
     updates: int = 1
     """PPO epochs. The last one is compared."""
     same_turns: bool = False
@@ -49,7 +53,13 @@ CREDIT_SETTINGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "turn_returns": [("", {"discount": 0.9}), (", no baseline", {"baseline": "none"})],
     "mt_grpo": [("", {"turn_weight": 0.5})],
     "gigpo": [("", {}), (", no std", {"divide_by_std": False, "step_weight": 0.5})],
-    "gae": [("", {"whiten": False, "discount": 0.97}), (", whitened", {"gae_lambda": 0.8})],
+    "pass_at_k": [("", {}), (", k 2", {"k": 2})],
+    "gdpo": [("", {}), (", weights", {"weights": {"correct": 1.0, "format": 0.3}})],
+    "gae": [
+        ("", {"whiten": False, "discount": 0.97}),
+        (", whitened", {"gae_lambda": 0.8}),
+        (", length_alpha", {"length_alpha": 0.5}),
+    ],
     "bilevel_gae": [("", {"whiten": False, "discount": 0.97, "gae_lambda": 0.8}), (", whitened", {})],
 }
 
@@ -89,17 +99,31 @@ def cases() -> Iterator[Case]:
     yield Case("mask", "truncated episodes", {"type": "ppo", "mask_truncated": True, **OLD})
     sequence_mean = {"aggregation": "sequence_mean", "mask_truncated": True}
     yield Case("mask", "truncated episodes, sequence_mean", {"type": "ppo", **sequence_mean, **OLD})
-    yield Case("temperature", "0.7", {"type": "ppo", **OLD}, temperature=0.7, entropy=0.1)
+    yield Case("temperature", "0.7", {"type": "ppo", **OLD}, temperature=0.7, entropy={"coefficient": 0.1})
     for estimator in ("k2", "k3"):
         yield Case("KL", f"{estimator} in the loss", kl={"coefficient": 0.2, "estimator": estimator})
+    for estimator in ("k1", "k2", "k3"):
+        weighted = {"coefficient": 0.2, "estimator": estimator, "importance_weighted": True}
+        yield Case("KL", f"{estimator} in the loss, importance-weighted", kl=weighted)
     for credit in ("rloo", "reinforce", "gae"):
         in_reward = {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}
         yield Case("KL", f"k1 in the reward, {credit}", credit={"type": credit}, kl=in_reward)
-    yield Case("entropy", "bonus", entropy=0.1)
+    yield Case("entropy", "bonus", entropy={"coefficient": 0.1})
+    ppo = {"type": "ppo", **OLD}
+    yield Case("entropy", "top_share", ppo, entropy={"top_share": 0.3})
+    # The share is so large that nothing is left to chance.
+    clip_cov = {"type": "clip_cov", "share": 0.999, "low": 0.1, "high": 1.0}
+    yield Case("entropy", "clip_cov", ppo, entropy={"covariance": clip_cov})
+    kl_cov = {"type": "kl_cov", "share": 0.2, "coefficient": 0.5}
+    # In a batch of two tokens the covariances are equal, and rounding chooses.
+    yield Case("entropy", "kl_cov", ppo, entropy={"covariance": kl_cov}, groups=3)
+    later = {"type": "ppo", **LATER}
+    yield Case("entropy", "kl_cov, second epoch", later, entropy={"covariance": kl_cov}, groups=3, updates=2)
     for name in CREDITS.names():
         if name in REFERENCE_CREDITS:
             for label, settings in CREDIT_SETTINGS.get(name, [("", {})]):
-                yield Case("credit", name + label, credit={"type": name, **settings}, same_turns=name == "mt_grpo")
+                credit = {"type": name, **settings}
+                yield Case("credit", name + label, credit=credit, same_turns=name == "mt_grpo", binary=name == "maxrl")
 
 
 def without_reference() -> list[tuple[str, str]]:

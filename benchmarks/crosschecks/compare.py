@@ -7,8 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 from reference.credit import CREDITS, PerEpisode, Play
-from reference.losses import LOSSES, Batch, aggregate, correction_factor, kl, off_policy_mask
-from reference.model import Padded, pad, score, spread
+from reference.losses import (
+    LOSSES,
+    Batch,
+    aggregate,
+    clip_cov,
+    correction_factor,
+    kl,
+    kl_cov,
+    kl_importance_weighted,
+    off_policy_mask,
+    top_entropy,
+)
+from reference.model import Padded, Scores, pad, score, spread
 
 import posttrain
 from crosschecks.cases import Case
@@ -56,12 +67,12 @@ class Sides:
     def differences(self, case: Case, seed: int) -> tuple[float, float]:
         """Relative difference of the loss and of the gradient, on the batch of a seed."""
         rng = np.random.default_rng((seed, *case.name.encode()))
-        episodes = random_episodes(rng, self.vocabulary, same_turns=case.same_turns)
+        episodes = random_episodes(rng, self.vocabulary, case.groups, same_turns=case.same_turns, binary=case.binary)
         padded = padded_streams(episodes)
         with torch.no_grad():
             now, ref = (score(m, padded, case.temperature) for m in (self.model, self.start))
         set_rollout_logprobs(rng, episodes, padded, now.logprobs, case.distance)
-        ours, theirs = self.credit(case, rng, episodes, padded, ref.logprobs)
+        ours, theirs = self.credit(case, rng, episodes, padded, now, ref.logprobs)
         longest = max(16, *(len(stream) for episode in episodes for stream in episode.streams))
         update = last_update(
             self.policy,
@@ -92,7 +103,13 @@ class Sides:
                 parameter.copy_(weights[name])
 
     def credit(
-        self, case: Case, rng: np.random.Generator, episodes: list[Episode], padded: Padded, ref: torch.Tensor
+        self,
+        case: Case,
+        rng: np.random.Generator,
+        episodes: list[Episode],
+        padded: Padded,
+        now: Scores,
+        ref: torch.Tensor,
     ) -> tuple[Advantages, PerEpisode]:
         """Advantages by the package, and by the reference as one number per sampled token of each episode."""
         if case.credit is None:
@@ -110,7 +127,16 @@ class Sides:
             assert case.kl is not None
             rewards = rewards_with_kl(episodes, case.kl, [ref[row, s].numpy() for row, s in enumerate(padded.sampled)])
             subtract_kl(plays, padded, rollout_logprobs(episodes, padded) - ref, case.kl["coefficient"])
-        ours = posttrain.advantages(episodes, settings, rewards=rewards, values=values, greedy_returns=greedy)
+        energies = None
+        if settings.type == "optimal_token_baseline":
+            energies = posttrain.Learner(self.policy).energies(episodes)
+            exact = 1 - 2 * now.logprobs.exp() + now.squares
+            for index, play in enumerate(plays):
+                rows = padded.episode == index
+                play.energies = exact[rows][padded.sampled[rows]].tolist()
+        ours = posttrain.advantages(
+            episodes, settings, rewards=rewards, values=values, greedy_returns=greedy, energies=energies
+        )
         return ours, CREDITS[settings.type](plays, settings)
 
     def expected(
@@ -148,13 +174,21 @@ class Sides:
             cut = [e.turns[-1].stop_reason in CUT_OFF for e in episodes]
             batch.mask = batch.mask * torch.tensor([[not cut[episode]] for episode in padded.episode.tolist()])
         token = LOSSES[settings.type](batch, settings)
+        rule, penalty = case.entropy.get("covariance", {}), torch.zeros(())
+        if rule.get("type") == "clip_cov":
+            token = token * clip_cov(batch, rule["low"], rule["high"])
+        if rule.get("type") == "kl_cov":
+            penalty = kl_cov(batch, rule["share"], rule["coefficient"])
+        if "top_share" in case.entropy:
+            token = token * top_entropy(batch, case.entropy["top_share"])
         if settings.off_policy_mask is not None:
             token = token * off_policy_mask(batch, settings.off_policy_mask)
         if settings.correction is not None:
             token = token * correction_factor(batch, settings.correction)
         if case.kl is not None and not in_reward(case):
-            token = token + case.kl["coefficient"] * kl(batch, case.kl["estimator"])
-        token = token - case.entropy * batch.entropy
+            estimate = kl_importance_weighted if case.kl.get("importance_weighted") else kl
+            token = token + case.kl["coefficient"] * estimate(batch, case.kl["estimator"])
+        token = token + penalty - case.entropy.get("coefficient", 0.0) * batch.entropy
         total = aggregate(token, batch, settings.aggregation, settings.constant)
         return total, float(aggregate(token.abs(), batch, settings.aggregation, settings.constant).detach()) or 1.0
 
@@ -216,6 +250,7 @@ def plays_of(
                 turn=joined([s.turn for s in episode.streams]),
                 states=[str(turn.state) for turn in episode.turns],
                 values=joined(own),
+                scores=episode.turns[-1].info["scores"],
                 greedy=greedy[episode.group],
             )
         )

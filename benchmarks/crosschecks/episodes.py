@@ -57,7 +57,7 @@ def _episode(
                 reward=reward,
                 stop_reason=StopReason.TURN_BUDGET if last and rng.random() < 0.25 else StopReason.END_TOKEN,
                 answer="",
-                info=dict(zip(PARTS, (reward - share, share), strict=True)),
+                info={"scores": dict(zip(PARTS, (reward - share, share), strict=True))},
                 state=str(rng.integers(0, 2)),
             )
         )

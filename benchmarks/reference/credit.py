@@ -134,9 +134,9 @@ def pass_at_k(plays: Sequence[Play], settings: Any) -> PerEpisode:
 def gdpo(plays: Sequence[Play], settings: Any) -> PerEpisode:
     """Liu et al. 2026 (2601.05242) equations 4 to 6: each score is normalized within the group; the weighted sum is normalized
     over the episodes of the batch."""
-    sums = [0.0] * len(plays)
+    sums, weights = [0.0] * len(plays), settings.weights or dict.fromkeys(plays[0].scores, 1.0)
     for members in groups(plays):
-        for name, weight in settings.weights.items():
+        for name, weight in weights.items():
             if len(members) > 1:
                 for i, number in zip(members, normalized([plays[i].scores[name] for i in members]), strict=True):
                     sums[i] += weight * number
@@ -145,7 +145,8 @@ def gdpo(plays: Sequence[Play], settings: Any) -> PerEpisode:
 
 def optimal_token_baseline(plays: Sequence[Play], settings: Any) -> PerEpisode:
     """Li et al. 2026 (2602.07078): the reward-to-go minus, at the t-th token, the mean over the group's episodes that have one,
-    weighted by the cumulative energy of their tokens up to it."""
+    weighted by the cumulative energy of their tokens up to it. A token that no other episode reaches has no baseline, as in
+    the authors' code: the formula alone would compare it with itself."""
     out: PerEpisode = [[0.0] * len(play.rewards) for play in plays]
     for members in groups(plays):
         if len(members) == 1:
@@ -154,6 +155,9 @@ def optimal_token_baseline(plays: Sequence[Play], settings: Any) -> PerEpisode:
             returns = rewards_to_go(plays[i].rewards, 1.0)
             for t in range(len(returns)):
                 alive = [plays[j] for j in members if t < len(plays[j].rewards)]
+                if len(alive) == 1:
+                    out[i][t] = returns[t]
+                    continue
                 weights = [sum(play.energies[: t + 1]) for play in alive]
                 seen = [sum(play.rewards[t:]) for play in alive]
                 out[i][t] = returns[t] - sum(w * G for w, G in zip(weights, seen, strict=True)) / sum(weights)
@@ -224,7 +228,7 @@ def gae(plays: Sequence[Play], settings: Any) -> PerEpisode:
     rows = []
     for play in plays:
         lam = settings.gae_lambda
-        if getattr(settings, "length_alpha", None) is not None:
+        if settings.length_alpha is not None:
             lam = max(0.0, 1 - 1 / (settings.length_alpha * len(play.rewards)))
         rows.append(gae_of(play.rewards, play.values, settings.discount, lam))
     return whiten(rows) if settings.whiten else rows

@@ -5,6 +5,7 @@ Each loss gives one number per token, to be minimized. Notation: `logp` is log p
 sampled tokens.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +134,12 @@ def correction_factor(b: Batch, s: Any) -> Tensor:
 
 
 def kl(b: Batch, estimator: str) -> Tensor:
-    """Schulman 2020, "Approximating KL divergence": estimators of KL(pi, pi_ref) from samples of pi."""
+    """Schulman 2020, "Approximating KL divergence": estimators of KL(pi, pi_ref) from samples of pi. k3 is cut off at 10 nats,
+    as in verl."""
     d = b.logp - b.ref
     if estimator == "k1":
         return d
-    return d**2 / 2 if estimator == "k2" else (-d).exp() - 1 + d
+    return d**2 / 2 if estimator == "k2" else ((-d).exp() - 1 + d).clamp(max=10)
 
 
 def kl_importance_weighted(b: Batch, estimator: str) -> Tensor:
@@ -151,6 +153,37 @@ def off_policy_mask(b: Batch, threshold: float) -> Tensor:
     log(mu / pi) exceeds the threshold, else 1. mu sampled the tokens."""
     drift = stream_mean(b.rollout - b.logp.detach(), b.mask)
     return 1 - ((b.A < 0) & (drift > threshold)).double()
+
+
+def covariance(b: Batch) -> Tensor:
+    """[B, T]: Cui et al. 2025 (2505.22617) equation 9, over all sampled tokens of the update, 0 elsewhere, of the log-probabilities
+    before the step's first update."""
+    count = b.mask.sum()
+    return (b.old - (b.old * b.mask).sum() / count) * (b.A - (b.A * b.mask).sum() / count) * b.mask
+
+
+def clip_cov(b: Batch, low: float, high: float) -> Tensor:
+    """[B, T]: Clip-Cov (2505.22617) equations 10 and 11, where the random choice takes every token with a covariance between
+    the bounds: 0 for these, else 1."""
+    C = covariance(b)
+    return 1 - ((low < C) & (high > C) & (b.mask > 0)).double()
+
+
+def kl_cov(b: Batch, share: float, coefficient: float) -> Tensor:
+    """[B, T]: KL-Cov (2505.22617) equations 12 and 13: a penalty for the tokens with the largest covariance. The estimate of the
+    KL to the old policy is that of the authors' code, |log pi / pi_old|."""
+    C = covariance(b).masked_fill(b.mask == 0, -torch.inf)
+    count = max(1, int(share * float(b.mask.sum())))
+    chosen = C.flatten().topk(count).values[-1] <= C
+    return coefficient * (b.logp - b.old).abs() * chosen
+
+
+def top_entropy(b: Batch, share: float) -> Tensor:
+    """[B, T]: Wang et al. 2025 (2506.01939) equation 5: 1 for the share of sampled tokens with the highest entropy, else 0. The
+    divisor of the mean stays."""
+    H = b.entropy.detach().masked_fill(b.mask == 0, -torch.inf)
+    count = math.ceil(share * float(b.mask.sum()) - 1e-9)
+    return (H.flatten().topk(count).values[-1] <= H).double()
 
 
 def aggregate(per_token: Tensor, b: Batch, aggregation: str, constant: float | None) -> Tensor:

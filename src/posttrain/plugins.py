@@ -43,10 +43,10 @@ def entry_points(group: Group) -> Mapping[str, metadata.EntryPoint]:
 
     Where several distributions declare one name, the first is listed here and `load` raises.
     """
-    found: dict[str, metadata.EntryPoint] = {}
+    points: dict[str, metadata.EntryPoint] = {}
     for point in sorted(metadata.entry_points(group=group), key=lambda point: point.name):
-        found.setdefault(point.name, point)
-    return found
+        points.setdefault(point.name, point)
+    return points
 
 
 @cache

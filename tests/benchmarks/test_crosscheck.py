@@ -40,6 +40,7 @@ def rows(crosschecks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # some 100 s of one core, more where the machine is shared
 def test_every_algorithm_agrees_with_its_reference(tmp_path):
     """The script as users run it: 10 random batches a row, and no registered loss or credit without a reference."""
     file = tmp_path / "table.json"

@@ -104,7 +104,7 @@ def test_labels_in_words_are_told(tiny_model, tmp_path, capsys):
 def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tmp_path, capsys):
     words = ["slippery=false", "--count", "5", "--history", history, "--out", "lake.jsonl"]
     assert main(["data", "experts", "frozen_lake", *words]) == 0
-    assert "of 5 games, seeds 200000 to 200004" in capsys.readouterr().out
+    assert "of 5 episodes, seeds 200000 to 200004" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "lake.jsonl").read_text().splitlines()]
     assert json.loads(rows[0]["environment"])["format"]["thinking"] is False
     assert len({row["seed"] for row in rows}) == 5
@@ -146,16 +146,15 @@ def test_experts_keep_off_the_held_out_seeds(capsys):
 def test_experts_of_an_environment_without_tasks_are_told(capsys):
     assert main(["data", "experts", "text_task"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        "posttrain: text_task has no tasks until its keys name some, for example `reasoning_gym.dataset"
-    )
+    assert said.startswith("posttrain: text_task has no default task")
+    assert "reasoning_gym.dataset" in said
     assert said.count("\n") == 1
     asked = write_jsonl(Path("asked.jsonl"), [{"prompt": "Up?", "completion": "Goal"}])
     assert main(["data", "experts", "text_task", f"prompts={asked}"]) == 2
     assert "--start and --count: environment seed 200000 is not a row of" in capsys.readouterr().err
     words = ["--start", "0", "--count", "1", "--out", "asked.parquet"]
     assert main(["data", "experts", "text_task", f"prompts={asked}", *words]) == 0
-    assert capsys.readouterr().out == "asked.parquet: 1 rows of 1 games, seeds 0 to 0\n"
+    assert capsys.readouterr().out == "asked.parquet: 1 rows of 1 episodes, seeds 0 to 0\n"
     assert (
         main(["data", "experts", "text_task", "reasoning_gym.dataset=chain_sum", "--count", "1", "--out", "x.csv"]) == 2
     )

@@ -82,8 +82,8 @@ def test_end_of_input_stops_cleanly():
 def test_validate_checks_all_or_one_with_keys():
     result = _run("validate", "--seeds", "5")
     whole = ("bandit", "frozen_lake", "memory", "sokoban")
-    assert result.output.splitlines() == [f"{name}: sound on 5 seeds" for name in whole]
-    assert _run("validate", "sokoban", "num_boxes=2", "--seeds", "3").output == "sokoban: sound on 3 seeds\n"
+    assert result.output.splitlines() == [f"{name}: valid on 5 seeds" for name in whole]
+    assert _run("validate", "sokoban", "num_boxes=2", "--seeds", "3").output == "sokoban: valid on 3 seeds\n"
 
 
 def test_validate_fails_on_an_unsound_environment(tmp_path):
@@ -105,8 +105,8 @@ def test_validate_says_when_there_is_nothing_to_check(tmp_path):
     ("words", "message"),
     [
         (("play", "socoban"), "did you mean sokoban"),
-        (("play", "sokoban", "frozen_lake"), "takes one environment and got 2"),
-        (("play", "size=5"), "takes one environment and got 0"),
+        (("play", "sokoban", "frozen_lake"), "takes one environment, not 2"),
+        (("play", "size=5"), "takes one environment, not 0"),
         (("play", "frozen_lake", "sise=5"), "the nearest is environment.size"),
         (("validate", "frozen_lake", "size=big"), "it must be a whole number"),
         (("validate", "bandit", "format.actions_per_turn=2"), "one pull ends the episode"),

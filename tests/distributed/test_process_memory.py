@@ -28,7 +28,7 @@ def test_in_bfloat16_the_shares_are_the_masters():
     found, _ = rows("bfloat16", processes=2)
     assert found["weights"] == found["gradients"] == 4 * 1000 / 2
     assert "float32 masters and their gradients" not in found
-    assert rows("bfloat16", processes=2, reshard_after_forward=False)[0]["gathered for a moment"] == 2 * 1000
+    assert rows("bfloat16", processes=2, reshard_after_forward=False)[0]["gathered temporarily"] == 2 * 1000
 
 
 def test_adapters_and_offload():

@@ -85,7 +85,7 @@ def test_text_keeps_what_it_has_when_an_encoder_is_missing(tmp_path, capsys):
     file, out = predictions(tmp_path / "p.jsonl", 0.3), tmp_path / "results.json"
     assert main(["evaluate", "text", str(file), "--encoder", str(tmp_path), "--out", str(out)]) == 2
     said = capsys.readouterr()
-    assert "no config.json (the other metrics are kept)" in said.err
+    assert "no config.json (the other metrics are unaffected)" in said.err
     assert "chrf" in said.out
     values = json.loads(out.read_text())
     assert set(values["metrics"]) == {"bleu", "chrf", "exact"}
@@ -137,7 +137,7 @@ def test_reward_tells_which_model_it_could_not_have(tmp_path, tiny_model, capsys
     said = capsys.readouterr()
     assert "/rm" in said.out
     assert f"{tmp_path / 'gone'} is not a model directory" in said.err
-    assert "(the other metrics are kept)" in said.err
+    assert "(the other metrics are unaffected)" in said.err
 
 
 def test_compare_ends_with_its_sentence(tmp_path, capsys):

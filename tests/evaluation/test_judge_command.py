@@ -188,7 +188,7 @@ def test_a_rubric_of_ones_own(file, tmp_path, capsys):
     assert "from 0 (worst) to 3 (best)" in said
     assert "0: Rude.\n3: Kind." in said
     assert '(as JSON {"a": 1}), to \n' in said
-    assert "12 such requests" in said
+    assert "12 requests" in said
     with serving(lambda frames, number: {"score": 2}) as server:
         assert main(words(file, server, rubric=str(path))) == 0
     assert file.with_name("made.politeness.jsonl").exists()
@@ -231,11 +231,11 @@ def test_a_rubric_that_is_wrong_is_told_with_its_line(file, tmp_path, capsys, ch
         (["--rubric", "eficiency"], "did you mean efficiency?"),
         (["--url", "localhost:8000"], "--url localhost:8000"),
         (["--model", ""], "--model is empty"),
-        (["--key", "NO_SUCH_KEY"], "NO_SUCH_KEY, which is not set"),
-        (["--out", "x.json"], "has to end in .jsonl"),
-        (["--out", "made.jsonl"], "would be written over"),
-        (["--cache", "made.jsonl"], "would be written over"),
-        (["--cache", "made.efficiency.jsonl"], "where the results go"),
+        (["--key", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
+        (["--out", "x.json"], "must end in .jsonl"),
+        (["--out", "made.jsonl"], "would be overwritten"),
+        (["--cache", "made.jsonl"], "would be overwritten"),
+        (["--cache", "made.efficiency.jsonl"], "the file of the results"),
         (["--requests-per-minute", "0"], "--requests-per-minute 0"),
         (["--against", "nowhere.jsonl"], "nowhere.jsonl"),
         (["columns.prediction=text"], "needs `text`"),

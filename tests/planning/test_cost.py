@@ -154,7 +154,7 @@ def test_the_command_line(monkeypatch, capsys):
     assert main([*words, "--dry-run", "--on", "epyc-zen5-2"]) == 0
     assert "an estimate for one epyc-zen5-2" in capsys.readouterr().out
     assert main([*words, "--on", "h200"]) == 2
-    assert "only --dry-run does" in capsys.readouterr().err
+    assert "only with --dry-run" in capsys.readouterr().err
     assert main([*words, "--dry-run", "--on", "h2000"]) == 2
     assert "h2000 is neither a file nor a known device; known devices are h200, h100, a100" in capsys.readouterr().err
 

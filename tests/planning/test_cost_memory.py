@@ -37,7 +37,7 @@ def test_what_sharding_divides_and_what_it_does_not():
     assert found["float32 masters and their gradients"] == found["AdamW state"] == 2667
     assert found["activations, roughly"] == whole["activations, roughly"]
     assert found["logits"] == whole["logits"]
-    assert found["gathered for a moment"] == 2 * (3 * SIZES.layer + 2 * 800)
+    assert found["gathered temporarily"] == 2 * (3 * SIZES.layer + 2 * 800)
 
 
 def test_an_engine_of_its_own():
@@ -55,7 +55,7 @@ def test_a_colocated_engine_sleeps_while_the_learner_learns():
     placed = Placement(2, 2, engines=2)
     rows = sizes_of(memory_estimate(recipe_of(), SIZES, placed))
     engine = rows["weights of the engine"] + rows["key/value cache, at most"]
-    passing = rows["activations, roughly"] + rows["logits"] + rows["gathered for a moment"]
+    passing = rows["activations, roughly"] + rows["logits"] + rows["gathered temporarily"]
     assert peak_memory(recipe_of(), SIZES, placed) == (sum(rows.values()) - engine, sum(rows.values()) - passing)
     beside = Placement(2, 2, engines=2, colocated=False)
     assert peak_memory(recipe_of(), SIZES, beside) == (sum(rows.values()) - engine, engine)
@@ -80,7 +80,7 @@ def test_experts_apart_are_not_gathered():
     recipe = recipe_of()
     moved = Placement(4, 4, expert_parallel=4)
     all_of_them, own = (sizes_of(memory_estimate(recipe, MIXTURE, p)) for p in (Placement(4, 4), moved))
-    assert all_of_them["gathered for a moment"] - own["gathered for a moment"] == 2 * 3 * 3 * MIXTURE.expert
+    assert all_of_them["gathered temporarily"] - own["gathered temporarily"] == 2 * 3 * 3 * MIXTURE.expert
 
 
 @pytest.mark.parametrize(

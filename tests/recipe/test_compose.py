@@ -33,15 +33,15 @@ def recipe_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "r.yaml is empty; write at least one `key: value` line, or leave the file out"),
-        ("# nothing\n", "r.yaml is empty; write at least one `key: value` line, or leave the file out"),
-        ("- 1\n", "r.yaml line 1: a recipe is made of `key: value` lines"),
+        ("", "r.yaml is empty; write at least one `key: value` line, or remove the file"),
+        ("# nothing\n", "r.yaml is empty; write at least one `key: value` line, or remove the file"),
+        ("- 1\n", "r.yaml line 1: a recipe consists of `key: value` lines"),
         ("steps: 1\nkl: [1\n", "r.yaml line 3 is not YAML: expected ',' or ']', but got '<stream end>'"),
         ("kl:\n\tcoefficient: 1\n", "r.yaml line 2: a tab is used for indentation; use spaces"),
-        ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps was already given in line 1; keep one of them"),
+        ("steps: 1\nsteps: 2\n", "r.yaml line 2: steps is also given in line 1; keep one of them"),
         (
             "kl:\n  apply_to: loss\n  apply_to: loss\n",
-            "r.yaml line 3: kl.apply_to was already given in line 2; keep one of them",
+            "r.yaml line 3: kl.apply_to is also given in line 2; keep one of them",
         ),
         ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
         ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
@@ -186,13 +186,13 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
             "override rollout.tokens_per_episode=8192: one episode may have `rollout.tokens_per_episode` = 8192 tokens, "
             "more than `learner.tokens_per_batch` = 4096; raise the latter or lower the former",
         ),
-        (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `part.key=value`"),
+        (["a..b=1"], "override a..b=1: 'a..b' is not a dotted key; write `section.key=value`"),
         (["steps"], "override 'steps' has no value; write `steps=value`"),
         (["--steps"], "override --steps has no value; write `steps=value`"),
         (["sinks=[a"], "override sinks=[a: the value is not YAML; quote it if it is text"),
         (
             ["sinks=[wandb]", "sinks.x=1"],
-            "override sinks.x=1: sinks: one place gives a list and another a section; keep one of them",
+            "override sinks.x=1: sinks: given both as a list and as a section; keep one of them",
         ),
     ],
 )

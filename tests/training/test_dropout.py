@@ -122,7 +122,7 @@ def values_of(stage, tiny, folder):
     """A small run of the stage."""
     if stage == "kto":
         rows = {name: write_jsonl(folder / f"{name}.jsonl", unpaired_rows(8)) for name in ("train", "validation")}
-        return recipe_values("dpo", tiny, folder, loss={"type": "kto"}) | {"data": rows}
+        return recipe_values("dpo", tiny, folder, loss={"type": "kto"}) | {"data": rows | {"max_tokens": 200}}
     if stage == "ppo":
         critic = {"lora": DROPOUT, "optimizer": {"learning_rate": 1e-3}}
         return rl_values(tiny, folder, credit={"type": "gae"}, kl={}, critic=critic)

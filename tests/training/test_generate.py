@@ -120,10 +120,13 @@ def whole(tiny_model, tmp_path_factory):
 
 
 DEATHS = {
-    "first answer": [("posttrain.runs.answers:AnswerLog.append", 1)],
-    "in a window": [("posttrain.runs.answers:AnswerLog.append", 11)],
-    "twice": [("posttrain.runs.answers:AnswerLog.append", 3), ("posttrain.runs.answers:AnswerLog.append", 20)],
-    "at the end": [("posttrain.runs.answers:write_lines", 1)],
+    "first answer": [("posttrain.runs.completions:CompletionLog.append", 1)],
+    "in a window": [("posttrain.runs.completions:CompletionLog.append", 11)],
+    "twice": [
+        ("posttrain.runs.completions:CompletionLog.append", 3),
+        ("posttrain.runs.completions:CompletionLog.append", 20),
+    ],
+    "at the end": [("posttrain.runs.completions:write_lines", 1)],
     "while publishing": [("os:fsync", 6)],
     "once published": [("os:replace", 3), ("os:fsync", 4)],
     "before the summary": [("posttrain.training.generate:_summary", 1)],
@@ -143,7 +146,7 @@ def test_killed_anywhere_it_resumes_to_the_same_file(deaths, tiny_model, tmp_pat
     run, torn = tmp_path / "runs/small", False
     for death in deaths:
         assert small.run(recipe, resume=run.exists(), die_at=death) == -signal.SIGKILL
-        journal = run / "checkpoints/answers.jsonl"
+        journal = run / "checkpoints/completions.jsonl"
         if journal.exists() and journal.stat().st_size:
             with open(journal, "a") as file:
                 file.write('{"id": 3, "sam')
@@ -169,9 +172,8 @@ def test_another_recipe_or_other_data_are_refused(tiny_model, tmp_path, capsys):
     assert main(["generate", "--resume", "runs/a", *words]) == 0, "the same command"
     assert "0 of them in 0:00, 0 tokens/s; 4 from earlier runs" in capsys.readouterr().out
     assert main(["generate", "--resume", "runs/a", *words, "seed=4", "samples=2", "sampling.temperature=1"]) == 2
-    assert (
-        "--resume runs/a goes on with the recipe of that run, which has another value of seed, sampling, samples;"
-        in (capsys.readouterr().err)
+    assert "--resume runs/a uses the recipe of that run, which has other values of seed, sampling, samples;" in (
+        capsys.readouterr().err
     )
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "other"}, *some_rows(4)[1:]])
     # Rows are read once a process, so another one has to see the change.
@@ -321,7 +323,7 @@ def test_the_packaged_model_killed_and_resumed_gives_the_same_bytes(tmp_path):
     assert small.run(values("", tmp_path / "whole", 8, **more)) == 0
     recipe = values("", tmp_path / "killed", 8, **more)
     for resume, place in ((False, 3), (True, 6)):
-        death = ("posttrain.runs.answers:AnswerLog.append", place)
+        death = ("posttrain.runs.completions:CompletionLog.append", place)
         assert small.run(recipe, resume=resume, die_at=death) == -signal.SIGKILL
     assert small.run(recipe, resume=True) == 0
     found, whole = (tmp_path / f"{name}/small/predictions.jsonl" for name in ("killed", "whole"))

@@ -153,7 +153,7 @@ def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
 
         server.model = slow
         with subprocess.Popen([*COMMAND, *words(server.url, "engine.max_concurrent=3")]) as process:
-            journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
+            journal = tmp_path / "runs/remote/checkpoints/completions.jsonl"
             deadline = time.monotonic() + 120
             while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
                 assert time.monotonic() < deadline
@@ -179,7 +179,7 @@ def test_interrupted_it_says_what_is_kept_and_how_to_go_on(tmp_path):
     with serving(slow) as server:
         command = [*COMMAND, *words(server.url, "engine.max_concurrent=3")]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
+            journal = tmp_path / "runs/remote/checkpoints/completions.jsonl"
             deadline = time.monotonic() + 120
             while not journal.exists() or journal.read_bytes().count(b"\n") < 8:
                 assert time.monotonic() < deadline
@@ -244,15 +244,15 @@ def test_no_torch_is_loaded():
 def test_the_journal_names_a_damaged_line(tmp_path, capsys):
     with serving(square) as server:
         assert main(words(server.url)) == 0
-    journal = tmp_path / "runs/remote/checkpoints/answers.jsonl"
+    journal = tmp_path / "runs/remote/checkpoints/completions.jsonl"
     lines = journal.read_text().splitlines()
     journal.write_text("\n".join([*lines[:2], json.dumps({"id": None}), *lines[3:]]) + "\n")
     assert main(["generate", "--resume", "runs/remote"]) == 1
-    assert "answers.jsonl, line 3 is damaged" in capsys.readouterr().err
+    assert "completions.jsonl, line 3 is damaged" in capsys.readouterr().err
 
 
 def test_a_file_that_another_run_wrote_meanwhile_is_left_alone(tmp_path, capsys):
-    out, journal = tmp_path / "p.jsonl", tmp_path / "runs/remote/checkpoints/answers.jsonl"
+    out, journal = tmp_path / "p.jsonl", tmp_path / "runs/remote/checkpoints/completions.jsonl"
 
     def meanwhile(request):
         out.write_text("theirs")

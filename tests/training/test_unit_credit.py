@@ -189,10 +189,10 @@ def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_mode
     _, lines = run(recipe(tiny_model, tmp_path, unit_reward_model, credit))
     line = next(line for line in lines if line["kind"] == "train")
     assert line["units/tokens_per_unit"] == 1
-    assert not [line for line in lines if line["kind"] == "warning" and "next to nothing" in line["message"]]
+    assert not [line for line in lines if line["kind"] == "warning" and "almost nothing" in line["message"]]
     (tmp_path / "d.json").write_text(json.dumps({"r2": {"mean": -0.2, "std": None}}))
     _, weak = run(recipe(tiny_model, tmp_path, unit_reward_model, credit, name="weak", steps=1))
-    assert [line for line in weak if line["kind"] == "warning" and "next to nothing" in line["message"]]
+    assert [line for line in weak if line["kind"] == "warning" and "almost nothing" in line["message"]]
     assert line["units/forwards"] == 0  # what was read when the episodes were scored is not read again
 
 
@@ -216,9 +216,9 @@ def test_recipes_that_mean_nothing_are_refused(changes, words, tiny_model, rewar
 
 
 def test_a_reward_model_that_cannot_give_the_credit_is_named(tiny_model, reward_model, unit_reward_model, tmp_path):
-    with pytest.raises(InputError, match="rewards whole answers; train one with `units`"):
+    with pytest.raises(InputError, match="train a reward model with `units`"):
         run(recipe(tiny_model, tmp_path, reward_model, {"type": "unit_rewards"}, name="a"))
-    with pytest.raises(InputError, match="rewards units, so an answer without some"):
+    with pytest.raises(InputError, match="rewards units, and removing some"):
         run(recipe(tiny_model, tmp_path, unit_reward_model, {"type": "prefix"}, name="b"))
     given = {"type": "unit_rewards", "normalizer": str(tmp_path / "params.json")}
     with pytest.raises(InputError, match=r"^unit_credit\.normalizer.* params\.json cannot be read|params\.json"):

@@ -30,8 +30,8 @@ def objective(metric, **more):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"steps": 3}, r"s.yaml line \d+: there is no key steps in a study \(write keys.steps\)"),
-        ({"trails": 3}, r"line \d+: there is no key trails in a study \(did you mean trials\?\)"),
+        ({"steps": 3}, r"s.yaml line \d+: a study has no key steps \(write keys.steps\)"),
+        ({"trails": 3}, r"line \d+: a study has no key trails \(did you mean trials\?\)"),
         ({"search": {"a": {"low": 1}}}, r"line \d+: search.a.high is missing; it must be a number"),
         ({"search": {"a": {"low": 1, "high": 2, "logg": True}}}, r"no key search.a.logg; the nearest is search.a.log"),
         ({"search": {"a": {"low": 2, "high": 1}}}, r"line \d+: search.a: `low` \(2\) must be below `high`"),

@@ -52,12 +52,12 @@ def benchmark(
 
 def _scripts(folder: Path) -> dict[str, Path]:
     """Name -> script. InputError where there is no such folder."""
-    found = {file.stem: file for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")}
-    if not found:
+    scripts = {file.stem: file for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")}
+    if not scripts:
         raise InputError(
             "benchmarks are no part of an installation; run `posttrain benchmark` of a checkout that is installed with `pip install -e .`"
         )
-    return found
+    return scripts
 
 
 def _first_line(script: Path) -> str:

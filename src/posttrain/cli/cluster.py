@@ -1,4 +1,4 @@
-"""`posttrain cluster`: plans of runs on many machines."""
+"""`posttrain cluster`: plan runs on several machines."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,30 +11,30 @@ if TYPE_CHECKING:
     from posttrain.planning.work import Episodes, Tokens
     from posttrain.recipe.stages import Recipe
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Plans of runs on a cluster.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Plan runs on a cluster.")
 
 
 @app.command(context_settings=OPEN)
 def plan(
     words: Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HELP)] = None,
-    on: Annotated[str | None, typer.Option(metavar="DEVICE", help="The device of a described cluster.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Machines of a described cluster.")] = None,
-    devices: Annotated[int | None, typer.Option(help="GPUs of each of them.")] = None,
+    on: Annotated[str | None, typer.Option(metavar="DEVICE", help="Device type of the planned cluster.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of machines of the planned cluster.")] = None,
+    devices: Annotated[int | None, typer.Option(help="GPUs per machine.")] = None,
     sizes: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Count with this model's sizes: a path or a known name.")
+        str | None, typer.Option(metavar="MODEL", help="Use the sizes of this model: a path or a known name.")
     ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(
             metavar="P,A,L[,O]",
-            help="Tokens of an episode: prompt, mean answer, longest answer, and what the environment adds.",
+            help="Tokens of an episode: prompt, mean answer, longest answer, observations.",
         ),
     ] = None,
 ) -> None:
-    """Show who runs where, the memory of each, what waits while another computes, and which setting answers it.
+    """Show the placement of all workers, their memory, the idle time of GPUs, and settings that reduce it.
 
-    With `--on`, `--nodes` or `--devices` the cluster is described; else, with `hardware.ray` in the recipe, it is the one
-    that runs there; else this machine.
+    The cluster is the one that `--on`, `--nodes` and `--devices` describe. Without these options it is the running cluster
+    of `hardware.ray`, or else this machine.
 
     Examples:
 
@@ -60,12 +60,12 @@ def plan(
         machines = _here()
     else:
         machines = described(nodes or 1, 8 if devices is None else devices, device)
-    found = _sizes(sizes or recipe.model.path)
-    show_placement(recipe, machines, device, found, Console(), _episodes(recipe, lengths), _rows(recipe, lengths))
+    known = _sizes(sizes or recipe.model.path)
+    show_placement(recipe, machines, device, known, Console(), _episodes(recipe, lengths), _rows(recipe, lengths))
 
 
 def _recipe(sources: list[str], overrides: list[str]) -> "Recipe":
-    """The recipe, of whatever stage its files name."""
+    """The recipe, for the stage that its files name."""
     from posttrain.recipe.compose import load_recipe
     from posttrain.recipe.sources import read_file
 
@@ -91,15 +91,15 @@ def _numbers(lengths: str) -> list[float]:
     from posttrain.errors import InputError
 
     try:
-        found = [float(part) for part in lengths.split(",")]
+        numbers = [float(part) for part in lengths.split(",")]
     except ValueError:
-        found = []
-    if not 2 <= len(found) <= 4 or min(found) < 0:
+        numbers = []
+    if not 2 <= len(numbers) <= 4 or min(numbers) < 0:
         raise InputError(
-            f"--lengths {lengths}: give two to four numbers, such as 208,127,227: tokens of the prompt, of a mean answer, of "
-            "the longest, and those that the environment adds"
+            f"--lengths {lengths}: give two to four numbers, such as 208,127,227: tokens of the prompt, the mean answer, the "
+            "longest answer, and the observations"
         )
-    return found
+    return numbers
 
 
 def _episodes(recipe: "Recipe", lengths: str | None) -> "Episodes | None":

@@ -1,4 +1,4 @@
-"""`posttrain data`: look at rows, convert them, and make them."""
+"""`posttrain data`: inspect, convert and generate rows."""
 
 import json
 from enum import StrEnum
@@ -18,26 +18,24 @@ def convert(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SOURCE]", help="A file, a directory, or a hub id; without it, the published data set on the hub."
+            metavar="[SOURCE]", help="A file, a directory, or a hub id. Default: the published data set on the hub."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The .jsonl or .parquet file to write; NAME.jsonl if not given.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The .jsonl or .parquet file to write. Default: NAME.jsonl.")] = None,
     language: Annotated[
-        str | None, typer.Option(help="helpsteer3: the language to keep, english if not given; `any` keeps all.")
+        str | None, typer.Option(help="helpsteer3: the language to keep; `any` keeps all. Default: english.")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a hub data set; its training split if not given.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Rows to write.", min=1)] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a hub data set. Default: its training split.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of rows to write.", min=1)] = None,
     shuffle: Annotated[
         bool,
-        typer.Option("--shuffle", help="Write the rows in a random order, always the same; --limit draws from all."),
+        typer.Option("--shuffle", help="Write the rows in a fixed random order. --limit then samples from all rows."),
     ] = False,
 ) -> None:
-    """Convert a published data set to rows that the stages read; what is left out is counted by reason.
+    """Convert a published data set to rows for the training stages, and count dropped rows by reason.
 
-    HelpSteer3 becomes preference pairs: a negative preference chooses response 1, a neutral one is skipped, and a
-    sample of rows is compared with what their annotators wrote.
+    HelpSteer3 becomes preference pairs. A negative preference chooses response 1, and neutral ones are skipped. A sample
+    of rows is checked against the comments of its annotators.
 
     Examples:
 
@@ -62,14 +60,14 @@ def rationales(
     out: Annotated[
         Path, typer.Option(help="Directory for the parquet files in sft/, preferences/ and prompts/.")
     ] = Path("rationales"),
-    seed: Annotated[int, typer.Option(help="Another seed, other policies.", min=0)] = 0,
-    train: Annotated[int, typer.Option(help="Policies to train on; each gives two pairs.", min=1)] = 5000,
-    val: Annotated[int, typer.Option(help="Policies for validation.", min=1)] = 500,
-    test: Annotated[int, typer.Option(help="Policies for the test.", min=1)] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of the generated policies.", min=0)] = 0,
+    train: Annotated[int, typer.Option(help="Training policies. Each gives two pairs.", min=1)] = 5000,
+    val: Annotated[int, typer.Option(help="Validation policies.", min=1)] = 500,
+    test: Annotated[int, typer.Option(help="Test policies.", min=1)] = 500,
 ) -> None:
-    """Write made-up policies with their procedures: conversations for `sft`, pairs for `dpo` and `reward`, and prompts.
+    """Generate policies with their procedures: conversations for `sft`, pairs for `dpo` and `reward`, and prompts.
 
-    Every procedure is then done on all cases of its policy, and the means are shown. See docs/rationales.md.
+    Every procedure is then run on all cases of its policy, and the mean scores are printed. See docs/rationales.md.
 
     Example:
 
@@ -97,13 +95,13 @@ def rationales(
     Console().print(table)
 
 
-app = typer.Typer(no_args_is_help=True, help="Look at rows of data, convert them, and make them.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, convert and generate rows of data.")
 app.command()(convert)
 app.command()(rationales)
 
 
 class Kind(StrEnum):
-    """What the rows are."""
+    """Kind of rows."""
 
     CONVERSATION = "conversation"
     PAIR = "pair"
@@ -126,14 +124,14 @@ class LossOn(StrEnum):
 
 
 class History(StrEnum):
-    """How a game becomes rows."""
+    """How an episode becomes rows."""
 
     EPISODE = "episode"
     TURN = "turn"
 
 
 class Expert(StrEnum):
-    """Who plays."""
+    """Policy that plays."""
 
     OPTIMAL = "optimal"
     RANDOM = "random"
@@ -148,15 +146,15 @@ def inspect(
             metavar="[key=value ...]", help="Keys of `data`, such as columns.prompt=question or max_tokens=512."
         ),
     ] = None,
-    kind: Annotated[Kind | None, typer.Option(help="What the rows are; without it, told from the columns.")] = None,
+    kind: Annotated[Kind | None, typer.Option(help="Kind of rows. Default: inferred from the columns.")] = None,
     model: Annotated[
-        str, typer.Option(help="Whose tokenizer and chat template render them.")
+        str, typer.Option(help="The model whose tokenizer and chat template render the rows.")
     ] = "packaged:smollm2-135m",
     loss_on: Annotated[LossOn, typer.Option(help="Which tokens are trained.")] = LossOn.ASSISTANT,
-    rows: Annotated[int, typer.Option(help="Rows to show whole.", min=0)] = 3,
+    rows: Annotated[int, typer.Option(help="Rows to show in full.", min=0)] = 3,
     limit: Annotated[int, typer.Option(help="Rows to read.", min=1)] = 1000,
 ) -> None:
-    """Show rows as text with the trained tokens coloured, how long they are, and which cannot be used.
+    """Show rows as text with colored training tokens, their lengths, and which rows are unusable.
 
     Examples:
 
@@ -172,7 +170,7 @@ def inspect(
     from posttrain.recipe.compose import load_recipe
     from posttrain.recipe.supervised import SftRecipe
 
-    # As part of a whole recipe, so that keys are read and complained about as everywhere else.
+    # Load a whole recipe, so that keys are validated as everywhere else.
     keys = [f"data.{word.removeprefix('--')}" for word in words or []]
     recipe = load_recipe(
         [],
@@ -203,16 +201,16 @@ def experts(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The .jsonl or .parquet file to write.")] = Path("experts.jsonl"),
-    count: Annotated[int, typer.Option(help="Games to play.", min=1)] = 1000,
+    count: Annotated[int, typer.Option(help="Episodes to play.", min=1)] = 1000,
     start: Annotated[
-        int, typer.Option(help="The first environment seed; of text_task with prompts, the first row, from 0.", min=0)
+        int, typer.Option(help="The first environment seed. For text_task with prompts: the first row, from 0.", min=0)
     ] = 200_000,
-    expert: Annotated[Expert, typer.Option(help="The optimal player, or uniformly random actions.")] = Expert.OPTIMAL,
+    expert: Annotated[Expert, typer.Option(help="The optimal policy, or uniformly random actions.")] = Expert.OPTIMAL,
     history: Annotated[
-        History, typer.Option(help="A row per game with all its turns, or a row per turn with the turns before it.")
+        History, typer.Option(help="One row per episode with all turns, or one row per turn with the earlier turns.")
     ] = History.EPISODE,
 ) -> None:
-    """Write what an environment's expert answers, in the prompts that RL uses, as rows for `posttrain sft`.
+    """Write the answers of an environment's expert to the prompts that RL uses, as rows for `posttrain sft`.
 
     Examples:
 
@@ -230,10 +228,10 @@ def experts(
     require_format(out)
     if not words and not environment_class(environment).self_contained:
         raise InputError(
-            f"{environment} has no tasks until its keys name some, for example `reasoning_gym.dataset=chain_sum` for "
-            "text_task; rows that hold their answers need no expert, for `posttrain sft data.train=FILE` reads them"
+            f"{environment} has no default task; set its keys, for example `reasoning_gym.dataset=chain_sum` for text_task; "
+            "rows that already contain answers need no expert: use `posttrain sft data.train=FILE`"
         )
     recipe = environment_of(environment, words or [])
     rows = expert_rows(recipe, SeedRange(start=start, count=count), expert.value, history.value, 0)
     write_rows(out, rows)
-    typer.echo(f"{out}: {len(rows)} rows of {count} games, seeds {start} to {start + count - 1}")
+    typer.echo(f"{out}: {len(rows)} rows of {count} episodes, seeds {start} to {start + count - 1}")

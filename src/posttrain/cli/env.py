@@ -1,4 +1,4 @@
-"""`posttrain env`: the environments, played by a person, checked without a model."""
+"""`posttrain env`: list, play and check environments."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +19,9 @@ _WORDS_HELP = (
 
 @app.command("list")
 def list_environments(
-    seeds: Annotated[int, typer.Option(help="Seeds that the reference players are measured on.", min=1)] = 100,
+    seeds: Annotated[int, typer.Option(help="Number of seeds for the baseline policies.", min=1)] = 100,
 ) -> None:
-    """The built-in environments with the success of a random and of an optimal player."""
+    """List the environments with the success of the random and the optimal policy."""
     from rich.console import Console
     from rich.table import Table
 
@@ -35,11 +35,14 @@ def list_environments(
         try:
             environment = environment_class(name)
             recipe = environment.Recipe() if environment.self_contained else environment.Recipe.model_construct()
-            found = environment.baselines(recipe, range(seeds)) if environment.self_contained else {}
+            baselines = environment.baselines(recipe, range(seeds)) if environment.self_contained else {}
         except PosttrainError as error:
             table.add_row(name, "-", f"unavailable: {error}", "-", "-")
             continue
-        rates = [f"{100 * found[player].success:.1f} %" if player in found else "-" for player in ("random", "optimal")]
+        rates = [
+            f"{100 * baselines[policy].success:.1f} %" if policy in baselines else "-"
+            for policy in ("random", "optimal")
+        ]
         table.add_row(name, str(recipe.max_turns), (environment.__doc__ or "").strip().splitlines()[0], *rates)
     Console().print(table)
 
@@ -49,15 +52,13 @@ def play(
     words: Annotated[list[str], typer.Argument(metavar="TYPE [key=value ...]", help=_WORDS_HELP)],
     seed: Annotated[int, typer.Option(help="Seed of the task.", min=0)] = 0,
 ) -> None:
-    """Play an environment in the terminal. A bare action such as `up` is put into the answer format for you."""
+    """Play an environment in the terminal. A bare action such as `up` is wrapped in the answer format."""
     from posttrain.errors import InputError
     from posttrain.recipe.components import environment_class
 
     types, overrides = _split(words)
     if len(types) != 1:
-        raise InputError(
-            f"env play takes one environment and got {len(types)}; write for example `posttrain env play sokoban`"
-        )
+        raise InputError(f"env play takes one environment, not {len(types)}; for example `posttrain env play sokoban`")
     recipe = environment_of(types[0], overrides)
     environment = environment_class(recipe.type)(recipe)
     try:
@@ -69,11 +70,12 @@ def play(
 @app.command()
 def validate(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar=_TYPES, help=f"{_WORDS_HELP} Without a type, all built-in ones.")
+        list[str] | None,
+        typer.Argument(metavar=_TYPES, help=f"{_WORDS_HELP} Default: all environments that need no keys."),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Seeds to check.", min=1)] = 100,
 ) -> None:
-    """Prove without a model that a reference solution earns full reward and a wrong answer does not."""
+    """Check without a model that a reference solution earns full reward and a wrong answer does not."""
     from posttrain.errors import InputError, RunError
     from posttrain.recipe.components import environment_class, environment_classes
 
@@ -84,17 +86,17 @@ def validate(
     for recipe in recipes:
         try:
             environment_class(recipe.type).validate(recipe, range(seeds))
-            typer.echo(f"{recipe.type}: sound on {seeds} seeds")
+            typer.echo(f"{recipe.type}: valid on {seeds} seeds")
         except AssertionError as error:
             failures.append(f"{recipe.type}: {error}")
         except NotImplementedError as error:
-            raise InputError(f"{recipe.type} cannot be checked: {error}; give it a `validate`") from error
+            raise InputError(f"{recipe.type} cannot be checked: {error}; implement `validate`") from error
     if failures:
         raise RunError("; ".join(failures) + "; correct the environment")
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Types and overrides; whatever holds a `=` is an override."""
+    """Types and overrides. A word with `=` is an override."""
     return [word for word in words if "=" not in word], [word.removeprefix("--") for word in words if "=" in word]
 
 
@@ -104,7 +106,7 @@ def environment_of(type_name: str, overrides: list[str]) -> "EnvironmentRecipe":
 
     from posttrain.recipe.compose import load_recipe
 
-    # As part of a whole recipe, so that keys are read and complained about as everywhere else.
+    # Load a whole recipe, so that keys are validated as everywhere else.
     words = [f"environment.type={json.dumps(type_name)}", *(f"environment.{word}" for word in overrides)]
     recipe = load_recipe([], words, "rl")
     assert recipe.stage == "rl"
@@ -128,7 +130,7 @@ def _play(environment: "Environment", seed: int) -> None:
 
 
 def _answer(environment: "Environment", text: str) -> str:
-    """`text` as it is where it has tags, else in the environment's answer format if it has one."""
+    """`text` unchanged if it has tags, otherwise in the environment's answer format, if any."""
     from posttrain.environments.game import FormatRecipe
 
     form = getattr(environment.recipe, "format", None)

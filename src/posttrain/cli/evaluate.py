@@ -1,4 +1,4 @@
-"""`posttrain evaluate`: a model in an environment, predictions against references, predictions under reward models."""
+"""`posttrain evaluate`: evaluate a model in an environment, or a file of predictions."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from posttrain.cli.plugins import PluginGroup
 
 
 def show_results(results: "Results", out: Path | None) -> None:
-    """Print the table, keep the results in `out`, and end with an InputError that names what could not be had."""
+    """Print the table and write the results to `out`. Raises InputError if a metric could not be computed."""
     from rich.console import Console
 
     from posttrain.errors import InputError
@@ -35,13 +35,13 @@ def show_results(results: "Results", out: Path | None) -> None:
             results.write(out)
             typer.echo(f"results: {out}")
     if results.failed:
-        kept = "the other metrics are kept" if results.metrics else "nothing was measured"
-        raise InputError("\n".join(f"{reason} ({kept})" for reason in results.failed.values()))
+        others = "the other metrics are unaffected" if results.metrics else "nothing was measured"
+        raise InputError("\n".join(f"{reason} ({others})" for reason in results.failed.values()))
 
 
 PREDICTIONS_HELP = "A .jsonl, .parquet, .json or .csv file with `prompt`, `prediction` and `reference`."
 COLUMNS = "[columns.NAME=COLUMN ...]"
-COLUMNS_HELP = "What the columns `id`, `prompt`, `prediction` and `reference` are called."
+COLUMNS_HELP = "Column names for `id`, `prompt`, `prediction` and `reference`."
 
 
 def text(
@@ -50,19 +50,19 @@ def text(
     metrics: Annotated[
         str | None,
         typer.Option(
-            help="Some of bleu, chrf, exact, verifier, bertscore, perplexity, with commas; all that can be had without it."
+            help="Comma-separated: bleu, chrf, exact, verifier, bertscore, perplexity. Default: all whose options are given."
         ),
     ] = None,
     encoder: Annotated[str | None, typer.Option(help="BERTScore: directory or hub id of an encoder.")] = None,
-    layer: Annotated[int | None, typer.Option(help="BERTScore: layer of the encoder, from 1.", min=1)] = None,
+    layer: Annotated[int | None, typer.Option(help="BERTScore: layer of the encoder, counted from 1.", min=1)] = None,
     model: Annotated[str | None, typer.Option(help="Perplexity: a causal language model, as `model.path`.")] = None,
     verifier: Annotated[
-        str | None, typer.Option(help="A data set of reasoning-gym, `module:function` or `file.py:function`.")
+        str | None, typer.Option(help="Verifier: a data set of reasoning-gym, `module:function` or `file.py:function`.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
-    tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of one forward pass.", min=16)] = 4096,
+    tokens_per_batch: Annotated[int, typer.Option(help="Maximum number of tokens per forward pass.", min=16)] = 4096,
 ) -> None:
-    """Metrics of predictions against references, each with a 95% interval over prompts.
+    """Compute metrics of predictions against references, each with a 95% interval over prompts.
 
     Examples:
 
@@ -75,7 +75,7 @@ def text(
     from posttrain.evaluation.text_metrics import TextOptions, evaluate_text, select_metrics
 
     if layer is not None and encoder is None:
-        raise InputError("--layer has no effect without --encoder; give it, or leave --layer out")
+        raise InputError("--layer has no effect without --encoder; pass --encoder, or remove --layer")
     names = select_metrics(metrics, encoder, model, verifier)
     rows = read_predictions(predictions, column_names(words or []))
     options = TextOptions(names, encoder, layer, model, verifier, tokens_per_batch)
@@ -85,15 +85,15 @@ def text(
 def reward(
     predictions: Annotated[str, typer.Argument(metavar="PREDICTIONS", help=PREDICTIONS_HELP)],
     model: Annotated[
-        list[str], typer.Option(help="A reward model, as `posttrain reward` exports it; several times for several.")
+        list[str], typer.Option(help="A reward model exported by `posttrain reward`. May be given several times.")
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
-    tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of one forward pass.", min=16)] = 4096,
+    tokens_per_batch: Annotated[int, typer.Option(help="Maximum number of tokens per forward pass.", min=16)] = 4096,
 ) -> None:
-    """Normalized reward of predictions under one or several reward models, with 95% intervals over prompts.
+    """Score predictions with one or several reward models. Reports normalized rewards with 95% intervals over prompts.
 
-    A model that was trained against a reward model should also be scored by another one.
+    If a policy was trained against a reward model, also score it with another one.
 
     Examples:
 
@@ -104,25 +104,25 @@ def reward(
     from posttrain.training.reward_scorer import AnswerRewards
 
     rows = read_predictions(predictions, column_names(words or []))
-    found = evaluate_rewards(
+    results = evaluate_rewards(
         rows,
         model,
         lambda path: AnswerRewards(path, tokens_per_batch),
         lambda path: typer.echo(f"scoring with {path}", err=True),
     )
-    show_results(found, out)
+    show_results(results, out)
 
 
 def preview(questions: Sequence["Question"]) -> None:
-    """The first prompt as it would be sent, and how many there are."""
+    """Print the first prompt and the number of requests."""
     for message in questions[0].prompt if questions else []:
         typer.echo(f"--- {message['role']}\n{message['content']}")
-    typer.echo(f"--- {len(questions):,} such requests, fewer where the cache knows the reply")
+    typer.echo(f"--- {len(questions):,} requests, fewer if replies are cached")
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[int, int, int], None]]:
-    """A bar in a terminal, ten lines elsewhere."""
+    """A progress bar in a terminal, ten lines elsewhere."""
     if not sys.stderr.isatty():
         yield _lines
         return
@@ -133,7 +133,7 @@ def progress() -> Iterator[Callable[[int, int, int], None]]:
         task = bar.add_task("judging", total=None)
 
         def update(done: int, total: int, failed: int) -> None:
-            about = f"judging, {failed} without a verdict" if failed else "judging"
+            about = f"judging, {failed} failed" if failed else "judging"
             bar.update(task, completed=done, total=total, description=about)
 
         yield update
@@ -141,81 +141,85 @@ def progress() -> Iterator[Callable[[int, int, int], None]]:
 
 def _lines(done: int, total: int, failed: int) -> None:
     if done * 10 // total > (done - 1) * 10 // total:
-        typer.echo(f"judged {done:,} of {total:,}{f', {failed:,} without a verdict' if failed else ''}", err=True)
+        typer.echo(f"judged {done:,} of {total:,}{f', {failed:,} failed' if failed else ''}", err=True)
 
 
-def keep(found: "Judgement", records: Path) -> None:
-    """Write the records, and the numbers beside them."""
+def keep(judgement: "Judgement", records: Path) -> None:
+    """Write the records, and the metrics to a .json file of the same name."""
     from posttrain.runs.directory import storage_errors, write_atomically
 
     with storage_errors(records):
         records.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(records, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found.records))
-    if found.results.metrics:
-        found.results.write(records.with_suffix(".json"))
+    write_atomically(records, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in judgement.records))
+    if judgement.results.metrics:
+        judgement.results.write(records.with_suffix(".json"))
     else:
-        # Numbers of an earlier try would be taken for those of this one.
+        # Metrics of an earlier attempt do not belong to these records.
         records.with_suffix(".json").unlink(missing_ok=True)
 
 
-def show_judged(found: "Judgement", records: Path, kept: Path) -> None:
-    """Print what was found; RunError where the server failed or nothing could be scored."""
+def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
+    """Print the results. Raises RunError if the server failed or no row has a score."""
     from rich.console import Console
 
     from posttrain.errors import RunError
 
-    if found.results.metrics:
-        table = found.results.table()
+    if judgement.results.metrics:
+        table = judgement.results.table()
         Console(highlight=False).print(table.rich())
         typer.echo(table.note)
-    for line in [*found.results.details(), *found.warnings]:
+    for line in [*judgement.results.details(), *judgement.warnings]:
         typer.echo(line)
-    typer.echo(f"records: {records}" + (f", numbers: {records.with_suffix('.json')}" if found.results.metrics else ""))
-    if found.unanswered:
+    typer.echo(
+        f"records: {records}" + (f", numbers: {records.with_suffix('.json')}" if judgement.results.metrics else "")
+    )
+    if judgement.unanswered:
         raise RunError(
-            f"the judge did not answer for {found.unanswered:,} of {len(found.records):,} rows, which have no score; run "
-            f"the same command again to ask for these alone (what it said is in {kept})"
+            f"the judge did not answer for {judgement.unanswered:,} of {len(judgement.records):,} rows, which have no score; run the "
+            f"same command again to retry only these rows (replies are in {kept})"
         )
-    if not found.results.metrics:
-        raise RunError(
-            "no row has a score; read the records, try a judge that follows instructions better, or --structured"
-        )
+    if not judgement.results.metrics:
+        raise RunError("no row has a score; see the records, then use another judge or --structured")
 
 
 def judge(
     predictions: Annotated[str, typer.Argument(metavar="PREDICTIONS", help=PREDICTIONS_HELP)],
-    rubric: Annotated[
-        str, typer.Option(help="factual_accuracy, logical_soundness, efficiency, or a .yaml file of your own.")
-    ],
+    rubric: Annotated[str, typer.Option(help="factual_accuracy, logical_soundness, efficiency, or a .yaml file.")],
     url: Annotated[str, typer.Option(help="Base URL of an OpenAI-compatible server: http://localhost:8000/v1.")],
-    model: Annotated[str, typer.Option(help="The judge, as the server knows it.")],
+    model: Annotated[str, typer.Option(help="The judge's model name on the server.")],
     words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
     against: Annotated[
-        str | None, typer.Option(help="Predictions for the same prompts: which is better, asked in both orders.")
+        str | None, typer.Option(help="Predictions for the same prompts. The judge compares each pair in both orders.")
     ] = None,
     key: Annotated[
-        str | None, typer.Option(metavar="VAR", help="Environment variable that holds the server's key.")
+        str | None, typer.Option(metavar="VAR", help="Environment variable that contains the server's API key.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 8,
-    requests_per_minute: Annotated[float | None, typer.Option(help="Most requests, retries included.")] = None,
+    workers: Annotated[int, typer.Option(help="Maximum number of concurrent requests.", min=1)] = 8,
+    requests_per_minute: Annotated[float | None, typer.Option(help="Rate limit, retries included.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="A record of each row; beside the predictions without it. The numbers go to the same .json."),
+        typer.Option(
+            help="File for one record per row. Default: beside the predictions. Metrics go to a .json file of the same name."
+        ),
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option(help="Keeps the replies; judge-cache.jsonl beside the predictions without it.")
+        Path | None, typer.Option(help="Cache of replies. Default: judge-cache.jsonl beside the predictions.")
     ] = None,
     structured: Annotated[
-        bool, typer.Option("--structured", help="Send the JSON schema of the reply, which some servers refuse.")
+        bool, typer.Option("--structured", help="Send the JSON schema of the reply. Some servers reject it.")
     ] = False,
-    seconds: Annotated[float, typer.Option(help="Time-out of a request.", min=0.001)] = 60,
-    retries: Annotated[int, typer.Option(help="Further requests after a time-out or a status 429 or 5xx.", min=0)] = 4,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of a reply, thinking included.", min=1)] = None,
-    longest: Annotated[int, typer.Option(help="Characters of each text that the judge is shown.", min=1)] = 50_000,
-    max_samples: Annotated[int | None, typer.Option(help="Judge the first rows only.", min=1)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the first prompt, and ask nothing.")] = False,
+    seconds: Annotated[float, typer.Option(help="Time-out of a request in seconds.", min=0.001)] = 60,
+    retries: Annotated[int, typer.Option(help="Retries after a time-out or a status 429 or 5xx.", min=0)] = 4,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens of a reply, thinking included.", min=1)
+    ] = None,
+    longest: Annotated[
+        int, typer.Option(help="Maximum number of characters of each text shown to the judge.", min=1)
+    ] = 50_000,
+    max_samples: Annotated[int | None, typer.Option(help="Judge only the first rows.", min=1)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the first prompt and send no request.")] = False,
 ) -> None:
-    """What a language model thinks of predictions by a rubric, with a 95% interval over prompts.
+    """Score predictions with a language model as judge, by a rubric. Reports a 95% interval over prompts.
 
     Examples:
 
@@ -239,13 +243,13 @@ def judge(
     from posttrain.recipe.judge import JudgeServerRecipe
 
     if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
-        raise InputError(f"--url {url}: it is no address of a server; write http://HOST:PORT/v1")
+        raise InputError(f"--url {url} is not the URL of a server; write http://HOST:PORT/v1")
     if not model:
-        raise InputError("--model is empty; name the judge as the server knows it")
+        raise InputError("--model is empty; pass the judge's model name")
     if requests_per_minute is not None and not 0 < requests_per_minute < float("inf"):
-        raise InputError(f"--requests-per-minute {requests_per_minute:g} lets no request through; give more than 0")
+        raise InputError(f"--requests-per-minute {requests_per_minute:g} must be above 0")
     if key is not None and not os.environ.get(key):
-        raise InputError(f"--key names the environment variable {key}, which is not set; export it")
+        raise InputError(f"--key: the environment variable {key} is not set; export it")
     chosen = load_rubric(rubric)
     names = column_names(words or [])
     rows = read_predictions(predictions, names)
@@ -271,31 +275,31 @@ def judge(
         preview(questions_of_pairs(rows, others, options) if others else questions_of(rows, options))
         return
     check_judge(server)
-    with progress() as told:
-        found = judge_pairs(rows, others, options, told) if others else judge_predictions(rows, options, told)
-    keep(found, records)
-    show_judged(found, records, kept)
+    with progress() as report:
+        judgement = judge_pairs(rows, others, options, report) if others else judge_predictions(rows, options, report)
+    keep(judgement, records)
+    show_judged(judgement, records, kept)
 
 
 def _refuse_to_overwrite(records: Path, kept: Path, inputs: list[str]) -> None:
     from posttrain.errors import InputError
 
     if records.suffix != ".jsonl":
-        raise InputError(f"--out {records}: it has to end in .jsonl; the numbers go to a .json of the same name")
+        raise InputError(f"--out {records} must end in .jsonl; metrics go to a .json file of the same name")
     written = {path.absolute() for path in (records, records.with_suffix(".json"))}
     if kept.absolute() in written:
-        raise InputError(f"--cache {kept} is where the results go; name another file")
+        raise InputError(f"--cache {kept} is also the file of the results; name another file")
     for path in inputs:
         if Path(path).absolute() in {*written, kept.absolute()}:
             raise InputError(
-                f"{path} holds predictions and would be written over; name another file in --out or --cache"
+                f"{path} contains the predictions and would be overwritten; name another file in --out or --cache"
             )
 
 
 _DEFAULT = "model"
 _ABOUT = """Evaluate a model in an environment, or files of predictions.
 
-Without one of the words below, a model in an environment is evaluated.
+Without one of the subcommands below, evaluates a model in an environment.
 
 Examples:
 
@@ -324,7 +328,7 @@ def model(
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
 ) -> None:
-    """Evaluate a model in an environment on held-out seeds. The word `model` may be left out.
+    """Evaluate a model in an environment on held-out seeds. The word `model` is optional.
 
     Examples:
 

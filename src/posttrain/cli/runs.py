@@ -1,4 +1,4 @@
-"""`posttrain episodes RUN`."""
+"""`posttrain episodes`, `plot`, `report` and `compare`: read finished and running runs."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -18,20 +18,20 @@ class SplitName(StrEnum):
 def episodes(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run.")],
     step: Annotated[
-        int | None, typer.Option(help="Step to show; without it, the steps that have episodes.", min=0)
+        int | None, typer.Option(help="Step to show. Default: list the steps that have episodes.", min=0)
     ] = None,
     split: Annotated[
-        SplitName, typer.Option(help="Training, the held-out seeds of the curve, or those of the final table.")
+        SplitName,
+        typer.Option(help="Training episodes, held-out episodes of the learning curve, or those of the final table."),
     ] = SplitName.TRAIN,
-    group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
-    episode: Annotated[int | None, typer.Option(help="Only this place within its group.")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, coloured by their advantage.")] = False,
-    limit: Annotated[int, typer.Option(help="Most episodes to show.", min=1)] = 8,
+    group: Annotated[int | None, typer.Option(help="Show only this group.")] = None,
+    episode: Annotated[int | None, typer.Option(help="Show only the episode with this index in its group.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show sampled tokens, colored by advantage.")] = False,
+    limit: Annotated[int, typer.Option(help="Maximum number of episodes to show.", min=1)] = 8,
 ) -> None:
     """Show the episodes of a run: the conversation, and reward, stop reason and advantages of each turn.
 
-    Where credit is of units (`unit_credit`), an answer is shown unit by unit: the credit of each, its tokens and its
-    text.
+    With `unit_credit`, answers are shown unit by unit, with the credit, tokens and text of each unit.
 
     Examples:
 
@@ -50,10 +50,10 @@ def episodes(
 
     directory, console = RunDirectory.open(run), Console(highlight=False)
     if step is None:
-        found = list(stored_steps(directory.episodes))
-        if not found:
-            raise InputError(f"{directory.episodes} holds no episodes yet; wait for the first step")
-        console.print(view_steps(found))
+        steps = list(stored_steps(directory.episodes))
+        if not steps:
+            raise InputError(f"{directory.episodes} contains no episodes yet; wait for the first step")
+        console.print(view_steps(steps))
         return
     stored = read_episodes(episodes_file(directory.episodes, step, split.value))
     played, advantages, units = stored.episodes, stored.advantages, stored.units
@@ -65,18 +65,16 @@ def episodes(
     if not chosen:
         groups = sorted({one.group for one in played})
         raise InputError(
-            f"step {step} has no such {split.value} episode; its groups are {groups}, see --group and --episode"
+            f"step {step} has no such {split.value} episode; change --group or --episode (its groups are {groups})"
         )
     if tokens and any(played[number].turns and not played[number].streams for number in chosen):
-        raise InputError(
-            "--tokens: these episodes were played by a remote model, whose tokens are not known; leave it out"
-        )
+        raise InputError("--tokens: token ids of remote models are unknown; remove --tokens")
     in_units = any(units[number] is not None for number in chosen[:limit])
     decode = token_decoder(directory) if tokens or in_units else None
     credited = unit_credit_recipe(directory) if in_units else None
     for number in chosen[:limit]:
-        own = advantages.values[number] if advantages is not None else None
-        console.print(view_episode(played[number], own, decode, tokens, units[number], credited))
+        of_episode = advantages.values[number] if advantages is not None else None
+        console.print(view_episode(played[number], of_episode, decode, tokens, units[number], credited))
     if len(chosen) > limit:
         console.print(f"and {len(chosen) - limit} more; show them with --limit {len(chosen)}")
 
@@ -91,23 +89,25 @@ class FigureFormat(StrEnum):
 def plot(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN...", help="Directories of runs; also event files of TensorBoard and folders of them."
-        ),
+        typer.Argument(metavar="RUN...", help="Run directories, TensorBoard event files, or directories of them."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the figures; else RUN/plots, or `plots` here for several.")
+        Path | None,
+        typer.Option(
+            help="Output directory. Default: RUN/plots, or `plots` in the working directory for several runs."
+        ),
     ] = None,
     formats: Annotated[
-        list[FigureFormat], typer.Option("--format", help="png or svg; both unless given, and may be given twice.")
+        list[FigureFormat], typer.Option("--format", help="png or svg. May be given twice. Default: both.")
     ] = [FigureFormat.PNG, FigureFormat.SVG],  # noqa: B006
     metrics: Annotated[
-        list[str], typer.Option("--metric", metavar="KEY", help="Any metric of metrics.jsonl; may be given again.")
+        list[str],
+        typer.Option("--metric", metavar="KEY", help="A metric of metrics.jsonl. May be given several times."),
     ] = [],  # noqa: B006
 ) -> None:
-    """Draw the metrics of runs, which may still be training: of one, its plots; of several, a figure for each metric.
+    """Plot the metrics of runs. One run: all of its plots. Several runs: one figure per metric. Runs may still be training.
 
-    Runs that differ by `seed` alone are one curve: their mean with its 95% interval over seeds.
+    Runs that differ only in `seed` become one curve: the mean with its 95% interval over seeds.
 
     Examples:
 
@@ -134,12 +134,15 @@ def plot(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, for example runs/run.")],
     out: Annotated[
-        Path | None, typer.Option(help="The file; else RUN/report.html, or `report.html` here for several.")
+        Path | None,
+        typer.Option(
+            help="Output file. Default: RUN/report.html, or `report.html` in the working directory for several runs."
+        ),
     ] = None,
 ) -> None:
-    """Write one HTML file about runs, which may still be training: tables, curves, episodes with their credit, recipes.
+    """Write an HTML report of runs: tables, curves, episodes with their credit, recipes. Runs may still be training.
 
-    The file needs nothing else and asks nothing of any server, so it can be sent and kept.
+    The file is self-contained and loads nothing from the network.
 
     Examples:
 
@@ -163,20 +166,20 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C ...]",
-            help="Run directories, results files, or files of predictions or scores. Several training runs of one side "
-            "stand with commas, and a side may have a name: `grpo=runs/g1,runs/g2,runs/g3`.",
+            help="Run directories, results files, or files of predictions or scores. Separate several training runs of one "
+            "side by commas, and name a side as in `grpo=runs/g1,runs/g2,runs/g3`.",
         ),
     ],
     metrics: Annotated[
-        str | None, typer.Option(help="Only these, with commas; all that every side has without it.")
+        str | None, typer.Option(help="Comma-separated metrics. Default: all that every side has.")
     ] = None,
     common: Annotated[
-        bool, typer.Option("--common", help="Compare the items that all sides have, and tell how many.")
+        bool, typer.Option("--common", help="Compare only the items that all sides have, and report their number.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Write all numbers to this .json file.")] = None,
 ) -> None:
-    """Compare models on the same items: every other side with the first.
+    """Compare models on the same items. Every other side is compared with the first.
 
     Examples:
 
@@ -192,12 +195,12 @@ def compare(
     from posttrain.evaluation.sides import read_sides
 
     wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
-    found = compare_sides(read_sides(words, wanted), common, seed)
-    table = found.table()
+    comparison = compare_sides(read_sides(words, wanted), common, seed)
+    table = comparison.table()
     Console(highlight=False).print(table.rich())
-    for line in [table.note, *found.details, *(f"warning: {line}" for line in found.warnings)]:
+    for line in [table.note, *comparison.details, *(f"warning: {line}" for line in comparison.warnings)]:
         typer.echo(line)
     if out is not None:
-        found.write(out)
+        comparison.write(out)
         typer.echo(f"comparison: {out}")
-    typer.echo(found.sentence())
+    typer.echo(comparison.sentence())

@@ -1,5 +1,6 @@
 """The commands that run stages and pipelines, and the options that they share."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,17 +70,17 @@ def show_precision(recipe: "Recipe", console: "Console") -> None:
 
 
 def planned_device(dry_run: bool, on: str | None) -> "Device | None":
-    """The device that `--on` names; InputError for one without `--dry-run`."""
+    """The device that `--on` names; Raises InputError without `--dry-run`."""
     from posttrain.errors import InputError
     from posttrain.planning.devices import device_of
 
     if on is not None and not dry_run:
-        raise InputError("--on says whose time is estimated, which only --dry-run does; add that, or leave out --on")
+        raise InputError("--on has an effect only with --dry-run; add --dry-run, or remove --on")
     return None if on is None else device_of(on)
 
 
 def require_same(words: list[str], run: Path, stage: str) -> None:
-    """InputError unless the recipe in `words` is that of `run`, wherever that run is kept."""
+    """Raises InputError unless the recipe in `words` is that of `run`, except for `runs` and `name`."""
     from posttrain.errors import InputError
     from posttrain.recipe.compose import load_recipe
     from posttrain.runs.directory import RunDirectory
@@ -90,15 +91,15 @@ def require_same(words: list[str], run: Path, stage: str) -> None:
     changed = [key for key, value in given.items() if key not in ("runs", "name") and value != begun[key]]
     if changed:
         raise InputError(
-            f"--resume {run} goes on with the recipe of that run, which has another value of {', '.join(changed)}; leave out "
-            "what has changed, or start a run with another name"
+            f"--resume {run} uses the recipe of that run, which has other values of {', '.join(changed)}; remove these "
+            "changes, or start a run with another name"
         )
 
 
 def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Recipe files and overrides, each in their order; a word is a file unless it begins with `--` or holds `=`.
+    """Recipe files and overrides, each in order. A word is a file unless it begins with `--` or contains `=`.
 
-    `--recipe NAME` and `--recipe=NAME` name a file too.
+    `--recipe NAME` and `--recipe=NAME` also name a file.
     """
     sources, overrides = [], []
     remaining = iter(words)
@@ -116,13 +117,24 @@ def split_words(words: list[str]) -> tuple[list[str], list[str]]:
     return sources, overrides
 
 
-def sft(
-    words: Words = None,
-    dry_run: DryRun = False,
-    on: On = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-) -> None:
+def _stage_command(stage: str, description: str) -> Callable[..., None]:
+    """The command that runs `stage`, with the options that all stages share."""
+
+    def command(
+        words: Words = None,
+        dry_run: DryRun = False,
+        on: On = None,
+        resume: Resume = None,
+        overwrite: Overwrite = False,
+    ) -> None:
+        run(stage, words or [], dry_run, on, resume, overwrite)
+
+    command.__name__, command.__doc__ = stage, description
+    return command
+
+
+sft = _stage_command(
+    "sft",
     """Train a policy on conversations, or on the traces of an environment's expert.
 
     Examples:
@@ -132,35 +144,25 @@ def sft(
     posttrain sft environment.type=sokoban name=warm
 
     posttrain sft --resume runs/warm
-    """
-    run("sft", words or [], dry_run, on, resume, overwrite)
+    """,
+)
 
 
-def dpo(
-    words: Words = None,
-    dry_run: DryRun = False,
-    on: On = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Optimise a policy on preferences: dpo, ipo, cdpo, simpo, orpo, apo_zero, apo_down, bco on pairs, kto on judged answers.
+dpo = _stage_command(
+    "dpo",
+    """Optimize a policy on preferences: dpo, ipo, cdpo, simpo, orpo, apo_zero, apo_down, bco on pairs, kto on judged answers.
 
     Examples:
 
     posttrain dpo data.train=pairs_train.jsonl data.validation=pairs_val.jsonl model.path=runs/sft/model name=dpo
 
     posttrain dpo data.train=pairs_train.jsonl loss.type=simpo loss.beta=2.5 data.held_out=100
-    """
-    run("dpo", words or [], dry_run, on, resume, overwrite)
+    """,
+)
 
 
-def reward(
-    words: Words = None,
-    dry_run: DryRun = False,
-    on: On = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-) -> None:
+reward = _stage_command(
+    "reward",
     """Train a reward model on pairs of answers.
 
     Examples:
@@ -168,17 +170,12 @@ def reward(
     posttrain reward data.train=pairs_train.jsonl data.validation=pairs_val.jsonl name=rm
 
     posttrain reward recipes/helpsteer3/reward.yaml model.path=packaged:smollm2-135m --dry-run
-    """
-    run("reward", words or [], dry_run, on, resume, overwrite)
+    """,
+)
 
 
-def rl(
-    words: Words = None,
-    dry_run: DryRun = False,
-    on: On = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-) -> None:
+rl = _stage_command(
+    "rl",
     """Train a policy by reinforcement learning in an environment.
 
     Examples:
@@ -190,8 +187,28 @@ def rl(
     posttrain rl environment.type=frozen_lake --dry-run --on h200
 
     posttrain rl --resume runs/run steps=200
+    """,
+)
+
+
+def distill(
+    words: Words = None,
+    dry_run: DryRun = False,
+    on: On = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a policy towards a teacher on the policy's own episodes (on-policy distillation).
+
+    Examples:
+
+    posttrain distill environment.type=bandit teacher.path=runs/rl/model
+
+    posttrain distill recipes/distill/text.yaml teacher.urls=[http://localhost:8000/v1] --dry-run
+
+    posttrain distill --resume runs/run
     """
-    run("rl", words or [], dry_run, on, resume, overwrite)
+    run("distill", words or [], dry_run, on, resume, overwrite)
 
 
 def generate(
@@ -201,7 +218,7 @@ def generate(
     resume: Resume = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Answer the rows of a data set and write a file of predictions. Killed runs go on with --resume RUN.
+    """Answer the rows of a data set and write a file of predictions. Resume a killed run with --resume RUN.
 
     Examples:
 
@@ -218,25 +235,27 @@ def generate(
 
 
 _WORDS_HELP = (
-    "The pipeline's file, then overrides: `name=value`, `runs=value`, `common.KEY=value` beneath every stage, "
+    "The pipeline's file, then overrides: `name=value`, `runs=value`, `common.KEY=value` for all stages, "
     "`stages.NAME.KEY=value` for one stage."
 )
 
 
 def pipeline(
     file: Annotated[
-        str, typer.Argument(metavar="PIPELINE", help="The pipeline: a file or a name of `posttrain recipe list`.")
+        str, typer.Argument(metavar="PIPELINE", help="A pipeline file, or a name from `posttrain recipe list`.")
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
-    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run only this stage.")] = None,
     start_from: Annotated[
-        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it.")
+        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and all later ones.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which stages would run, and show what.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show which stages would run, and their plans. Run nothing.")
+    ] = False,
     on: On = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
 ) -> None:
-    """Run stages in order, each from the model of an earlier one; what is finished and unchanged is not run again.
+    """Run stages in order, each from the model of an earlier one. Finished, unchanged stages are skipped.
 
     Examples:
 
@@ -254,7 +273,7 @@ def pipeline(
     device = planned_device(dry_run, on)
     sources, overrides = split_words(words or [])
     if sources:
-        raise InputError(f"posttrain pipeline takes one file; leave out {', '.join(sources)}")
+        raise InputError(f"posttrain pipeline takes one file; remove {', '.join(sources)}")
     if dry_run:
         from posttrain.pipelines import chosen_stages, planned
         from posttrain.planning.dry_run import show_plan
@@ -266,7 +285,7 @@ def pipeline(
         chosen = chosen_stages(loaded, only, start_from)
         start: dict[str, ModelSizes | None] = {}
         for stage in loaded.stages:
-            # A model that an earlier stage will export has the sizes of the one that stage started from.
+            # The model that a stage exports has the sizes of the model that it started from.
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
             if stage in chosen:
                 console.rule(f"stage {stage.name}")
@@ -285,10 +304,10 @@ def fit_normalizer(
     ],
     data: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="File of pairs to fit on; without it, the run's validation pairs."),
+        typer.Option(metavar="PATH", help="File of pairs to fit on. Default: the run's validation pairs."),
     ] = None,
 ) -> None:
-    """Fit how the rewards of units depend on where in the answer they stand; writes RUN/normalizer/params.json.
+    """Fit the normalizer of unit rewards by position in the answer. Writes RUN/normalizer/params.json.
 
     Examples:
 

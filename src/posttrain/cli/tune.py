@@ -1,4 +1,4 @@
-"""`posttrain tune`."""
+"""`posttrain tune`: search for values of recipe keys."""
 
 from typing import Annotated
 
@@ -7,20 +7,18 @@ import typer
 from posttrain.cli.stages import split_words
 
 _WORDS_HELP = (
-    "The study's file, then overrides: `trials=30`, `workers=2`, `search.KEY.high=1e-4`, `keys.KEY=value` for a key that "
-    "every trial has."
+    "Overrides of the study: `trials=30`, `workers=2`, `search.KEY.high=1e-4`, or `keys.KEY=value` for a recipe key of all "
+    "trials."
 )
 
 
 def tune(
-    file: Annotated[
-        str, typer.Argument(metavar="STUDY", help="The study: a file or a name of `posttrain recipe list`.")
-    ],
+    file: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or a name from `posttrain recipe list`.")],
     words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trials; run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trials and run nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the existing study.")] = False,
 ) -> None:
-    """Search for good values of recipe keys. Every trial is a run, scored by a held-out metric.
+    """Search for values of recipe keys. Every trial is a run, scored by a held-out metric.
 
     Examples:
 
@@ -38,7 +36,7 @@ def tune(
 
     sources, overrides = split_words(words or [])
     if sources:
-        raise InputError(f"posttrain tune takes one file; leave out {', '.join(sources)}")
+        raise InputError(f"posttrain tune takes one file; remove {', '.join(sources)}")
     study, console = load_study(file, overrides), Console()
     require_module("optuna", "posttrain tune")
     if dry_run:

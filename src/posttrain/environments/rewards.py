@@ -80,10 +80,10 @@ def last_number(text: str) -> Decimal | None:
     if markers:
         lines = text[markers[-1].end() :].strip().splitlines()
         text = lines[0] if lines else ""
-    found = list(_NUMBER.finditer(text))
-    if not found:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return None
-    number = found[-1]
+    number = numbers[-1]
     size = Decimal(number["digits"].replace(",", "") + (number["power"] or ""))
     return -size if number["sign"] in ("-", "−") or number["late"] else size
 

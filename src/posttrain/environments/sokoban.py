@@ -189,14 +189,14 @@ class Sokoban(Game):
         times each, and the interval is that of this sampling. "optimal" is missing where a room is too large to search.
         """
         assert isinstance(recipe, SokobanRecipe)
-        found = {"random": _random_baseline(recipe, seeds)}
+        baselines = {"random": _random_baseline(recipe, seeds)}
         try:
             games = [play(cls(recipe), seed) for seed in seeds]
         except NotImplementedError:
-            return found
+            return baselines
         success = sum(steps[-1].info["success"] for steps in games) / len(seeds)
         mean_return = sum(step.reward for steps in games for step in steps) / len(seeds)
-        return found | {"optimal": Baseline(success, mean_return, len(seeds))}
+        return baselines | {"optimal": Baseline(success, mean_return, len(seeds))}
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
@@ -226,12 +226,12 @@ class Sokoban(Game):
 
 def _boxes(room: Room, state: State, way: Sequence[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
     """Return the boxes before and after each move."""
-    found = []
+    moved = []
     for number in way:
         reached = room.move(state, room.directions()[number])
-        found.append((state[1], reached[1]))
+        moved.append((state[1], reached[1]))
         state = reached
-    return found
+    return moved
 
 
 def _random_baseline(recipe: SokobanRecipe, seeds: Sequence[int]) -> Baseline:

@@ -299,7 +299,7 @@ def _shared_items(runs: Sequence[Run], common: bool, details: list[str]) -> list
 def _check_environments(runs: Sequence[Run]) -> list[str]:
     """Warnings for environment keys that differ between runs; raises `InputError` for different environments."""
     played = [run for run in runs if run.environment is not None]
-    found = []
+    differences = []
     for run in played[1:]:
         one, other = played[0].environment or {}, run.environment or {}
         if one.get("type") != other.get("type"):
@@ -309,11 +309,11 @@ def _check_environments(runs: Sequence[Run]) -> list[str]:
             )
         keys = [key for key in one if one[key] != other.get(key)]
         if keys:
-            found.append(
+            differences.append(
                 f"{played[0].path} and {run.path} differ in environment.{', environment.'.join(keys)}, so equal seeds may "
                 "be different tasks"
             )
-    return found
+    return differences
 
 
 def _check_settings(name: str, runs: Sequence[Run]) -> list[str]:

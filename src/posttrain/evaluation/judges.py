@@ -450,14 +450,14 @@ def questions_of_pairs(one: Predictions, other: Predictions, options: Options) -
 
 def _numbered(rows: Sequence[Prediction]) -> dict[tuple[str, str], Prediction]:
     """Rows by item and sample, or by item and position within the item."""
-    found: dict[tuple[str, str], Prediction] = {}
+    numbered: dict[tuple[str, str], Prediction] = {}
     counts: dict[str, int] = {}
     for row in rows:
         position = counts.get(row.item, 0)
         counts[row.item] = position + 1
         sample = row.row.get("sample")
-        found.setdefault((row.item, str(position if sample is None else sample)), row)
-    return found
+        numbered.setdefault((row.item, str(position if sample is None else sample)), row)
+    return numbered
 
 
 def _try_pairs(options: Options, pair: Pair) -> list[Question] | str:
@@ -513,14 +513,14 @@ def _pair_metrics(
     }
     about = {**options.about(), "scale": "1: this file wins, 1/2: tie, 0: the other file wins; mean of both orders"}
     rated = item_means("rate", ((item, record["value"]) for item, record in judged))
-    found = [MetricResult("win_rate", rated, "higher", len(judged), missing, {**about, **counts})]
+    metrics = [MetricResult("win_rate", rated, "higher", len(judged), missing, {**about, **counts})]
     if not asked:
-        return found
+        return metrics
     bias: Iterable[tuple[str, float]] = ((item, sum(shown) - 1) for item, shown in asked)
     agreed = ((item, float(shown[0] + shown[1] == 1)) for item, shown in asked)
-    found.append(MetricResult("position_bias", item_means("mean", bias), "neither", len(asked), {}, _BIAS))
-    found.append(MetricResult("orders_agree", item_means("rate", agreed), "higher", len(asked), {}, _AGREE))
-    return found
+    metrics.append(MetricResult("position_bias", item_means("mean", bias), "neither", len(asked), {}, _BIAS))
+    metrics.append(MetricResult("orders_agree", item_means("rate", agreed), "higher", len(asked), {}, _AGREE))
+    return metrics
 
 
 _BIAS = {

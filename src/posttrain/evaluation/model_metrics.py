@@ -98,10 +98,10 @@ def bert_scores(rows: Sequence[Prediction], encoder: Encoder, tokens_per_batch: 
     """Mean precision, recall and F1 over prompts."""
     known, missing = with_reference(rows)
     lengths = encoder.tokens([text for row in known for text in (row.text, row.reference or "")])
-    found: dict[int, tuple[float, float, float]] = {}
+    of_texts: dict[int, tuple[float, float, float]] = {}
     for group in _pair_batches([max(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True)], tokens_per_batch):
         scores = encoder.score([(known[i].text, known[i].reference or "") for i in group])
-        found |= dict(zip(group, scores, strict=True))
+        of_texts |= dict(zip(group, scores, strict=True))
     about = {
         "encoder": encoder.path,
         "layer": encoder.layer,
@@ -112,7 +112,7 @@ def bert_scores(rows: Sequence[Prediction], encoder: Encoder, tokens_per_batch: 
     return [
         MetricResult(
             f"bertscore_{name}",
-            item_means("mean", ((row.item, found[i][part]) for i, row in enumerate(known))),
+            item_means("mean", ((row.item, of_texts[i][part]) for i, row in enumerate(known))),
             "higher",
             len(known),
             missing,
@@ -181,15 +181,15 @@ class LanguageModel:
         """(sum of -log p in nats over the scored tokens, number of scored tokens) of each text."""
         import torch
 
-        found: dict[int, tuple[float, int]] = {}
+        of_texts: dict[int, tuple[float, int]] = {}
         for group in _text_batches([len(ids) for ids, _ in texts], self.tokens_per_batch):
             ids, scored = [texts[i][0] for i in group], [texts[i][1] for i in group]
             with torch.no_grad():
                 logprobs = self.policy.score(ids, scored, 1.0, _POSITIONS_PER_CHUNK).logprobs
             ends = np.cumsum([int(mask.sum()) for mask in scored])[:-1]
             parts = np.split(logprobs.double().cpu().numpy(), ends)
-            found |= {i: (-float(part.sum()), len(part)) for i, part in zip(group, parts, strict=True)}
-        return [found[i] for i in range(len(texts))]
+            of_texts |= {i: (-float(part.sum()), len(part)) for i, part in zip(group, parts, strict=True)}
+        return [of_texts[i] for i in range(len(texts))]
 
     def answer(self, row: Prediction, text: str, cut_off: bool) -> Text:
         """`text` as the answer to the prompt of the row, with the end token unless it was cut off."""

@@ -61,12 +61,12 @@ class Predictions:
 
     def warnings(self) -> list[str]:
         """Messages on dropped rows and on truncated or empty answers."""
-        found = self.problems.summary()
+        messages = self.problems.summary()
         if cut_off := sum(row.cut_off for row in self.rows):
-            found.append(f"{cut_off} of {len(self.rows)} predictions were cut off before their end")
+            messages.append(f"{cut_off} of {len(self.rows)} predictions were cut off before their end")
         if empty := sum(not row.text.strip() for row in self.rows):
-            found.append(f"{empty} of {len(self.rows)} predictions are empty; they are scored like any other")
-        return found
+            messages.append(f"{empty} of {len(self.rows)} predictions are empty; they are scored like any other")
+        return messages
 
     def digests(self) -> dict[str, str]:
         """Item -> digest of prompt and reference, to check that two files have the same items."""
@@ -103,18 +103,18 @@ def read_predictions(path: str, columns: PredictionColumns | None = None) -> Pre
             if isinstance(row, str):
                 problems.add_text(row, origin)
                 continue
-            found = _prediction(row, origin, names)
-            if prompts.setdefault(found.item, found.prompt) != found.prompt:
-                raise UnusableRow("id of another prompt", f"`{names.id}` {found.item[:40]} has two prompts")
-            sample = (found.item, str(row.get("sample")))
+            prediction = _prediction(row, origin, names)
+            if prompts.setdefault(prediction.item, prediction.prompt) != prediction.prompt:
+                raise UnusableRow("id of another prompt", f"`{names.id}` {prediction.item[:40]} has two prompts")
+            sample = (prediction.item, str(row.get("sample")))
             if row.get("sample") is not None and sample in samples:
-                raise UnusableRow("sample twice", f"duplicate sample {row['sample']} of {found.item[:40]}")
+                raise UnusableRow("sample twice", f"duplicate sample {row['sample']} of {prediction.item[:40]}")
             samples.add(sample)
         except UnusableRow as problem:
             problems.add_text(str(problem), origin)
             continue
         problems.used += 1
-        rows.append(found)
+        rows.append(prediction)
     if not rows:
         _refuse(path, problems)
     return Predictions(path, rows, problems)

@@ -60,9 +60,9 @@ class Results:
     def table(self) -> Table:
         """A table with one row per metric."""
         rows = []
-        found = self.estimates()
+        estimates = self.estimates()
         for one in self.metrics:
-            value = found[one.name]
+            value = estimates[one.name]
             rows.append((one.name, *_shown(one.scores.kind, value), str(value.n), str(one.texts)))
         return Table(
             title=self.predictions,
@@ -87,7 +87,7 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Atomically write the results to `path` as JSON; raises `RunError` if that fails."""
-        found = self.estimates()
+        estimates = self.estimates()
         values = {
             "format": FORMAT,
             "predictions": self.predictions,
@@ -96,10 +96,10 @@ class Results:
             "dropped": list(self.dropped),
             "metrics": {
                 one.name: {
-                    "value": _finite(found[one.name].value),
-                    "low": _finite(found[one.name].low),
-                    "high": _finite(found[one.name].high),
-                    "n": found[one.name].n,
+                    "value": _finite(estimates[one.name].value),
+                    "low": _finite(estimates[one.name].low),
+                    "high": _finite(estimates[one.name].high),
+                    "n": estimates[one.name].n,
                     "texts": one.texts,
                     "kind": one.scores.kind,
                     "better": one.better,
@@ -125,7 +125,7 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}, this version reads {FORMAT}")
-        found = {}
+        metrics = {}
         for name, about in values["metrics"].items():
             if about["kind"] not in _KINDS:
                 raise ValueError(f"{name} has the unknown kind {about['kind']!r}")
@@ -140,7 +140,7 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
                 raise ValueError(
                     f"{name}: `better` is {about['better']!r}, expected one of {', '.join(get_args(Better))}"
                 )
-            found[name] = MetricResult(
+            metrics[name] = MetricResult(
                 name,
                 ItemScores(about["kind"], items),
                 about["better"],
@@ -148,7 +148,7 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
                 about["left_out"],
                 about["about"],
             )
-        return found, dict(values["digests"])
+        return metrics, dict(values["digests"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path} is not a valid results file ({type(error).__name__}: {error}); recreate it with `posttrain evaluate text`"

@@ -138,15 +138,15 @@ def _read_run(path: str) -> Run:
 
 def _of_episodes(episodes: Sequence[Episode]) -> dict[str, MetricResult]:
     played = [episode for episode in episodes if episode.outcome is not Outcome.FAILED]
-    found: dict[str, ItemScores] = {}
+    metrics: dict[str, ItemScores] = {}
     if reports_success(episodes):
-        found["success"] = item_means("rate", ((str(e.seed), float(e.success)) for e in episodes))
+        metrics["success"] = item_means("rate", ((str(e.seed), float(e.success)) for e in episodes))
     if played:
-        found["return"] = item_means("mean", ((str(e.seed), e.total_reward) for e in played))
+        metrics["return"] = item_means("mean", ((str(e.seed), e.total_reward) for e in played))
     for name in dict.fromkeys(name for episode in episodes for name in environment_scores(episode)):
         values = [(str(e.seed), environment_scores(e)[name]) for e in episodes if name in environment_scores(e)]
-        found[name] = item_means(_kind([value for _, value in values]), values)
-    return {name: MetricResult(name, scores, texts=len(scores)) for name, scores in found.items()}
+        metrics[name] = item_means(_kind([value for _, value in values]), values)
+    return {name: MetricResult(name, scores, texts=len(scores)) for name, scores in metrics.items()}
 
 
 def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
@@ -175,13 +175,13 @@ def _read_rows(path: str, metrics: Sequence[str] | None, columns: PredictionColu
             )
         return Run(path, scored.metrics, {}, None, details)
     predictions = read_predictions(path, columns)
-    found = dict(scored.metrics) if metrics is not None else {}
+    scores = dict(scored.metrics) if metrics is not None else {}
     for name in ("exact", "bleu", "chrf"):
         wanted = metrics is None or name in metrics
-        if wanted and name not in found and any(row.reference is not None for row in predictions.rows):
-            found[name] = exact_match(predictions.rows) if name == "exact" else _corpus(name, predictions.rows)
+        if wanted and name not in scores and any(row.reference is not None for row in predictions.rows):
+            scores[name] = exact_match(predictions.rows) if name == "exact" else _corpus(name, predictions.rows)
     dropped = [f"{path}: {line}" for line in predictions.warnings()]
-    return Run(path, found, predictions.digests(), None, dropped)
+    return Run(path, scores, predictions.digests(), None, dropped)
 
 
 def _corpus(name: str, rows: Any) -> MetricResult:

@@ -202,7 +202,7 @@ def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[Calibrati
     values = np.asarray(margins, dtype=np.float64)
     confidence = 1 / (1 + np.exp(-np.abs(values)))
     index = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
-    found, error = [], 0.0
+    calibration, error = [], 0.0
     for number in range(bins):
         inside = index == number
         n = int(inside.sum())
@@ -210,9 +210,9 @@ def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[Calibrati
             continue
         right = success_rate(int((values[inside] > 0).sum()), n)
         mean = float(confidence[inside].mean())
-        found.append(CalibrationBin(0.5 + number / 2 / bins, 0.5 + (number + 1) / 2 / bins, mean, right))
+        calibration.append(CalibrationBin(0.5 + number / 2 / bins, 0.5 + (number + 1) / 2 / bins, mean, right))
         error += n / len(values) * abs(mean - right.value)
-    return found, error if len(values) else math.nan
+    return calibration, error if len(values) else math.nan
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -296,11 +296,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     The i-th smallest of m (from 1) is multiplied by m - i + 1. The results are made monotone and at most 1.
     """
     m = len(p_values)
-    found, least = [0.0] * m, 0.0
+    adjusted, least = [0.0] * m, 0.0
     for rank, index in enumerate(sorted(range(m), key=lambda i: p_values[i])):
         least = max(least, min(1.0, (m - rank) * p_values[index]))
-        found[index] = least
-    return found
+        adjusted[index] = least
+    return adjusted
 
 
 Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
@@ -333,18 +333,20 @@ class ItemScores:
 
 def item_means(kind: Literal["rate", "mean"], samples: Iterable[tuple[str, float]]) -> ItemScores:
     """Mean over the samples of each item, so that all items have the same weight."""
-    found: dict[str, list[float]] = {}
+    of_items: dict[str, list[float]] = {}
     for item, value in samples:
-        found.setdefault(item, []).append(float(value))
-    return ItemScores(kind, {item: np.array([math.fsum(own) / len(own), 1.0]) for item, own in found.items()})
+        of_items.setdefault(item, []).append(float(value))
+    return ItemScores(
+        kind, {item: np.array([math.fsum(values) / len(values), 1.0]) for item, values in of_items.items()}
+    )
 
 
 def item_sums(kind: Kind, samples: Iterable[tuple[str, Sequence[float]]]) -> ItemScores:
     """Sum of the summands [S] over the samples of each item."""
-    found: dict[str, np.ndarray] = {}
+    totals: dict[str, np.ndarray] = {}
     for item, summands in samples:
-        found[item] = found.get(item, 0.0) + np.asarray(summands, dtype=np.float64)
-    return ItemScores(kind, found)
+        totals[item] = totals.get(item, 0.0) + np.asarray(summands, dtype=np.float64)
+    return ItemScores(kind, totals)
 
 
 def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
@@ -354,8 +356,8 @@ def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
         return np.exp(ratio) if kind == "perplexity" else ratio
     metric = sacrebleu_metric(kind)
     flat = sums.reshape(-1, sums.shape[-1])
-    found = [metric._compute_score_from_stats([round(count) for count in row]).score for row in flat]
-    return np.array(found).reshape(sums.shape[:-1])
+    scores = [metric._compute_score_from_stats([round(count) for count in row]).score for row in flat]
+    return np.array(scores).reshape(sums.shape[:-1])
 
 
 def estimate(scores: ItemScores, seed: int = 0, draws: int = DRAWS) -> Estimate:
@@ -397,10 +399,10 @@ def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.n
     """
     n = len(table)
     generator = random_stream("items", n, seed)
-    found = np.empty((draws, table.shape[1]))
+    samples = np.empty((draws, table.shape[1]))
     for draw in range(draws):
-        found[draw] = np.bincount(generator.integers(n, size=n), minlength=n) @ table
-    return found
+        samples[draw] = np.bincount(generator.integers(n, size=n), minlength=n) @ table
+    return samples
 
 
 @lru_cache(maxsize=2)

@@ -33,13 +33,13 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def powers_up_to(n: int) -> list[int]:
     """1, 2, 4, ... up to n, and n itself."""
-    found = [2**power for power in range(n.bit_length())]
-    return found if found[-1] == n else [*found, n]
+    sizes = [2**power for power in range(n.bit_length())]
+    return sizes if sizes[-1] == n else [*sizes, n]
 
 
 def attempts(successes: Mapping[int, Sequence[bool]]) -> int:
     """The smallest number of attempts of any seed; 0 without seeds. `successes`: seed -> success of each attempt."""
-    return min((len(own) for own in successes.values()), default=0)
+    return min((len(outcomes) for outcomes in successes.values()), default=0)
 
 
 def pass_rates(successes: Mapping[int, Sequence[bool]]) -> dict[int, Estimate]:
@@ -47,16 +47,16 @@ def pass_rates(successes: Mapping[int, Sequence[bool]]) -> dict[int, Estimate]:
 
     The mean over seeds with the interval of `clustered_rate`; n attempts contain n // k disjoint sets of k.
     """
-    found = {}
+    rates = {}
     for k in powers_up_to(n) if (n := attempts(successes)) else []:
-        of_seeds = [pass_at_k(len(own), sum(own), k) for own in successes.values()]
-        found[k] = clustered_rate(of_seeds, sum(len(own) // k for own in successes.values()))
-    return found
+        of_seeds = [pass_at_k(len(outcomes), sum(outcomes), k) for outcomes in successes.values()]
+        rates[k] = clustered_rate(of_seeds, sum(len(outcomes) // k for outcomes in successes.values()))
+    return rates
 
 
 def mean_at_k(successes: Mapping[int, Sequence[bool]]) -> Estimate:
     """Mean over seeds of the fraction of successful attempts."""
-    rates = [sum(own) / len(own) for own in successes.values()]
+    rates = [sum(outcomes) / len(outcomes) for outcomes in successes.values()]
     return clustered_rate(rates, sum(map(len, successes.values())))
 
 
@@ -161,8 +161,8 @@ def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
 
 def _score(by_seed: Mapping[int, Sequence[float]]) -> Estimate:
     """Mean over seeds; a score that is always 0 or 1, such as success per task kind, has the interval of a rate."""
-    means = [_average(own) for own in by_seed.values()]
-    values = {value for own in by_seed.values() for value in own}
+    means = [_average(values_of_seed) for values_of_seed in by_seed.values()]
+    values = {value for values_of_seed in by_seed.values() for value in values_of_seed}
     return clustered_rate(means, sum(map(len, by_seed.values()))) if values <= {0.0, 1.0} else mean(means)
 
 

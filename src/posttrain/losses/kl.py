@@ -63,11 +63,13 @@ def kl_loss(
 def kl_metrics(difference: Values) -> Metrics:
     """Of tokens with d = `difference` [N]: `policy/kl` by k3, whichever estimator the penalty uses, and the share of tokens
     whose k3 is cut off at `KL_LIMIT`."""
-    if isinstance(difference, torch.Tensor):
-        difference = difference.detach().double().cpu().numpy()
-    estimates, count = estimate_kl("k3", difference), float(len(difference))
+    on_cpu = difference.detach().cpu().numpy() if isinstance(difference, torch.Tensor) else difference
+    estimates = estimate_kl("k3", on_cpu.astype(np.float64))
     clamped = float((estimates >= KL_LIMIT).sum())
-    return {"policy/kl": (float(estimates.sum()), count), "policy/kl_clamped": (clamped, count)}
+    return {
+        "policy/kl": (float(estimates.sum()), float(len(estimates))),
+        "policy/kl_clamped": (clamped, float(len(estimates))),
+    }
 
 
 def apply_kl_penalty(rewards: RewardStreams, kl: PerToken, coefficient: float) -> RewardStreams:

@@ -72,7 +72,7 @@ def idle_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int)
     return [sentence for _, sentence in sorted(sentences, reverse=True)]
 
 
-def ahead_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int) -> list[str]:
+def overlap_words(phases: Sequence[Phase], workers: Sequence[Worker], devices: int) -> list[str]:
     """For a step with asynchronous rollouts: one sentence on which side, engines or learners, waits for the other."""
     sampled = sum(phase.seconds for phase in phases if phase.sampling)
     learned = sum(phase.seconds for phase in phases if not phase.sampling)
@@ -227,7 +227,7 @@ def show_placement(
     idle = _idle(recipe, phases, gpus)
     _say(console, f"GPUs are idle for {idle:.0%} of a step: {gpus * (1 - idle):.3g} of {gpus} are busy on average")
     ahead = placement_of(recipe, True).async_rollouts
-    for line in (ahead_words if ahead else idle_words)(phases, workers, gpus):
+    for line in (overlap_words if ahead else idle_words)(phases, workers, gpus):
         _say(console, line)
     _advise(recipe, sizes, device, nodes, phases, console, episodes, rows)
 

@@ -3,11 +3,21 @@
 Not covered: the overhead of torch and the operating system (about 0.5 GiB), and fragmentation.
 """
 
-from posttrain.planning.model_sizes import ModelSizes
+from posttrain.errors import InputError
+from posttrain.planning.model_sizes import ModelSizes, model_sizes
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import (
+    DistillRecipe,
+    DpoRecipe,
+    EvaluateRecipe,
+    GenerateRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
 from posttrain.recipe.units import EntropyUnits
 
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -42,8 +52,8 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
     width = weight_width(recipe.model)
     rows = {}
     if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
-        own = -(-width * sizes.parameters // placement.tensor)
-        rows["weights of the engine"] = (own, f"{width} bytes a parameter over {placement.tensor} devices")
+        count = -(-width * sizes.parameters // placement.tensor)
+        rows["weights of the engine"] = (count, f"{width} bytes a parameter over {placement.tensor} devices")
     slots, tokens = recipe.engine.slots, recipe.rollout.tokens_per_episode
     cache = cache_bytes(sizes, width, placement.tensor)
     if isinstance(recipe.engine, VllmEngineRecipe) and recipe.engine.cache_gigabytes is not None:
@@ -66,7 +76,7 @@ def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tupl
     """
     engine = engine_memory(recipe, sizes, placement)
     rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
-    passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered for a moment"))
+    passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered temporarily"))
     learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
     return learning, sampling + (learning - passing if placement.colocated else 0)
 
@@ -90,6 +100,7 @@ _DIVIDED = (
     "reference model",
     "reward model",
     "critic",
+    "teacher",
     "language model for entropies",
 )
 """Items that sharding divides. Activations and logits depend on the tokens of each device."""
@@ -112,7 +123,7 @@ def _divided(
     layer = sizes.shared_layer + sizes.experts * sizes.expert // placement.expert_parallel
     gathered = width * (3 * layer + 2 * sizes.head)
     how = "two unsharded layers, gradients of one, the output projection with its gradients"
-    return {**shared, "gathered for a moment": (gathered, how)}
+    return {**shared, "gathered temporarily": (gathered, how)}
 
 
 def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
@@ -140,6 +151,8 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if isinstance(recipe, RlRecipe) and recipe.reward is not None:
         size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
         rows["reward model"] = (size, "assuming the size of the policy")
+    if isinstance(recipe, DistillRecipe) or (isinstance(recipe, RlRecipe) and recipe.teacher is not None):
+        rows |= _teacher(recipe, sizes, width)
     if isinstance(recipe, RlRecipe) and recipe.has_critic:
         rows["critic"] = _critic(recipe, sizes)
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
@@ -154,11 +167,55 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
     if isinstance(recipe, RewardRecipe):
         return rows
+    # A divergence over the vocabulary also keeps the log-probabilities, their exponentials and the gradients of both.
+    each = 24 if isinstance(recipe, DistillRecipe) and recipe.loss.type == "jsd" else 12
     rows["logits"] = (
-        3 * 4 * chunk * sizes.vocabulary,
-        f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x 12 bytes",
+        each * chunk * sizes.vocabulary,
+        f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x {each} bytes",
     )
     return rows
+
+
+def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
+    """The teacher's weights, and what it says about the tokens of a step."""
+    teacher = recipe.teacher
+    assert teacher is not None
+    if teacher.path is not None:
+        own = 2 if teacher.dtype == "bfloat16" else 4
+        known = teacher_sizes(teacher.path)
+        count = (known or sizes).parameters
+        how = f"{count:,} parameters of {own} bytes" if known else "assuming the size of the policy"
+        rows = {"teacher": (own * count, how)}
+    elif teacher.policy == "initial" and recipe.model.lora is None:
+        rows = {"teacher": (width * sizes.parameters, "a copy of the initial model")}
+    else:
+        where = "on its servers" if teacher.urls else "the policy itself"
+        rows = {"teacher": (0, where)}
+    if isinstance(recipe, DistillRecipe) and recipe.loss.type == "jsd":
+        rollout = recipe.rollout
+        answer = min(recipe.environment.max_turns * rollout.tokens_per_turn, rollout.tokens_per_episode)
+        tokens = rollout.groups_per_step * rollout.episodes_per_group * answer
+        size, what = (
+            (8 * recipe.loss.top_k, f"loss.top_k {recipe.loss.top_k} x 8")
+            if recipe.loss.top_k
+            else (
+                4 * sizes.vocabulary,
+                f"{sizes.vocabulary:,} x 4",
+            )
+        )
+        rows["teacher's distributions, at most"] = (
+            tokens * size,
+            f"{tokens:,} sampled tokens of a step x {what} bytes",
+        )
+    return rows
+
+
+def teacher_sizes(path: str) -> ModelSizes | None:
+    """Sizes of the teacher at `teacher.path`; None if it is not on this machine, such as the model of a later stage."""
+    try:
+        return model_sizes(path)
+    except InputError:
+        return None
 
 
 def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:
@@ -185,9 +242,9 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
     """Bytes of the critic without activations, and how they are counted."""
     if recipe.critic.backbone == "shared":
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
-    own = _critic_width(recipe)
+    width = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
-    count = own * sizes.parameters + (own + 8 + (8 if own == 2 else 0)) * trained
+    count = width * sizes.parameters + (width + 8 + (8 if width == 2 else 0)) * trained
     return count, "weights, gradients and AdamW state, assuming the size of the policy"
 
 
@@ -219,7 +276,7 @@ def layer_activations(sizes: ModelSizes) -> int:
 
 
 def process_memory(
-    recipe: RlRecipe | SftRecipe | DpoRecipe | RewardRecipe, sizes: ModelSizes
+    recipe: RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe, sizes: ModelSizes
 ) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on the device of one of `hardware.processes` processes, how they are counted)."""
     hardware, width = recipe.hardware, weight_width(recipe.model)
@@ -246,15 +303,15 @@ def process_memory(
         )
     if not hardware.reshard_after_forward:
         whole = width * sizes.parameters
-        rows["gathered for a moment"] = (whole, "all weights, from the forward to the backward pass")
-    elif "gathered for a moment" not in rows:
+        rows["gathered temporarily"] = (whole, "all weights, from the forward to the backward pass")
+    elif "gathered temporarily" not in rows:
         layer = width * (3 * sizes.layer + 2 * sizes.head)
-        rows["gathered for a moment"] = (
+        rows["gathered temporarily"] = (
             layer,
             "two unsharded layers, gradients of one, the output projection with its gradients",
         )
     plays = not isinstance(recipe, DpoRecipe | RewardRecipe) and recipe.environment is not None
     if plays and isinstance(recipe.engine, LocalEngineRecipe):  # type: ignore[union-attr]
         whole = width * sizes.parameters
-        rows["weights whole while sampling"] = (whole, "for the engine in this process; activations are freed")
+        rows["unsharded weights while sampling"] = (whole, "for the engine in this process; activations are freed")
     return rows

@@ -32,7 +32,7 @@ from posttrain.recipe.units import (
 )
 
 UNITS = 10
-"""Units assumed per answer if the segmenter has no limit."""
+"""Assumed number of units per answer if the segmenter has no limit."""
 
 DOERS = {
     "reading prompts": ENGINE,
@@ -86,7 +86,7 @@ def placed_phases(
         phases = [_with_units(phase, recipe) if phase.what == "reward model" else phase for phase in phases]
     if not devices:
         return phases
-    return _beside(_moved(recipe, sizes, device, placement, played, phases), recipe)
+    return _concurrent_scoring(_moved(recipe, sizes, device, placement, played, phases), recipe)
 
 
 def _moved(
@@ -98,7 +98,7 @@ def _moved(
     phases: list[Phase],
 ) -> list[Phase]:
     """The phases, recomputed for models with dedicated devices."""
-    apart, copies, found = recipe.hardware.dedicated, reward_count(recipe), []
+    apart, copies, moved = recipe.hardware.dedicated, reward_count(recipe), []
     critic = Placement(apart.critic, apart.critic, offloaded=placement.offloaded) if apart.critic else None
     alone = {phase.what: phase for phase in step_phases(recipe, sizes, device, critic, played)} if critic else {}
     for phase in phases:
@@ -106,36 +106,36 @@ def _moved(
             assert recipe.reward is not None
             width = 2 if recipe.reward.dtype == "bfloat16" else 4
             read, budget = played.whole, recipe.reward.tokens_per_batch
-            own = forward_seconds(sizes, device, Placement(copies), read, width, budget)
-            phase = replace(phase, seconds=own, devices=copies)
+            seconds = forward_seconds(sizes, device, Placement(copies), read, width, budget)
+            phase = replace(phase, seconds=seconds, devices=copies)
             phase = _with_units(phase, recipe) if recipe.unit_credit is not None else phase
         elif phase.what == "reference log-probabilities" and apart.reference:
-            own_placement = Placement(apart.reference, apart.reference)
+            dedicated = Placement(apart.reference, apart.reference)
             width, budget = weight_width(recipe.model), recipe.learner.tokens_per_batch
-            own = forward_seconds(sizes, device, own_placement, played.learned, width, budget)
-            phase = replace(phase, seconds=own, devices=apart.reference)
+            seconds = forward_seconds(sizes, device, dedicated, played.learned, width, budget)
+            phase = replace(phase, seconds=seconds, devices=apart.reference)
         elif phase.what in ("values", "critic's updates") and critic:
             phase = alone[phase.what]
-        found.append(phase)
-    return found
+        moved.append(phase)
+    return moved
 
 
-def _beside(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
+def _concurrent_scoring(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
     """Merge the scoring phases of models on dedicated devices, which run concurrently."""
     scoring = ("reward model", "reference log-probabilities", "values")
-    together = [phase for phase in phases if phase.what in scoring]
+    concurrent = [phase for phase in phases if phase.what in scoring]
     apart = recipe.hardware.dedicated
-    if not (apart.critic or apart.reference) or len(together) < 2:
+    if not (apart.critic or apart.reference) or len(concurrent) < 2:
         return phases
-    seconds = max(phase.seconds for phase in together)
-    longest = max(together, key=lambda phase: phase.seconds).what
-    busy = sum(phase.seconds * phase.devices for phase in together) / seconds
-    names = ", ".join(phase.what for phase in together)
+    seconds = max(phase.seconds for phase in concurrent)
+    longest = max(concurrent, key=lambda phase: phase.seconds).what
+    busy = sum(phase.seconds * phase.devices for phase in concurrent) / seconds
+    names = ", ".join(phase.what for phase in concurrent)
     one = Phase("scoring", seconds, busy, f"{names}, concurrently; {longest} takes longest")
-    first = phases.index(together[0])
-    return [phase for phase in phases[:first] if phase not in together] + [
+    first = phases.index(concurrent[0])
+    return [phase for phase in phases[:first] if phase not in concurrent] + [
         one,
-        *(phase for phase in phases[first:] if phase not in together),
+        *(phase for phase in phases[first:] if phase not in concurrent),
     ]
 
 
@@ -189,9 +189,9 @@ def memory_of(
     if isinstance(vllm, VllmEngineRecipe) and device is not None and device.memory is not None:
         saved_cache = max(0, engine - round(vllm.gpu_memory_utilization * device.memory))
         engine, sampling = engine - saved_cache, sampling - (saved_cache if placement.colocated else 0)
-    found = {LEARNER: (learning - saved, (sampling if placement.colocated else learning) - saved)}
+    of_roles = {LEARNER: (learning - saved, (sampling if placement.colocated else learning) - saved)}
     if placement.engines and not (devices and placement.colocated):
-        found[ENGINE] = (engine, engine)
+        of_roles[ENGINE] = (engine, engine)
     whole = memory_estimate(recipe, sizes)
     for role, what, over in (
         (REWARD, "reward model", 1),
@@ -201,5 +201,5 @@ def memory_of(
         if what in moved and what in whole:
             passing = whole["activations, roughly"][0] if role == CRITIC else 0
             each = whole[what][0] // max(1, over) + passing
-            found[role] = (each, each)
-    return found
+            of_roles[role] = (each, each)
+    return of_roles

@@ -56,10 +56,10 @@ class Episodes:
     @property
     def learned(self) -> Tokens:
         """Tokens processed by the learner: prompts once per group, logits of sampled tokens only."""
-        own = self.observed + self.answer
+        later = self.observed + self.answer
         return Tokens(
-            self.groups * self.prompt + self.count * own,
-            self.groups * _triangle(self.prompt) + self.count * (own * self.prompt + _triangle(own)),
+            self.groups * self.prompt + self.count * later,
+            self.groups * _triangle(self.prompt) + self.count * (later * self.prompt + _triangle(later)),
             self.count * self.answer,
         )
 

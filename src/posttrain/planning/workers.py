@@ -12,7 +12,7 @@ from posttrain.recipe.stages import DpoRecipe, Recipe, RewardRecipe, RlRecipe, S
 
 CORES_PER_DEVICE = 12
 """Assumed cores per GPU of a described node. Servers with eight GPUs usually have 96 cores or more."""
-_SEEN = {"H200": "h200", "H100": "h100", "A100": "a100"}
+_RAY_NAMES = {"H200": "h200", "H100": "h100", "A100": "a100"}
 """GPU name in Ray -> device of the cost model."""
 
 
@@ -55,7 +55,7 @@ def living(states: list[dict[str, Any]]) -> tuple[list[Node], Device | None]:
         resources = state["Resources"]
         nodes.append(Node(state["NodeManagerAddress"], resources.get("CPU", 0.0), int(resources.get("GPU", 0))))
         kinds |= {name.removeprefix("accelerator_type:") for name in resources if name.startswith("accelerator_type:")}
-    known = {_SEEN[seen] for kind in kinds for seen in _SEEN if seen in kind}
+    known = {_RAY_NAMES[seen] for kind in kinds for seen in _RAY_NAMES if seen in kind}
     return nodes, DEVICES[known.pop()] if len(known) == 1 else None
 
 
@@ -90,7 +90,7 @@ class Worker:
 
 
 def placed_recipe(recipe: Recipe) -> PlacedRecipe:
-    """The recipe, typed as placeable. Raises `InputError` if its stage cannot run on a cluster."""
+    """The recipe, if its stage can run on a cluster. Raises `InputError` if its stage cannot run on a cluster."""
     if not isinstance(recipe, PlacedRecipe):
         raise InputError(
             f"stage {recipe.stage} runs in one process; only the stages rl, sft, reward and dpo run on a cluster"

@@ -36,16 +36,16 @@ def shipped(folder: str) -> Path | None:
 @cache
 def recipe_names() -> dict[str, Path]:
     """Name -> file of every recipe that is shipped or that a plug-in adds, sorted by name. Imports no plug-in."""
-    found: dict[str, Path] = {}
+    names: dict[str, Path] = {}
     folder = shipped("recipes")
     if folder is not None:
-        found |= dict(_named(folder, ""))
+        names |= dict(_named(folder, ""))
     for prefix, point in entry_points("posttrain.recipes").items():
         # Finding a package inside another imports the other one only.
         spec = importlib.util.find_spec(point.value)
         for place in (spec.submodule_search_locations if spec is not None else None) or []:
-            found |= dict(_named(Path(place), f"{prefix}/"))
-    return dict(sorted(found.items()))
+            names |= dict(_named(Path(place), f"{prefix}/"))
+    return dict(sorted(names.items()))
 
 
 def recipe_file(name: str) -> Path:

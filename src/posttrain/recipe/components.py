@@ -23,7 +23,7 @@ from posttrain.recipe.base import BaseConfig
 
 _GROUP: Group = "posttrain.environments"
 _OF_FILES = "posttrain_user_"
-"""How the names of modules that `module_of_file` loads begin."""
+"""Prefix of the names of modules that `module_of_file` loads."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -40,9 +40,9 @@ class EnvironmentRecipe(BaseConfig):
     """Keys that every environment has; an environment's own `Recipe` class adds to them."""
 
     type: str
-    """A built-in name, `module:Class`, or `path/to/file.py` (with `:Class` if it holds several)."""
+    """A built-in name, `module:Class`, or `path/to/file.py` (with `:Class` if the file defines several)."""
     max_turns: int = Field(1, ge=1)
-    """Turns after which an episode is cut off."""
+    """Maximum number of turns of an episode."""
 
 
 _registered: dict[str, Any] = {}
@@ -55,8 +55,8 @@ def register_environment(name: Any) -> Any:
         @posttrain.register_environment("maze")
         class Maze(posttrain.Environment): ...
 
-    As a function, `register_environment(Maze)` registers the class under the place where other processes find it
-    (`module:Class` or `path/to/file.py:Class`) and returns that. InputError for the name of a built-in environment.
+    As a function, `register_environment(Maze)` registers the class under the name by which other processes import it
+    (`module:Class` or `path/to/file.py:Class`), and returns that name. InputError for the name of a built-in environment.
     """
     if isinstance(name, type):
         place = place_of(name)
@@ -98,7 +98,7 @@ def environment_classes() -> dict[str, Any]:
 
 
 def environment_class(type_name: str) -> Any:
-    """The `Environment` subclass that `type_name` names; `InputError` when there is none."""
+    """The `Environment` subclass that `type_name` names. Raises `InputError` if there is none."""
     if type_name in _registered:
         return _registered[type_name]
     if type_name not in ENVIRONMENTS and type_name in entry_points(_GROUP):
@@ -153,18 +153,18 @@ def module_of_file(path: Path) -> ModuleType:
 
 def _class_in(module: Any, class_name: str, where: str) -> Any:
     if class_name:
-        found = [getattr(module, class_name, None)]
+        classes = [getattr(module, class_name, None)]
     else:
-        found = [
+        classes = [
             v
             for v in vars(module).values()
             if isinstance(v, type) and v.__module__ == module.__name__ and hasattr(v, "Recipe")
         ]
-    if len(found) != 1 or found[0] is None:
+    if len(classes) != 1 or classes[0] is None:
         raise InputError(
-            f"environment.type: {where} should hold exactly one environment class; name it as `file.py:Class`"
+            f"environment.type: {where} must define exactly one environment class; name one as `file.py:Class`"
         )
-    return found[0]
+    return classes[0]
 
 
 class Factory(Generic[P, T]):

@@ -1,4 +1,4 @@
-"""Reading a recipe: files merged left to right, then overrides, then the typed schema of the stage."""
+"""Load a recipe: merge files left to right, apply overrides, and validate against the schema of the stage."""
 
 import json
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ P = TypeVar("P", bound=BaseConfig)
 def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
     """The recipe of one stage from YAML files and overrides (`a.b=c`, `--a.b=c`, or `--a.b`, `c`; `key=null`).
 
-    Keys that nobody gives have the defaults of the schema; a section whose `type` a later file or override changes loses
-    the keys that only its old type has. Raises `InputError` with one sentence per problem; each
-    names the file and line, or the override, that caused it.
+    Missing keys have the defaults of the schema. If a later file or override changes the `type` of a section, the keys
+    that only the old type has are dropped. Raises `InputError` with one sentence per problem, which names the file and line,
+    or the override, that caused it.
     """
     return typed_recipe(merge_typed([*map(read_file, sources), *read_overrides(overrides)], stage), stage)
 
 
 def section(part: type[P], value: "P | Mapping[str, Any] | None" = None, /, **keywords: Any) -> P:
-    """A section of a recipe from plain arguments: `value` as it is, or keys of it by name.
+    """A section of a recipe from plain arguments: `value` unchanged, or keys of it by name.
 
     Raises:
         InputError: a key does not exist or its value is not allowed; one sentence per problem, as for recipe files.
@@ -90,9 +90,9 @@ def plain_values(value: Any) -> Any:
 
 
 def merge_typed(layers: list[Layer], stage: str) -> Layer:
-    """The layers merged left to right, those of a section's old type without the keys that only that type has.
+    """Merge the layers left to right. Where a later layer changes the `type` of a section, keys of the old type are dropped.
 
-    So one recipe serves many algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`.
+    So one recipe serves several algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`.
     """
     merged = Layer({})
     for layer in layers:
@@ -102,25 +102,29 @@ def merge_typed(layers: list[Layer], stage: str) -> Layer:
 
 
 def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[BaseConfig]) -> dict[str, Any]:
-    """`values` as far as they still mean something once `later` is merged into them."""
+    """`values` without the keys that have no meaning after `later` is merged into them."""
     kept = dict(values)
     for key, change in later.items():
-        info, own = part.model_fields.get(key), values.get(key)
-        if info is None or not isinstance(own, dict) or not isinstance(change, dict):
+        info, earlier = part.model_fields.get(key), values.get(key)
+        if info is None or not isinstance(earlier, dict) or not isinstance(change, dict):
             continue
         if info.annotation in REGISTRIES:
-            for section in (own, change):
+            for section in (earlier, change):
                 REGISTRIES[info.annotation].find(str(section.get("type")))
         sections = sections_of(info.annotation)
         tags = {tag: section for section in sections for tag in tags_of(section)}
         default = getattr(info.get_default(call_default_factory=True), "type", None)
-        old = tags.get(str(own.get("type", default)))
-        new = tags.get(str(change.get("type", own.get("type", default))), sections[0] if len(sections) == 1 else old)
+        old = tags.get(str(earlier.get("type", default)))
+        new = tags.get(
+            str(change.get("type", earlier.get("type", default))), sections[0] if len(sections) == 1 else old
+        )
         if old is not None and new is not None and old is not new:
-            own = {
-                name: value for name, value in own.items() if name in new.model_fields or name not in old.model_fields
+            earlier = {
+                name: value
+                for name, value in earlier.items()
+                if name in new.model_fields or name not in old.model_fields
             }
-        kept[key] = own if new is None else _without_old_keys(own, change, new)
+        kept[key] = earlier if new is None else _without_old_keys(earlier, change, new)
     return kept
 
 
@@ -132,8 +136,8 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
         raise InputError(f"{given.origin(('stage',))}: {_other_stage(declared, stage)}")
     values = {"stage": stage, **_with_defaults(schema, None, given.values)}
     given = Layer(values, given.origins)
-    sentences = _environment_complaints(given, schema)
-    # A faulty environment is left out here, so that its problems are told once and the others still are.
+    sentences = _environment_errors(given, schema)
+    # Leave out a faulty environment, so that its errors are reported once and those of other sections too.
     checked = {key: value for key, value in values.items() if not (sentences and key == "environment")}
     try:
         recipe = schema.model_validate_json(json.dumps(checked), strict=True)
@@ -145,15 +149,15 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML, every key written out; `load_recipe` of it gives an equal recipe."""
+    """The recipe as YAML with every key. `load_recipe` of it returns an equal recipe."""
     return dump_values(recipe.model_dump(mode="json"))
 
 
 def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with what the section's own default says beyond the defaults of its keys.
+    """`values`, completed by the section's own default where it differs from the defaults of its keys.
 
-    So `evaluation.seeds.count=64` keeps the start, `evaluation.sampling.top_p=0.9` stays greedy, and `loss.clip_high`
-    alone is about the default loss. A section whose `type` was changed keeps nothing of the old type.
+    So `evaluation.seeds.count=64` keeps the default start, `evaluation.sampling.top_p=0.9` stays greedy, and `loss.clip_high`
+    alone applies to the default loss. A section whose `type` was changed keeps nothing of the old type.
     """
     kept = {key: getattr(default, key) for key in default.model_fields_set} if default is not None else {}
     filled = {key: value for key, value in kept.items() if not isinstance(value, BaseConfig)} | values
@@ -169,7 +173,7 @@ def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: d
     return filled
 
 
-def _environment_complaints(given: Layer, schema: type[BaseConfig]) -> list[str]:
+def _environment_errors(given: Layer, schema: type[BaseConfig]) -> list[str]:
     values = given.values.get("environment")
     if not isinstance(values, dict):
         return []

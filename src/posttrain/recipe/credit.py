@@ -250,5 +250,5 @@ class CriticRecipe(BaseConfig):
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:
         """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""
-        own = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora}
-        return policy.model_copy(update=own)
+        keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora}
+        return policy.model_copy(update=keys)

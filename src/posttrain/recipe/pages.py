@@ -1,4 +1,4 @@
-"""The reference of keys on paper (docs/recipes.md) and on screen (`posttrain recipe`)."""
+"""The reference of recipe keys, as Markdown (docs/recipes.md) and in the terminal (`posttrain recipe`)."""
 
 import difflib
 from collections.abc import Iterable
@@ -22,48 +22,51 @@ terminal.
 
 A recipe is a YAML document. Files are merged left to right, then come the overrides of the command line:
 `rollout.groups_per_step=4`, `--rollout.groups_per_step 4` and `--rollout.groups_per_step=4` mean the same, and
-`model.lora=null` sets a key to nothing. Every key has a default, so a recipe holds only what differs. Text is literal:
+`model.lora=null` sets a key to nothing. Every key has a default, so a recipe contains only what differs. Text is literal:
 nothing is interpolated. A section with several types (`environment`, `credit`, `loss`) has the keys of its `type` and
 no others. `posttrain rl ... --dry-run` prints the whole recipe with its defaults, how the batches work out, and an estimate
 of the memory.
 
 A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,
-and optionally `recipe` (a file to begin with, relative to the pipeline) and `from` (the earlier stage whose exported
-model becomes `model.path`). The keys of `common` lie beneath every stage. The run of a stage is
+and optionally `recipe` (a file to begin with, relative to the pipeline) and `from` (an earlier stage, whose exported
+model becomes `model.path`). The keys of `common` are defaults of every stage. The run of a stage is
 `<runs>/<pipeline>/<stage>`. Overrides are `common.KEY=value` and `stages.NAME.KEY=value`.
 """
 
 
 def markdown_reference() -> str:
-    """The text of docs/recipes.md: the keys of `rl` whole, then what the other stages have besides."""
+    """The text of docs/recipes.md: all keys of `rl`, then the additional keys of the other stages."""
     load_plugins()
     keys = {stage: list(keys_of(schema)) for stage, schema in STAGES.items()}
     parts = [_INTRODUCTION]
     for stage, schema in STAGES.items():
         known = set(keys["rl"]) if stage != "rl" else set()
-        own = [key for key in keys[stage] if key not in known]
+        additional = [key for key in keys[stage] if key not in known]
         parts.append(f"\n## `{stage}`\n\n{(schema.__doc__ or '').strip()}\n")
         if known:
             shared = sorted({key.path.split(".")[0] for key in keys[stage] if key in known})
-            parts.append(f"\nAs in `rl`: {', '.join(f'`{section}`' for section in shared)}. Besides:\n")
-        parts.append(_markdown_tables(own))
+            parts.append(f"\nAs in `rl`: {', '.join(f'`{section}`' for section in shared)}. In addition:\n")
+        parts.append(_markdown_tables(additional))
     return "".join(parts)
 
 
 def show_keys(about: str, stage: str, console: Console) -> None:
-    """Print the keys of `stage` at or under the dotted key `about` (empty: all), or of that last name; `InputError` if there are none."""
+    """Print the keys of `stage` at or under the dotted key `about` (empty: all), or whose last part is `about`.
+
+    Raises `InputError` if there are none.
+    """
     if stage not in STAGES:
         raise InputError(f"--stage {stage}: there is no such stage; use {', '.join(STAGES)}")
     load_plugins()
     keys = list(keys_of(STAGES[stage]))
-    found = [key for key in keys if not about or key.path == about or key.path.startswith(f"{about}.")]
-    found = found or [key for key in keys if key.path.split(".")[-1] == about]
-    if not found:
+    shown = [key for key in keys if not about or key.path == about or key.path.startswith(f"{about}.")]
+    shown = shown or [key for key in keys if key.path.split(".")[-1] == about]
+    if not shown:
         names = {key.path for key in keys} | {key.path.rpartition(".")[0] for key in keys} - {""}
         close = difflib.get_close_matches(about, sorted(names), 1)
         hint = f"; the nearest is {close[0]}" if close else ""
         raise InputError(f"stage {stage} has no key {about}{hint}")
-    console.print(_table(found))
+    console.print(_table(shown))
 
 
 def list_recipes(console: Console) -> None:
@@ -77,7 +80,7 @@ def list_recipes(console: Console) -> None:
 
 
 def show_recipe(path: str, console: Console) -> None:
-    """Print the keys that the recipe file `path` gives, with its values beside the defaults."""
+    """Print the keys that the recipe file `path` sets, with their descriptions and defaults."""
     given = read_file(path)
     stage = given.values.get("stage", "rl")
     if stage == "pipeline":
@@ -92,8 +95,7 @@ def show_recipe(path: str, console: Console) -> None:
     written = {".".join(key) for key in given.origins}
     chosen = (given.values.get(section, {}) for section in ("environment", "credit", "loss"))
     types = {section.get("type") for section in chosen if isinstance(section, dict)} - {None}
-    found = [key for key in keys_of(STAGES[stage]) if key.path in written and _applies(key, types)]
-    console.print(_table(found))
+    console.print(_table(key for key in keys_of(STAGES[stage]) if key.path in written and _applies(key, types)))
 
 
 def _applies(key: Key, types: set[str | None]) -> bool:

@@ -146,16 +146,16 @@ def _with_models(
 
 def _require_exported(upstream: str, where: str, earlier: list[PipelineStage], names: list[str]) -> None:
     """`InputError` unless `upstream` is an earlier stage that exports a model."""
-    found = next((stage for stage in earlier if stage.name == upstream), None)
-    if found is None and upstream in names:
+    source = next((stage for stage in earlier if stage.name == upstream), None)
+    if source is None and upstream in names:
         raise InputError(f"{where}: it names {upstream}, which is not an earlier stage; move it up or correct it")
-    if found is None:
+    if source is None:
         raise InputError(
             f"{where}: there is no stage {upstream}{nearest_type(upstream, names)}; use {', '.join(names)}"
         )
-    if found.recipe.stage in ("evaluate", "generate"):
+    if source.recipe.stage in ("evaluate", "generate"):
         raise InputError(
-            f"{where}: {upstream} only {found.recipe.stage}s and exports no model; name a stage that trains"
+            f"{where}: {upstream} only {source.recipe.stage}s and exports no model; name a stage that trains"
         )
 
 

@@ -1,6 +1,6 @@
-"""The keys of a recipe as a user reads them: dotted name, what is allowed, default, description.
+"""The keys of a recipe for users: dotted name, allowed values, default, description.
 
-Everything is taken from the schema itself, so the reference and the error messages cannot drift away from it.
+All of it is derived from the schema, so the reference and the error messages always match it.
 """
 
 import json
@@ -21,7 +21,7 @@ from posttrain.recipe.registry import REGISTRIES
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a recipe. `variant` says under which `type` of its section it exists; empty: always."""
+    """One key of a recipe. `variant`: the `type` of its section that has the key; empty: every type."""
 
     path: str
     allowed: str
@@ -39,7 +39,7 @@ def load_plugins() -> None:
 def keys_of(
     part: type[BaseConfig], prefix: str = "", defaults: BaseConfig | None = None, variant: str = ""
 ) -> Iterator[Key]:
-    """Every key of `part` and of the sections in it, depth first; `defaults` holds the values if it was built."""
+    """Every key of `part` and of the sections in it, depth first; `defaults`: an instance with the default values, if there is one."""
     for name, info in part.model_fields.items():
         path = f"{prefix}{name}"
         default = (
@@ -63,13 +63,13 @@ def keys_of(
                     variant,
                 )
             for section in sections:
-                own = default if isinstance(default, section) else None
+                instance = default if isinstance(default, section) else None
                 tag = ", ".join(tags_of(section)) if len(sections) > 1 else ""
-                yield from keys_of(section, f"{path}.", own, tag or variant)
+                yield from keys_of(section, f"{path}.", instance, tag or variant)
 
 
 def _environment_keys(prefix: str) -> Iterator[Key]:
-    """The keys of the built-in environments; a key that several have alike is given once."""
+    """The keys of the built-in environments. A key that several share is listed once."""
     yield next(key for key in keys_of(EnvironmentRecipe, prefix) if key.path == f"{prefix}type")
     owners: dict[Key, list[str]] = {}
     for name, environment in environment_classes().items():
@@ -81,7 +81,7 @@ def _environment_keys(prefix: str) -> Iterator[Key]:
 
 
 def sections_of(annotation: Any) -> list[type[BaseConfig]]:
-    """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values. Of plug-ins, those imported so far."""
+    """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values. Plug-ins count once they are imported."""
     origin = typing.get_origin(annotation)
     if origin in (Annotated, SerializeAsAny):
         return sections_of(typing.get_args(annotation)[0])
@@ -99,7 +99,7 @@ def tags_of(section: type[BaseConfig]) -> list[str]:
 
 
 def allowed(info: FieldInfo) -> str:
-    """What the values of a field must be, in words: kind and bounds."""
+    """The allowed values of a field in words: kind and bounds."""
     words = _kind(info.annotation)
     bounds = {type(bound).__name__: bound for bound in info.metadata}
     limits = []

@@ -1,7 +1,7 @@
-"""Sections of a recipe that other code can add kinds to: policy losses and credits, chosen by their `type`.
+"""Extensible sections of a recipe: policy losses and credits, selected by `type`.
 
-A kind is a pure function with keyword-only settings. Its section of the recipe is derived from the signature, so its keys
-are checked as strictly as those of the built-in kinds.
+A registered kind is a pure function with keyword-only settings. Its section of the recipe is derived from the signature,
+so its keys are validated like those of the built-in kinds.
 """
 
 import inspect
@@ -24,14 +24,14 @@ class Section(BaseConfig):
     """A section of a recipe whose keys depend on its `type`."""
 
     type: str
-    """Which kind; the other keys depend on it."""
+    """The kind. The other keys depend on it."""
     function: ClassVar[Callable[..., Any] | None] = None
-    """What a registered kind computes; None for the built-in kinds."""
+    """The function of a registered kind; None for the built-in kinds."""
     settings_of_function: ClassVar[tuple[str, ...]] = ()
     """Names of its keyword-only parameters."""
 
     def call(self, *arguments: Any, **named: Any) -> Any:
-        """Call the function of a registered kind with this section's settings, and with those of `named` that it takes."""
+        """Call the function of a registered kind with this section's settings and the `named` arguments that it accepts."""
         assert self.function is not None
         parameters = inspect.signature(self.function).parameters
         settings = {name: getattr(self, name) for name in self.settings_of_function}
@@ -91,7 +91,7 @@ class Registry:
         self._kinds[name] = section_of(name, function, self.base)
 
     def validate(self, value: Any, info: ValidationInfo) -> Any:
-        """The typed section of a mapping with a `type`; for pydantic. Anything else is returned as it is."""
+        """The typed section of a mapping with a `type`; for pydantic. Anything else is returned unchanged."""
         if not isinstance(value, Mapping) or "type" not in value:
             return value
         section = self.find(str(value["type"]))

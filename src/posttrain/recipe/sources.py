@@ -1,4 +1,4 @@
-"""Where the values of a recipe come from: YAML files and overrides, each with the place it was written.
+"""Sources of a recipe: YAML files and overrides, with the file and line of every value.
 
 Text is literal: `${...}` is not interpolated. Numbers such as `1e-6` are numbers, and dates stay text.
 """
@@ -25,11 +25,11 @@ _FLOAT = re.compile(
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML as people write numbers: `1e-6` is a float, `2026-01-01` is text."""
+    """YAML in which `1e-6` is a float and `2026-01-01` is text."""
 
 
 class RecipeDumper(yaml.SafeDumper):
-    """Writes what `RecipeLoader` reads back as the same value."""
+    """Writes YAML that `RecipeLoader` reads back as the same values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -49,13 +49,13 @@ for _class in (RecipeLoader, RecipeDumper):
 
 @dataclass
 class Layer:
-    """Values from one place, and for every key of theirs the place in words (`bandit.yaml line 3`)."""
+    """Values from one source, and the origin of every key as text (`bandit.yaml line 3`)."""
 
     values: dict[str, Any]
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def part(self, *path: str) -> "Layer":
-        """The section `path` as a layer of its own; list items are named by their index."""
+        """The section `path` as a separate layer. List items are named by their index."""
         value: Any = self.values
         for key in path:
             value = value[int(key)] if isinstance(value, list) else value[key]
@@ -63,7 +63,7 @@ class Layer:
         return Layer(value or {}, inner)
 
     def origin(self, path: KeyPath) -> str | None:
-        """The place of `path`, or of the nearest section around it."""
+        """The origin of `path`, or of the nearest section around it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -74,7 +74,7 @@ def read_file(path: str) -> Layer:
     """The YAML mapping in the file `path`, or in the recipe of that name (see `posttrain.recipe.catalogue`).
 
     Raises:
-        InputError: the file cannot be read. The message names the file and the line of what is wrong.
+        InputError: the file cannot be read. The message names the file and the line of the error.
     """
     file = recipe_file(path)
     path = str(file)
@@ -88,14 +88,14 @@ def read_file(path: str) -> Layer:
 
 
 def read_text(text: str, path: str) -> Layer:
-    """Like `read_file`, for text that is already there; `path` is what messages call it."""
+    """Like `read_file`, for text in memory. Messages call it `path`."""
     try:
         loader = RecipeLoader(text)
         node = loader.get_single_node()
         if node is None:
-            raise InputError(f"{path} is empty; write at least one `key: value` line, or leave the file out")
+            raise InputError(f"{path} is empty; write at least one `key: value` line, or remove the file")
         if not isinstance(node, yaml.MappingNode):
-            raise InputError(f"{path} line {node.start_mark.line + 1}: a recipe is made of `key: value` lines")
+            raise InputError(f"{path} line {node.start_mark.line + 1}: a recipe consists of `key: value` lines")
         origins = dict(_walk(node, (), path, ()))
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -106,7 +106,7 @@ def read_text(text: str, path: str) -> Layer:
 
 
 def read_overrides(words: list[str]) -> list[Layer]:
-    """One layer for each of `a.b=c`, `--a.b=c` and `--a.b`, `c`; the value is YAML, and nothing after `=` is null."""
+    """One layer for each of `a.b=c`, `--a.b=c` and `--a.b`, `c`. Values are YAML; an empty value is null."""
     layers = []
     remaining = iter(words)
     for word in remaining:
@@ -123,7 +123,7 @@ def read_overrides(words: list[str]) -> list[Layer]:
 
 
 def merge(layers: list[Layer]) -> Layer:
-    """The layers merged left to right: sections key by key, lists and everything else as a whole."""
+    """Merge the layers left to right: sections key by key, lists and other values as a whole."""
     origins: dict[KeyPath, str] = {}
     for layer in layers:
         origins |= layer.origins
@@ -131,7 +131,7 @@ def merge(layers: list[Layer]) -> Layer:
         merged = OmegaConf.merge({}, *(OmegaConf.create(_literal(layer.values)) for layer in layers))
         values: Any = OmegaConf.to_container(merged, resolve=True)
     except TypeError:
-        raise InputError(f"{_clash(layers)}: one place gives a list and another a section; keep one of them") from None
+        raise InputError(f"{_clash(layers)}: given both as a list and as a section; keep one of them") from None
     except OmegaConfBaseException as error:
         raise InputError(f"the recipe cannot be merged: {str(error).splitlines()[0]}") from None
     return Layer(values, origins)
@@ -146,7 +146,7 @@ def _override(key: str, text: str) -> Layer:
     where = f"override {key}={text}"
     path = tuple(key.split("."))
     if not all(path):
-        raise InputError(f"{where}: {key!r} is not a dotted key; write `part.key=value`")
+        raise InputError(f"{where}: {key!r} is not a dotted key; write `section.key=value`")
     try:
         loader = RecipeLoader(text)
         node = loader.get_single_node()
@@ -163,7 +163,7 @@ def _override(key: str, text: str) -> Layer:
 
 
 def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[KeyPath, str]]:
-    """Every key under `node` with its place; `InputError` on what YAML allows and a recipe does not."""
+    """Every key under `node` with its origin. Raises `InputError` for YAML that a recipe does not allow."""
     line = f"{file} line {node.start_mark.line + 1}"
     if node in above:
         raise InputError(f"{line}: the alias contains itself")
@@ -183,7 +183,7 @@ def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...
             raise InputError(f"{here}: {getattr(key, 'value', 'the key')} is not a key; keys are text")
         dotted = ".".join((*path, key.value))
         if key.value in seen:
-            raise InputError(f"{here}: {dotted} was already given in line {seen[key.value]}; keep one of them")
+            raise InputError(f"{here}: {dotted} is also given in line {seen[key.value]}; keep one of them")
         seen[key.value] = key.start_mark.line + 1
         yield (*path, key.value), here
         yield from _walk(child, (*path, key.value), file, (*above, node))
@@ -199,7 +199,7 @@ def _not_yaml(error: yaml.MarkedYAMLError, text: str, path: str) -> str:
 
 
 def _clash(layers: list[Layer]) -> str:
-    """The dotted key that is a list in one layer and a section in another, with the last place that gave it."""
+    """The dotted key that is a list in one layer and a section in another, with its last origin."""
     kinds: dict[KeyPath, type] = {}
     for layer in layers:
         for path, where in layer.origins.items():
@@ -212,11 +212,11 @@ def _clash(layers: list[Layer]) -> str:
 
 
 def _literal(value: Any) -> Any:
-    """`value` with every `${` escaped, so that OmegaConf keeps it as text."""
+    """`value` with every `${` escaped, so that OmegaConf treats it as text."""
     if isinstance(value, dict):
         return {key: _literal(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_literal(inner) for inner in value]
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value)
+        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
     return value

@@ -1,4 +1,4 @@
-"""Reading a study: its file and overrides, the recipe it searches, and the recipe of each of its points."""
+"""Load a study: its file and overrides, the recipe that it searches, and the recipe of each search point."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics
 from posttrain.recipe.validation import nearest_type, validation_errors
 
-_TRAINED = ("sft", "reward", "dpo", "rl")
+_TRAINED = ("sft", "reward", "dpo", "rl", "distill")
 """Stages that have a learning curve."""
 Point = Mapping[str, Any]
 """Name of a search -> its value."""
@@ -31,50 +31,50 @@ class Study:
     trained: str
     """The stage of the trials."""
     base: Layer
-    """What every trial has: the recipe files and `keys`."""
+    """Values of all trials: the recipe files and `keys`."""
 
     @property
     def directory(self) -> Path:
-        """Where the study is kept."""
+        """Directory of the study."""
         return Path(self.recipe.runs) / self.recipe.name
 
     def keys_of(self, point: Point) -> dict[str, Any]:
-        """Recipe key -> value at `point`, settings that change together taken apart."""
-        found: dict[str, Any] = {}
+        """Recipe key -> value at `point`. Settings that change together are separate keys."""
+        values: dict[str, Any] = {}
         for name, value in point.items():
-            found |= value if isinstance(self.recipe.spaces.get(name), Together) else {name: value}
-        return found
+            values |= value if isinstance(self.recipe.spaces.get(name), Together) else {name: value}
+        return values
 
     def at(self, point: Point, runs: Path | None = None, name: str = "trial", **keys: Any) -> Recipe:
-        """The recipe of `point`, as run `<runs>/<name>` and with top-level `keys`; `InputError` if it makes none."""
+        """The recipe of `point`, as run `<runs>/<name>` and with top-level `keys`. Raises `InputError` if it is not valid."""
         values: dict[str, Any] = {}
         origins: dict[KeyPath, str] = {}
         for key, value in self.keys_of(point).items():
             values = _over(values, nested(key, value))
             origins[tuple(key.split("."))] = f"{key}={shown(value)}"
         place = {"runs": str(runs or self.directory / "trials"), "name": name}
-        # One layer for all, so that a type and the keys of that type may be searched in any order.
+        # One layer for all keys, so that a type and the keys of that type can be searched in any order.
         return typed_recipe(merge_typed([self.base, Layer(values | place | keys, origins)], self.trained), self.trained)
 
 
 def _over(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`values` with `more` over them, section by section."""
-    found = values | more
+    """`values` updated by `more`, section by section."""
+    merged = values | more
     for key in values.keys() & more.keys():
         if isinstance(values[key], dict) and isinstance(more[key], dict):
-            found[key] = _over(values[key], more[key])
-    return found
+            merged[key] = _over(values[key], more[key])
+    return merged
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """`a.b` and 1 as {"a": {"b": 1}}."""
+    """The nested form of a dotted key: `a.b` and 1 become {"a": {"b": 1}}."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
 
 
 def shown(value: Any, narrow: bool = False) -> str:
-    """A value in a table: four digits, settings as `key=value`, or their values alone where it is to be narrow."""
+    """A value as text for a table: numbers with four digits, settings as `key=value`, or only their values if `narrow`."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict) and narrow:
@@ -87,31 +87,33 @@ def shown(value: Any, narrow: bool = False) -> str:
 def load_study(source: str, overrides: Sequence[str]) -> Study:
     """The study in the YAML file `source` with overrides such as `trials=30`, `search.KEY.high=1e-4`, `keys.KEY=value`.
 
-    Raises `InputError` with one sentence per problem, each with the file and line, or the override, of its cause; also
-    where the metric is none that is held out, or a limit is of a metric that the stage does not measure.
+    Raises `InputError` with one sentence per problem, each with the file and line, or the override, that caused it; also if
+    the metric is not a held-out one, or the stage does not measure the metric of a limit.
     """
     source = str(recipe_file(source))
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
     recipe = _typed(given, source)
     folder = Path(source).parent
     files = [read_file(str(folder / file)) for file in recipe.recipe]
-    own = given.part("keys") if recipe.keys else Layer({})
+    fixed = given.part("keys") if recipe.keys else Layer({})
     for key in ("name", "runs"):
-        if key in own.values:
-            raise InputError(f"{own.origin((key,))}: {key} of a trial has no effect; set {key} of the study")
-    stage = merge([*files, own]).values.get("stage")
+        if key in fixed.values:
+            raise InputError(f"{fixed.origin((key,))}: {key} of a trial has no effect; set {key} of the study")
+    stage = merge([*files, fixed]).values.get("stage")
     where = given.origin(("recipe",)) or source
     if stage not in _TRAINED:
-        said = "the recipe has no stage" if stage is None else f"the recipe is for stage {stage}"
-        raise InputError(f"{where}: {said}; a study searches one of {', '.join(_TRAINED)} (`keys.stage=rl` says which)")
-    study = Study(recipe, stage, merge_typed([*files, own], stage))
+        problem = "the recipe has no stage" if stage is None else f"the recipe is for stage {stage}"
+        raise InputError(
+            f"{where}: {problem}; a study searches one of {', '.join(_TRAINED)}; set it, for example `keys.stage=rl`"
+        )
+    study = Study(recipe, stage, merge_typed([*files, fixed], stage))
     _check_start(recipe, given)
     check_metrics(recipe.objective, stage, study.base.values, given, source)
     return study
 
 
 def _merged(layers: Sequence[Layer]) -> Layer:
-    """The layers left to right; what is searched under a name is merged by itself, for its keys hold dots."""
+    """The layers merged left to right. The entries of `search` are merged separately, because their names contain dots."""
     plain = [Layer({key: v for key, v in layer.values.items() if key != "search"}, layer.origins) for layer in layers]
     merged = merge(plain)
     search: dict[str, Any] = {}
@@ -160,10 +162,10 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
             other = any(key in schema.model_fields for schema in STAGES.values())
             hint = f" (write keys.{key})" if other else nearest_type(key, list(StudyRecipe.model_fields))
             keys = ", ".join(StudyRecipe.model_fields)
-            sentences.append(f"{given.origin((key,))}: there is no key {key} in a study{hint}; the keys are {keys}")
+            sentences.append(f"{given.origin((key,))}: a study has no key {key}{hint}; the keys are {keys}")
             del values[key]
     for path, part in (("search",), Range), (("objective", "within"), Limit):
-        sentences += _section_complaints(values, path, part, given)
+        sentences += _section_errors(values, path, part, given)
     try:
         study = StudyRecipe.model_validate_json(json.dumps({"stage": "tune", **values}), strict=True)
     except ValidationError as error:
@@ -173,8 +175,8 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
     return study
 
 
-def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
-    """What is wrong with the sections under `path`, whose names are free; faulty ones are replaced in `values`."""
+def _section_errors(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
+    """Errors in the sections under `path`, whose names are free. Faulty sections are replaced in `values`."""
     above: Any = given.values
     for key in path:
         above = above.get(key) if isinstance(above, dict) else None
@@ -186,8 +188,8 @@ def _section_complaints(values: dict[str, Any], path: KeyPath, part: type[BaseCo
             part.model_validate_json(json.dumps(section), strict=True)
         except ValidationError as error:
             sentences += validation_errors(error, part, given, StudyRecipe, (*path, name))
-            sound = {"low": 0.0, "high": 1.0} if part is Range else {"max": 0.0}
-            _replace(values, (*path, name), sound)
+            valid = {"low": 0.0, "high": 1.0} if part is Range else {"max": 0.0}
+            _replace(values, (*path, name), valid)
     return sentences
 
 

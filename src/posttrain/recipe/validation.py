@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, one sentence per problem: the place, the key, the value, and what is allowed."""
+"""Validation errors of a recipe, one sentence each: the origin, the key, the value, and what is allowed."""
 
 import difflib
 import json
@@ -61,7 +61,7 @@ RENAMED_KEYS = {
     "unit_credit.normaliser": "unit_credit.normalizer",
     "units.entropy": "units.entropy_coefficient",
 }
-"""Dotted key of earlier versions, in which `*` stands for any text -> the key that has its place now."""
+"""Dotted key of earlier versions (`*` matches any text) -> its present name."""
 
 RENAMED_VALUES = {
     ("*data.overlong", "cut"): "truncate",
@@ -72,7 +72,7 @@ RENAMED_VALUES = {
     ("loss.aggregation", "token"): "token_mean",
     ("unit_credit.type", "seed_compat"): "drca_published",
 }
-"""Dotted key and its value in earlier versions -> the value now."""
+"""Dotted key and its value in earlier versions -> the present value."""
 
 
 def validation_errors(
@@ -80,8 +80,8 @@ def validation_errors(
 ) -> list[str]:
     """Sentences for the problems that pydantic found in the section `prefix` of the recipe `given`.
 
-    `part` is the schema of that section and `stage` that of the whole recipe, where keys in the wrong section are
-    looked up. Several findings about one key make one sentence.
+    `part` is the schema of that section and `stage` that of the whole recipe, in which keys of other sections are
+    looked up. Several errors of one key become one sentence.
     """
     sentences: dict[KeyPath, str] = {}
     for problem in error.errors(include_url=False):
@@ -91,9 +91,9 @@ def validation_errors(
 
 
 def nearest_type(name: str, choices: list[str]) -> str:
-    """A hint at the choice that `name` resembles; empty when there is none."""
-    found = difflib.get_close_matches(name, choices, 1, 0.6)
-    return f" (did you mean {found[0]}?)" if found else ""
+    """A hint with the choice most similar to `name`; empty if there is none."""
+    near = difflib.get_close_matches(name, choices, 1, 0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _sentence(
@@ -159,14 +159,14 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
 
 
 def _renamed_value(dotted: str, value: Any) -> str:
-    """A hint at the present name of a value of earlier versions; empty for all others."""
+    """A hint with the present name of a value of earlier versions; empty for other values."""
     names = (new for (key, old), new in RENAMED_VALUES.items() if old == value and fnmatchcase(dotted, key))
     new = next(names, None)
     return f" (did you mean {new}?)" if new else ""
 
 
 def _other_types(path: KeyPath, part: type[BaseConfig], given: Layer, prefix: KeyPath) -> list[str]:
-    """Types of the section around `path` that do have its last key."""
+    """Types of the section around `path` that have its last key."""
     if issubclass(part, EnvironmentRecipe) and len(path) == len(prefix) + 1:
         return [name for name, one in environment_classes().items() if path[-1] in one.Recipe.model_fields]
     info = _field(path[len(prefix) : -1], part, _value(given.values, prefix))
@@ -179,7 +179,7 @@ def _other_types(path: KeyPath, part: type[BaseConfig], given: Layer, prefix: Ke
 
 
 def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
-    """The field that `path` names, through the sections whose `type` the values give; None when there is none."""
+    """The field that `path` names, in the sections that the `type` keys of `values` select; None if there is none."""
     sections: list[type[BaseConfig]] = [part]
     info = None
     for name in path:
@@ -208,7 +208,7 @@ def _key_path(problem: ErrorDetails, values: Any) -> KeyPath:
 
 
 def _place_named_in(message: str, path: KeyPath, given: Layer) -> str | None:
-    """Where the keys that a message names were written, if any was: the last of them that a user gave."""
+    """The origin of the last key that a message names and the user gave; None if there is none."""
     keys = [tuple(key.split(".")) for key in re.findall(r"`([a-z_.]+)", message)]
     places = [given.origins[(*path, *key)] for key in keys if (*path, *key) in given.origins]
     return places[-1] if places else None

@@ -8,6 +8,7 @@ from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import (
+    DistillRecipe,
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
@@ -31,44 +32,46 @@ _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    found = _head(recipe)
+    warnings = _head(recipe)
     if isinstance(recipe, GenerateRecipe):
-        return [*found, *_generation(recipe)]
+        return [*warnings, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
-        found.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
+        warnings.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
-        found += _rows(recipe)
+        warnings += _rows(recipe)
     if isinstance(recipe, DpoRecipe | RewardRecipe):
-        return found
+        return warnings
     if recipe.environment is None:
         parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
-        return [*found, *(_without_effect(key, "the recipe has no environment") for key in parts)]
-    found += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
+        return [*warnings, *(_without_effect(key, "the recipe has no environment") for key in parts)]
+    warnings += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
     if recipe.remote is None:
-        found += _limits(recipe)
+        warnings += _limits(recipe)
     if isinstance(recipe, RlRecipe):
-        found += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
+        warnings += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
+    elif isinstance(recipe, DistillRecipe):
+        warnings += _distill(recipe)
     else:
-        found += _rollout_unused(recipe.rollout, recipe.stage)
+        warnings += _rollout_unused(recipe.rollout, recipe.stage)
     if isinstance(recipe, EvaluateRecipe):
-        found += [
+        warnings += [
             _without_effect(f"evaluation.{key}", "the evaluate stage runs one evaluation, on evaluation.final_seeds")
             for key in ("every", "seeds", "metric")
             if _given(recipe.evaluation, key)
         ]
-        found += _remote(recipe)
-    return found
+        warnings += _remote(recipe)
+    return warnings
 
 
 def _generation(recipe: GenerateRecipe) -> list[str]:
     """Warnings for the `generate` stage."""
-    found = _sampling("sampling", recipe.sampling)
+    warnings = _sampling("sampling", recipe.sampling)
     if recipe.remote is None:
-        return found
+        return warnings
     if _given(recipe, "window"):
-        found.append(_without_effect("window", "engine.type is openai, so answers are independent"))
-    return [*found, *_server(recipe, recipe.remote, recipe.sampling)]
+        warnings.append(_without_effect("window", "engine.type is openai, so answers are independent"))
+    return [*warnings, *_server(recipe, recipe.remote, recipe.sampling)]
 
 
 def _head(recipe: Recipe) -> list[str]:
@@ -99,42 +102,44 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
     """Keys without effect, and settings that a remote model rejects."""
     if recipe.remote is None:
         return []
-    found = _server(recipe, recipe.remote, recipe.evaluation.sampling)
+    warnings = _server(recipe, recipe.remote, recipe.evaluation.sampling)
     primer = environment_class(recipe.environment.type)(recipe.environment).primer
-    return [*found, *([no_primer(recipe.environment, primer)] if primer else [])]
+    return [*warnings, *([no_primer(recipe.environment, primer)] if primer else [])]
 
 
 def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe, sampling: SamplingRecipe) -> list[str]:
     """Keys without effect with a remote model."""
     server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
-    found = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
+    warnings = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
     if _given(rollout, "tokens_per_episode"):
-        found.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
+        warnings.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
     if sampling.temperature == 0 and _given(engine, "send_seed"):
-        found.append(_without_effect("engine.send_seed", "temperature 0 is greedy, and no seed is sent"))
+        warnings.append(_without_effect("engine.send_seed", "temperature 0 is greedy, and no seed is sent"))
     if not rollout.stop_strings and _given(engine, "stop_at"):
-        found.append(_without_effect("engine.stop_at", "rollout.stop_strings is empty"))
-    return found
+        warnings.append(_without_effect("engine.stop_at", "rollout.stop_strings is empty"))
+    return warnings
 
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
     """Keys without effect in stages that train on rows."""
     unused = [key for key in ("updates_per_step", "epochs_per_step") if _given(recipe.learner, key)]
-    found = [_without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update per step") for key in unused]
+    warnings = [
+        _without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update per step") for key in unused
+    ]
     data = recipe.data
     if recipe.steps is not None and recipe.epochs != 1:
-        found.append(_without_effect("epochs", "steps determines the length of the run"))
+        warnings.append(_without_effect("epochs", "steps determines the length of the run"))
     if data is None:
-        return found
+        return warnings
     if not data.streaming and _given(data, "shuffle_buffer"):
-        found.append(_without_effect("data.shuffle_buffer", "data.streaming is false"))
+        warnings.append(_without_effect("data.shuffle_buffer", "data.streaming is false"))
     if data.streaming and any(source.weight != 1 for source in data.train):
-        found.append(_without_effect("data.train weight", "streamed rows are read once, in order"))
+        warnings.append(_without_effect("data.train weight", "streamed rows are read once, in order"))
     if not (data.validation or data.held_out) and not (isinstance(recipe, SftRecipe) and recipe.environment):
-        found.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
+        warnings.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
     if isinstance(recipe, SftRecipe) and recipe.experts != type(recipe.experts)():
-        found.append(_without_effect("experts", "the run trains on the rows in data"))
-    return found
+        warnings.append(_without_effect("experts", "the run trains on the rows in data"))
+    return warnings
 
 
 def _given(part: BaseConfig, key: str) -> bool:
@@ -156,18 +161,40 @@ def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
     ]
 
 
-def _limits(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
+def _distill(recipe: DistillRecipe) -> list[str]:
+    """Keys without effect in distillation, and doubtful values."""
+    rollout, learner, found = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
+    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_AHEAD) if _given(rollout, key)]
+    found += [
+        _without_effect(f"rollout.{key}", "the distill stage learns from the teacher, not from rewards")
+        for key in unused
+    ]
+    once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and recipe.engine.type == "local"
+    if recipe.loss.type == "reverse_kl" and once and _given(recipe.loss, "cap"):
+        found.append(_without_effect("loss.cap", "with one update per step the importance weight is always 1"))
+    if recipe.model.lora is None and recipe.optimizer.learning_rate > 1e-4:
+        found.append(
+            f"optimizer.learning_rate {recipe.optimizer.learning_rate:g} is high for full-parameter distillation"
+        )
+    if not environment_class(recipe.environment.type).has_reward(recipe.environment):
+        found.append("nothing scores the answers, so nothing is evaluated and the last checkpoint is kept")
+    if recipe.off_policy is not None and recipe.off_policy.share == 1:
+        found.append("off_policy.share is 1, so no step samples episodes and `rollout` and `seeds` have no effect")
+    return found
+
+
+def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
     assert recipe.environment is not None
     rollout, turns = recipe.rollout, recipe.environment.max_turns
-    found: list[str] = []
+    warnings: list[str] = []
     if turns * rollout.tokens_per_turn > rollout.tokens_per_episode:
-        found.append(
+        warnings.append(
             f"{turns} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
             f"{rollout.tokens_per_episode} even without observations; long episodes will be cut"
         )
     if rollout.overlong_penalty is not None and rollout.overlong_penalty.limit > turns * rollout.tokens_per_turn:
-        found.append("rollout.overlong_penalty.limit is more than an episode can sample; the penalty is never whole")
-    return found
+        warnings.append("rollout.overlong_penalty.limit is more than an episode can sample; the penalty is never whole")
+    return warnings
 
 
 def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
@@ -185,38 +212,38 @@ def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
 
 
 def _rl_without_effect(recipe: RlRecipe) -> list[str]:
-    kl, rollout, learner, found = recipe.kl, recipe.rollout, recipe.learner, []
-    found += _sampling("rollout.sampling", rollout.sampling)
+    kl, rollout, learner, warnings = recipe.kl, recipe.rollout, recipe.learner, []
+    warnings += _sampling("rollout.sampling", rollout.sampling)
     if kl.coefficient == 0:
         keys = [key for key in ("estimator", "apply_to", "importance_weighted", "horizon") if _given(kl, key)]
-        found += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
+        warnings += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
     elif kl.target is None and _given(kl, "horizon"):
-        found.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
+        warnings.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
     for key, type_name in (("keep", "uncertainty"), ("max_rounds", "dynamic")):
         if rollout.filter.type != type_name and _given(rollout.filter, key):
-            found.append(_without_effect(f"rollout.filter.{key}", f"rollout.filter.type is {rollout.filter.type}"))
+            warnings.append(_without_effect(f"rollout.filter.{key}", f"rollout.filter.type is {rollout.filter.type}"))
     for key, policy in (("retries", "retry"), ("reward", "score")):
         if rollout.failures.action != policy and _given(rollout.failures, key):
             reason = f"rollout.failures.action is {rollout.failures.action}"
-            found.append(_without_effect(f"rollout.failures.{key}", reason))
+            warnings.append(_without_effect(f"rollout.failures.{key}", reason))
     if rollout.async_rollouts == 0:
-        found += [
+        warnings += [
             _without_effect(f"rollout.{key}", "rollout.async_rollouts is 0")
             for key in _AHEAD[1:]
             if _given(rollout, key)
         ]
     once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and rollout.async_rollouts == 0
     if recipe.has_critic:
-        found += _critic_without_effect(recipe.critic, once)
+        warnings += _critic_without_effect(recipe.critic, once)
     elif recipe.critic != type(recipe.critic)():
         # Not an error, so that users can switch between gae and other credit with one key.
-        found.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
+        warnings.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
     if isinstance(recipe.credit, GdpoCredit) and "return" not in (recipe.credit.weights or {}):
         reason = "credit.weights of gdpo has no weight for `return`"
-        found += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
+        warnings += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
     loss = recipe.loss
     if loss.ratio_to != "old" and loss.correction is None and _given(loss, "old"):
-        found.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
+        warnings.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
     if (
         isinstance(loss, PpoLoss | GspoLoss)
         and loss.old != "rollout"
@@ -224,10 +251,10 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     ):
         clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(loss, key)]
         reason = "with one update per step the ratio is always 1"
-        found += [_without_effect(f"loss.{key}", reason) for key in clips]
+        warnings += [_without_effect(f"loss.{key}", reason) for key in clips]
     if recipe.evaluation.every > recipe.steps:
-        found.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
-    return found
+        warnings.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
+    return warnings
 
 
 def _rollout_ratio(recipe: RlRecipe) -> bool:
@@ -237,14 +264,14 @@ def _rollout_ratio(recipe: RlRecipe) -> bool:
 
 def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
     """Keys without effect in `critic`. `once`: whether a step makes one update."""
-    found: list[str] = []
+    warnings: list[str] = []
     if critic.optimizer.schedule == "constant" and _given(critic.optimizer, "final_fraction"):
-        found.append(_without_effect("critic.optimizer.final_fraction", "critic.optimizer.schedule is constant"))
+        warnings.append(_without_effect("critic.optimizer.final_fraction", "critic.optimizer.schedule is constant"))
     if critic.lora is not None and _given(critic.lora, "export"):
-        found.append(_without_effect("critic.lora.export", "the critic is not exported"))
+        warnings.append(_without_effect("critic.lora.export", "the critic is not exported"))
     if once and _given(critic, "clip"):
-        found.append(_without_effect("critic.clip", "with one update per step the values are unchanged"))
-    return found
+        warnings.append(_without_effect("critic.clip", "with one update per step the values are unchanged"))
+    return warnings
 
 
 def _many_updates(recipe: RlRecipe) -> list[str]:
@@ -261,17 +288,17 @@ def _many_updates(recipe: RlRecipe) -> list[str]:
 
 def _entropy(recipe: RlRecipe) -> list[str]:
     entropy, learner = recipe.entropy, recipe.learner
-    found = []
+    warnings = []
     for key in ("step", "max_coefficient"):
         if entropy.target is None and _given(entropy, key):
-            found.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
+            warnings.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
     if not entropy.has_bonus and entropy.tokens != "all":
-        found.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
+        warnings.append(_without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target"))
     once = learner.updates_per_step * learner.epochs_per_step == 1
     if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
         reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
-        found.append(_without_effect("entropy.covariance.type kl_cov", reason))
-    return found
+        warnings.append(_without_effect("entropy.covariance.type kl_cov", reason))
+    return warnings
 
 
 def _steep_kl(recipe: RlRecipe) -> list[str]:
@@ -298,55 +325,55 @@ def _truncated(sampling: SamplingRecipe) -> list[str]:
 
 
 def _rl_doubtful(recipe: RlRecipe) -> list[str]:
-    loss, lora, optimizer, found = recipe.loss, recipe.model.lora, recipe.optimizer, []
+    loss, lora, optimizer, warnings = recipe.loss, recipe.model.lora, recipe.optimizer, []
     if isinstance(recipe.unit_credit, CausalCredit) and getattr(recipe.credit, "discount", 1.0) < 1:
-        found.append(
+        warnings.append(
             f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes the objective, because "
             "earlier rewards count more"
         )
     if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
-        found.append(
+        warnings.append(
             f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
             f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
         )
     if isinstance(recipe.credit, GdpoCredit) and recipe.rollout.filter.type != "none":
-        found.append(
+        warnings.append(
             f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
             "scores differ, which credit.type gdpo learns from"
         )
-    found += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
+    warnings += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
-        found.append(
+        warnings.append(
             f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "
             "it has no ratio to the policy that sampled; set loss.correction"
         )
     vllm = isinstance(recipe.engine, VllmEngineRecipe)
     if vllm and loss.correction is None and loss.ratio_to != "rollout":
-        found.append(
+        warnings.append(
             "engine.type vllm computes log-probabilities differently from the learner (policy/mismatch measures the difference), "
             "without a correction; set loss.correction.weights or loss.correction.reject"
         )
     if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or recipe.model.dtype != "float32"):
-        found.append(
+        warnings.append(
             "loss.old rollout puts the difference between engine and learner into the ratio, about 0.04 nats per token in "
             "bfloat16: gspo with its default clip loses most of its gradient before any update "
             "(policy/clipped_before_update); use auto"
         )
     if lora is not None and lora.dropout > 0:
-        found.append("model.lora.dropout above 0 makes the policies of engine and learner differ")
+        warnings.append("model.lora.dropout above 0 makes the policies of engine and learner differ")
     if lora is None and optimizer.learning_rate > 1e-4:
-        found.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for full-parameter rl")
+        warnings.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for full-parameter rl")
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     policy_updates = updates - (recipe.critic.updates_before_policy if recipe.has_critic else 0)
     if optimizer.warmup_updates >= policy_updates:
-        found.append(
+        warnings.append(
             f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {policy_updates} updates of the run"
         )
     if recipe.has_critic and recipe.critic.optimizer.warmup_updates >= updates:
-        found.append(
+        warnings.append(
             f"critic.optimizer.warmup_updates {recipe.critic.optimizer.warmup_updates} is not below the {updates} "
             "updates of the run"
         )
     if recipe.rollout.sampling.temperature == 0 and recipe.rollout.episodes_per_group > 1:
-        found.append("rollout.sampling.temperature 0 makes all episodes of a group identical")
-    return found
+        warnings.append("rollout.sampling.temperature 0 makes all episodes of a group identical")
+    return warnings

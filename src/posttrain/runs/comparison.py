@@ -102,12 +102,12 @@ def _scalars(path: Path) -> dict[str, dict[int, float]]:
     except Exception as error:  # the readers of event files raise exceptions of any type
         raise InputError(f"{path} cannot be read as event files ({error}); give TensorBoard event files") from error
     tags = events.Tags()
-    found = {tag: {point.step: float(point.value) for point in events.Scalars(tag)} for tag in tags["scalars"]}
+    scalars = {tag: {point.step: float(point.value) for point in events.Scalars(tag)} for tag in tags["scalars"]}
     for tag in tags["tensors"]:
         # TensorFlow 2 writes scalars as 0-dimensional tensors.
         points = {point.step: tensor_util.make_ndarray(point.tensor_proto) for point in events.Tensors(tag)}
-        found[tag] = {s: float(v) for s, v in points.items() if v.shape == () and v.dtype.kind in "fiu"}
-    return {tag: points for tag, points in found.items() if points}
+        scalars[tag] = {s: float(v) for s, v in points.items() if v.shape == () and v.dtype.kind in "fiu"}
+    return {tag: points for tag, points in scalars.items() if points}
 
 
 @dataclass(frozen=True)
@@ -344,14 +344,14 @@ def draw_metric(metric: Metric, bundles: Sequence[Bundle]) -> tuple[Figure | Non
     drawn: list[tuple[Bundle, Look, list[Series]]] = []
     warnings = []
     for bundle, look in zip(bundles, looks(len(bundles)), strict=True):
-        found = [series for source in bundle.sources if (series := series_of(source.lines, metric.key)) is not None]
-        if not found:
+        curves = [series for source in bundle.sources if (series := series_of(source.lines, metric.key)) is not None]
+        if not curves:
             continue
-        if len(found) < len(bundle.sources):
-            missing = len(bundle.sources) - len(found)
+        if len(curves) < len(bundle.sources):
+            missing = len(bundle.sources) - len(curves)
             warnings.append(f"{metric.key}: {bundle.title} is left out because {missing} of its runs have no value")
             continue
-        drawn.append((bundle, look, found))
+        drawn.append((bundle, look, curves))
     if not drawn:
         return None, warnings
     with matplotlib.rc_context(STYLE):
@@ -398,9 +398,9 @@ def _draw(metric: Metric, drawn: list[tuple[Bundle, Look, list[Series]]]) -> tup
     return figure, warnings
 
 
-def _draw_mean(axes: Axes, bundle: Bundle, look: Look, found: list[Series], geometric: bool) -> list[float]:
+def _draw_mean(axes: Axes, bundle: Bundle, look: Look, curves: list[Series], geometric: bool) -> list[float]:
     """Draw the mean over seeds and its interval; returns the values to fit on the axis, none without a common step."""
-    mean = mean_over_seeds(found, geometric)
+    mean = mean_over_seeds(curves, geometric)
     if not mean.steps:
         return []
     marker = look.marker if len(mean.steps) <= _MOST_MARKED else ""
@@ -446,8 +446,8 @@ def _draw_baselines(axes: Axes, metric: Metric, drawn: list[tuple[Bundle, Look, 
 
 
 def _baseline(lines: list[Line], policy: str, key: str) -> float | None:
-    found = [line.get(key) for line in lines if line["kind"] == "baseline" and line.get("policy") == policy]
-    return found[-1] if found else None
+    values = [line.get(key) for line in lines if line["kind"] == "baseline" and line.get("policy") == policy]
+    return values[-1] if values else None
 
 
 def _subtitle(metric: Metric, smooth: bool, averaged: bool, geometric: bool, limits: bool, count: int) -> str:

@@ -279,8 +279,8 @@ def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, floa
 
 def keys_of(lines: list[Line]) -> list[str]:
     """Every metric that can be drawn as a curve, in order of first occurrence."""
-    found = {key for line in lines if line["kind"] in KINDS for key in line if _is_metric(line, key)}
-    return [key for key in dict.fromkeys(key for line in lines for key in line) if key in found]
+    drawable = {key for line in lines if line["kind"] in KINDS for key in line if _is_metric(line, key)}
+    return [key for key in dict.fromkeys(key for line in lines for key in line) if key in drawable]
 
 
 def is_trained(lines: list[Line], key: str) -> bool:

@@ -180,11 +180,13 @@ def draw_scores_of_runs(bundles: Sequence[Bundle]) -> Figure | None:
 
 def _panel(axes: Axes, runs: Runs, name: str, training: bool) -> None:
     for label, look, checkpoints in runs:
-        found = [(one.training if training else one.overall[0], one) for one in checkpoints if name in one.scores]
-        points = [(x_value, one.scores[name][0], one.step) for x_value, one in found if x_value is not None]
+        positions = [(one.training if training else one.overall[0], one) for one in checkpoints if name in one.scores]
+        points = [(x_value, one.scores[name][0], one.step) for x_value, one in positions if x_value is not None]
         x, y = [point[0] for point in points], [point[1] for point in points]
         axes.plot(x, y, color=look.color, marker=look.marker, linestyle=":", linewidth=1.2, label=label)
-        for x_value, height, step in points if sum(len(found) for *_, found in runs) <= _MOST_NAMED else points[-1:]:
+        for x_value, height, step in (
+            points if sum(len(positions) for *_, positions in runs) <= _MOST_NAMED else points[-1:]
+        ):
             axes.annotate(str(step), (x_value, height), (3, 3), textcoords="offset points", fontsize=8, color=GREY)
     axes.margins(0.08, 0.2)
 
@@ -306,8 +308,8 @@ def _final(source: Source) -> Mapping[str, Any]:
 
 
 def _mean(results: Sequence[Mapping[str, Interval]]) -> dict[str, Interval]:
-    common = [key for key in results[0] if all(key in found for found in results)]
-    return {key: t_interval([found[key][0] for found in results]) for key in common}
+    common = [key for key in results[0] if all(key in result for result in results)]
+    return {key: t_interval([result[key][0] for result in results]) for key in common}
 
 
 def _result_cell(key: str, result: Interval | None) -> str:

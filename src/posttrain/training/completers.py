@@ -25,7 +25,7 @@ from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker
 from posttrain.rollout.remote_worker import THOUGHTS, RemoteRolloutWorker, server_seed
-from posttrain.runs.answers import AnswerLog, Key, line_of
+from posttrain.runs.completions import CompletionLog, Key, line_of
 
 _FAILURES_IN_A_ROW = 16
 """Consecutive failed requests after which a server counts as down; twice `engine.max_concurrent` if that is more."""
@@ -192,7 +192,7 @@ class LocalCompleter:
         self.warnings = [*self.renderer.warnings(), *problems.summary()]
         self._engine: Engine | None = None
 
-    def windows(self, requests: list[CompletionRequest], log: AnswerLog) -> Iterator[list[CompletionRequest]]:
+    def windows(self, requests: list[CompletionRequest], log: CompletionLog) -> Iterator[list[CompletionRequest]]:
         """Yield complete windows that have a missing completion.
 
         Windows are complete so that the batches of the engine do not depend on where an earlier run was killed.
@@ -240,7 +240,7 @@ class RemoteCompleter:
         self.skipped: dict[int, str] = {}
         self.warnings: list[str] = []
 
-    def windows(self, requests: list[CompletionRequest], log: AnswerLog) -> Iterator[list[CompletionRequest]]:
+    def windows(self, requests: list[CompletionRequest], log: CompletionLog) -> Iterator[list[CompletionRequest]]:
         """Yield all missing requests in one window."""
         missing = [request for request in requests if key_of(*request) not in log]
         if missing:

@@ -237,8 +237,8 @@ def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_
     start = 0
     for indices in by_prompt.values():
         start += len(indices)
-        others = [*order[start:], *order[: start - len(indices)]]
-        donors |= {index: others[place % len(others)] for place, index in enumerate(indices)}
+        rest = [*order[start:], *order[: start - len(indices)]]
+        donors |= {index: rest[place % len(rest)] for place, index in enumerate(indices)}
     return [_mismatched(sample, samples[donors[index]], max_tokens) for index, sample in enumerate(samples)]
 
 

@@ -101,7 +101,7 @@ class EpisodeEvaluator:
         seeds = self.evaluation.final_seeds
         baselines = environment_class(self.environment.type).baselines(self.environment, range(seeds.start, seeds.stop))
         return {
-            player: {
+            policy: {
                 "success": baseline.success,
                 "success_low": baseline.interval[0] if baseline.interval else None,
                 "success_high": baseline.interval[1] if baseline.interval else None,
@@ -113,7 +113,7 @@ class EpisodeEvaluator:
                 for name, score in baseline.scores.items()
                 for limit, value in zip(("", "_low", "_high"), score, strict=True)
             }
-            for player, baseline in baselines.items()
+            for policy, baseline in baselines.items()
         }
 
     def curve(self, step: int) -> dict[str, Any]:
@@ -142,16 +142,16 @@ class EpisodeEvaluator:
         }
         others = environment_class(self.environment.type).scripted_baselines
         players = [
-            player
-            for player in ("random", *others, START, TRAINED, EVALUATED, "optimal")
-            if "n" in lines.get(player, {})
+            policy
+            for policy in ("random", *others, START, TRAINED, EVALUATED, "optimal")
+            if "n" in lines.get(policy, {})
         ]
         rows = [
-            PolicyRow.from_values(titles.get(player, player), lines[player], _note(lines[player])) for player in players
+            PolicyRow.from_values(titles.get(policy, policy), lines[policy], _note(lines[policy])) for policy in players
         ]
         return [
-            replace(row, scores={**_attempts(lines[player]), **row.scores})
-            for player, row in zip(players, rows, strict=True)
+            replace(row, scores={**_attempts(lines[policy]), **row.scores})
+            for policy, row in zip(players, rows, strict=True)
         ]
 
     def artefacts(self) -> Sequence[str]:

@@ -13,7 +13,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.driver import run_episodes
-from posttrain.runs.answers import AnswerLog, Key, line_of, write_lines
+from posttrain.runs.completions import CompletionLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import MetricsLog, Progress, duration, take_events
 from posttrain.training.completers import (
@@ -52,7 +52,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
     requests = [(row, sample) for row, sample in all_requests if row.number not in completer.skipped]
     identity = {"recipe": _hash(recipe), "data": digest_of(rows)}
     replaced = recipe.predictions if overwrite else None
-    with AnswerLog(directory.checkpoints / "answers.jsonl", identity, replaced) as log, Interrupts():
+    with CompletionLog(directory.checkpoints / "completions.jsonl", identity, replaced) as log, Interrupts():
         if resume:
             log.check_overwritable(recipe.predictions)
         generation = _Generation(recipe, completer, log, console)
@@ -74,7 +74,7 @@ class _Generation:
 
     recipe: GenerateRecipe
     completer: LocalCompleter | RemoteCompleter
-    log: AnswerLog
+    log: CompletionLog
     console: Console
     failed: dict[Key, str] = field(default_factory=dict)
     """Failed requests with their reasons."""

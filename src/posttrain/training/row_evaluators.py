@@ -42,13 +42,13 @@ class LossEvaluator:
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Before and after, whole and by domain."""
         rows = []
-        for player, title in ((START, START), (TRAINED, "trained model")):
-            values = lines.get(player, {})
+        for policy, title in ((START, START), (TRAINED, "trained model")):
+            values = lines.get(policy, {})
             for key in [key for key in values if key.startswith("test/rows")]:
                 suffix = key.removeprefix("test/rows")
                 loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
                 interval = f"[{low:.4f}, {high:.4f}]" if low is not None else "–"
-                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
+                note = f"step {values['best_step']}, {values['chosen']}" if policy == TRAINED and not suffix else ""
                 domain, count = suffix.removeprefix("/") or "all", values[key]
                 rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
         headings = ("policy", "rows of", "loss", "95% interval", "perplexity", "n", "note")
@@ -153,13 +153,13 @@ class PreferenceEvaluator(Generic[Output]):
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Before and after, whole and by domain."""
         rows = []
-        for player, title in ((START, START), (TRAINED, "trained model")):
-            values = lines.get(player, {})
+        for policy, title in ((START, START), (TRAINED, "trained model")):
+            values = lines.get(policy, {})
             for key in [key for key in values if key.startswith("test/rows")]:
                 suffix = key.removeprefix("test/rows")
                 share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
                 margin = values[f"test/margin{suffix}"]
-                note = f"step {values['best_step']}, {values['chosen']}" if player == TRAINED and not suffix else ""
+                note = f"step {values['best_step']}, {values['chosen']}" if policy == TRAINED and not suffix else ""
                 rows.append(
                     (
                         title,

@@ -20,7 +20,7 @@ from posttrain.episode import Episode
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import GuardRecipe, SinkName
-from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
@@ -62,7 +62,7 @@ class Callback:
         """Called after each evaluation of the learning curve. Step 0 is the model before training."""
 
     def on_episodes(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Called after the rollouts of each step of `rl`, with all sampled episodes, before the update."""
+        """Called after the rollouts of each step of `rl` and `distill`, with all sampled episodes, before the update."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LoopSettings:
     sinks: Sequence[SinkName] = ()
 
     @classmethod
-    def of(cls, recipe: RlRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
+    def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
         """Those of `recipe`, for a run of `steps` steps."""
         return cls(
             recipe.stage,
@@ -244,8 +244,8 @@ class Trainer(Generic[Output]):
         """Log what the run is compared with on the final data: baseline policies, and the model before training."""
         values: dict[str, Any] = {}
         for evaluator in self.evaluators:
-            for player, baseline in evaluator.baselines().items():
-                self._log.write(0, "baseline", {"policy": player, **baseline})
+            for policy, baseline in evaluator.baselines().items():
+                self._log.write(0, "baseline", {"policy": policy, **baseline})
             self.progress.message(f"{evaluator.cost()} with the model as it is")
             values |= evaluator.final(0)
         if values:

@@ -1,4 +1,4 @@
-"""Unit credit in training: cut a step's episodes into units, value them, and add their credit to that of outcomes."""
+"""Unit credit in training: segment a step's episodes into units, compute their credit, and add it to the outcome's."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,98 +53,104 @@ _KEY = "reward.tokens_per_batch"
 
 @dataclass(frozen=True, eq=False)
 class JudgedAnswer:
-    """An answer, its units, and what the reward model says of the whole."""
+    """An answer, its units, and its reward."""
 
     stream: Stream
-    """Up to the last sampled token."""
+    """Ends at the last sampled token."""
     units: Spans
     outcome: float
-    """R, normalized."""
+    """The normalized reward R of the whole answer."""
     label: str
-    """Names the episode in messages."""
+    """Name of the episode in messages."""
 
 
 class UnitValuer:
-    """Asks a reward model for the values that estimators of unit credit are made of; counts what it computes."""
+    """Computes the reward-model values that estimators of unit credit need, and counts the work."""
 
     def __init__(
         self, model: RewardModel, tokens_per_batch: int, scale: Callable[[float], float], clip: float | None = None
     ) -> None:
-        """`scale`: from what the model says to the normalized reward, which it clips to [-clip, clip]."""
+        """`scale`: maps a raw reward to the normalized reward, clipped to [-clip, clip]."""
         self.model = model
         self.budget = tokens_per_batch
         self.scale = scale
         self.clip = clip
         self.forwards = 0
-        """Texts read."""
+        """Texts scored."""
         self.tokens = 0
-        """Tokens computed, a prompt that several texts of a pass share once."""
+        """Tokens computed. A prompt that several texts of a pass share counts once."""
         self.clipped = 0
-        """Values that the clip changed, or that lie on it."""
+        """Values at or beyond the clip."""
         tokenizer = model.tokenizer
 
         def ids(text: str) -> list[int]:
-            found: list[int] = tokenizer.encode(text, add_special_tokens=False)
-            return found
+            encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return encoded
 
         self.ids = RenderingTokens(model.end_token, frozenset(model.end_tokens), ids("[omitted]"), ids(" ")[0])
 
     def prefixes(self, answers: Sequence[JudgedAnswer], one_pass: bool) -> list[np.ndarray]:
-        """Per answer [K + 1] float64: the value of its prompt alone, after each unit, and of the whole, R."""
-        seen = [prefix_lengths(answer.stream, answer.units) for answer in answers]
+        """Per answer [K + 1] float64: the value of the prompt alone, after each unit, and of the whole answer, R."""
+        lengths = [prefix_lengths(answer.stream, answer.units) for answer in answers]
         if one_pass:
-            values = self._probed(answers, seen)
+            values = self._probed(answers, lengths)
         else:
-            cut = ((self._ended(a.stream.ids[:n]) for n in own.tolist()) for a, own in zip(answers, seen, strict=True))
-            values = self._read(answers, cut)
-        return [np.append(own, answer.outcome) for own, answer in zip(values, answers, strict=True)]
+            prefixes = (
+                (self._ended(a.stream.ids[:n]) for n in prefix.tolist())
+                for a, prefix in zip(answers, lengths, strict=True)
+            )
+            values = self._score(answers, prefixes)
+        return [np.append(prefix, answer.outcome) for prefix, answer in zip(values, answers, strict=True)]
 
     def coalitions(
         self, answers: Sequence[JudgedAnswer], members: Sequence[Sequence[int]], how: Rendering
     ) -> list[dict[int, float]]:
-        """Per answer: the values of its coalitions of units, and of the whole one, R."""
+        """Per answer: the values of its coalitions of units, and of the whole answer, R."""
         texts = (
-            (render_coalition(answer.stream, answer.units, one, how, self.ids) for one in own)
-            for answer, own in zip(answers, members, strict=True)
+            (render_coalition(answer.stream, answer.units, coalition, how, self.ids) for coalition in coalitions)
+            for answer, coalitions in zip(answers, members, strict=True)
         )
-        values = self._read(answers, texts)
+        values = self._score(answers, texts)
         return [
-            dict(zip(own, found.tolist(), strict=True)) | {(1 << len(answer.units)) - 1: answer.outcome}
-            for own, found, answer in zip(members, values, answers, strict=True)
+            dict(zip(coalitions, scores.tolist(), strict=True)) | {(1 << len(answer.units)) - 1: answer.outcome}
+            for coalitions, scores, answer in zip(members, values, answers, strict=True)
         ]
 
     def blanked(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
         """Per answer [K] float64: the values of the published counterfactuals of its units."""
         texts = ((blanked_prefix(a.stream, *unit, self.ids) for unit in a.units) for a in answers)
-        return self._read(answers, texts)
+        return self._score(answers, texts)
 
     def attention(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
-        """Per answer [K] float64: the attention paid to each of its units where the reward is read."""
-        found: list[np.ndarray] = []
+        """Per answer [K] float64: the attention to each unit at the position of the reward."""
+        of_units: list[np.ndarray] = []
         for group in self._groups(answers, [len(a.stream) for a in answers]):
-            for answer, paid in zip(group, self.model.last_token_attention([a.stream.ids for a in group]), strict=True):
-                own = paid[answer.stream.sampled].astype(np.float64)
-                found.append(np.add.reduceat(own, answer.units.cuts[:-1]))
-        return found
+            for answer, weights in zip(
+                group, self.model.last_token_attention([a.stream.ids for a in group]), strict=True
+            ):
+                of_tokens = weights[answer.stream.sampled].astype(np.float64)
+                of_units.append(np.add.reduceat(of_tokens, answer.units.cuts[:-1]))
+        return of_units
 
-    def _probed(self, answers: Sequence[JudgedAnswer], seen: Sequence[np.ndarray]) -> list[np.ndarray]:
-        found: list[np.ndarray] = []
-        left = iter(seen)
-        # What stands behind the last beginning is read by none of them.
-        for group in self._groups(answers, [int(own[-1]) + len(own) for own in seen]):
-            parts = [next(left) for _ in group]
-            streams = [a.stream.ids[: own[-1]] for a, own in zip(group, parts, strict=True)]
-            found += [self._scaled(values) for values in self.model.prefix_rewards(streams, parts)]
-        return found
+    def _probed(self, answers: Sequence[JudgedAnswer], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Values of the prefixes of each answer, of the given lengths, in one pass per answer."""
+        values: list[np.ndarray] = []
+        remaining = iter(lengths)
+        # Tokens after the longest prefix are not needed.
+        for group in self._groups(answers, [int(prefixes[-1]) + len(prefixes) for prefixes in lengths]):
+            of_group = [next(remaining) for _ in group]
+            streams = [a.stream.ids[: prefixes[-1]] for a, prefixes in zip(group, of_group, strict=True)]
+            values += [self._scaled(rewards) for rewards in self.model.prefix_rewards(streams, of_group)]
+        return values
 
     def _groups(self, answers: Sequence[JudgedAnswer], sizes: Sequence[int]) -> Iterator[list[JudgedAnswer]]:
-        """Answers in their order, in passes of at most the budget's tokens."""
+        """The answers in order, in groups of at most `tokens_per_batch` tokens."""
         group: list[JudgedAnswer] = []
         used = 0
         for answer, size in zip(answers, sizes, strict=True):
             if size > self.budget:
                 raise RunError(
-                    f"{answer.label} takes {size} tokens with its units, more than {_KEY} = {self.budget}; raise it"
+                    f"{answer.label} has {size} tokens with its units, more than {_KEY} = {self.budget}; raise {_KEY}"
                 )
             if used + size > self.budget:
                 yield group
@@ -156,14 +162,14 @@ class UnitValuer:
         if group:
             yield group
 
-    def _read(self, answers: Sequence[JudgedAnswer], texts: Iterable[Iterable[np.ndarray]]) -> list[np.ndarray]:
-        """Per answer the values [K] of whole texts [T] of it, each read on its own; the answer's prompt is shared.
+    def _score(self, answers: Sequence[JudgedAnswer], texts: Iterable[Iterable[np.ndarray]]) -> list[np.ndarray]:
+        """Per answer: the values [K] of K texts, each scored separately. The texts share the prompt of the answer.
 
-        The texts of one answer exist at a time: there may be hundreds.
+        Only the texts of one answer exist at a time, because there may be hundreds.
         """
-        return [self._read_one(answer, own) for answer, own in zip(answers, texts, strict=True)]
+        return [self._score_one(answer, of_answer) for answer, of_answer in zip(answers, texts, strict=True)]
 
-    def _read_one(self, answer: JudgedAnswer, texts: Iterable[np.ndarray]) -> np.ndarray:
+    def _score_one(self, answer: JudgedAnswer, texts: Iterable[np.ndarray]) -> np.ndarray:
         prompt, label = int(np.argmax(answer.stream.sampled)), f"{answer.label}, without some of its units,"
         samples = [
             Sample(stream_of(ids, np.arange(len(ids)) >= prompt), label, np.zeros(0, np.float32)) for ids in texts
@@ -182,9 +188,9 @@ class UnitValuer:
         return ids if int(ids[-1]) in self.ids.ends else np.append(ids, self.ids.end)
 
     def _scaled(self, values: np.ndarray) -> np.ndarray:
-        found = np.array([self.scale(float(value)) for value in values], dtype=np.float64)
-        self.clipped += 0 if self.clip is None else int((np.abs(found) >= self.clip).sum())
-        return found
+        scaled = np.array([self.scale(float(value)) for value in values], dtype=np.float64)
+        self.clipped += 0 if self.clip is None else int((np.abs(scaled) >= self.clip).sum())
+        return scaled
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ class StepCredit:
 
 
 class UnitCreditor:
-    """Cuts episodes into units and credits each with its part of the reward model's reward."""
+    """Segments episodes into units and assigns each unit its part of the reward model's reward."""
 
     def __init__(
         self,
@@ -215,34 +221,34 @@ class UnitCreditor:
 
         Args:
             running: statistics by which rewards are normalized with `reward.normalize: running`.
-            tokens_per_batch: most tokens of a forward pass of the policy.
-            max_turns: turns of an episode.
+            tokens_per_batch: maximum number of tokens per forward pass of the policy.
+            max_turns: maximum number of turns of an episode.
 
         Raises:
-            InputError: the reward model cannot give such credit.
+            InputError: the reward model does not support this credit.
         """
         self.settings, self.scorer, self.policy, self.running = settings, scorer, policy, running
         self.tokens_per_batch, self.seed = tokens_per_batch, seed
         path, model = scorer.source.path, policy.recipe.path
         if not scorer.same_tokens:
             raise InputError(
-                f"unit_credit: {path} has another tokenizer or template than {model}, so units of sampled "
-                "tokens are no units of what it reads; start the reward model from a model of the same family"
+                f"unit_credit: {path} and {model} have different tokenizers or chat templates, so units of sampled tokens are not "
+                "units of the reward model's input; train the reward model from a model of the same family"
             )
         of_units = scorer.reader is not None
         if isinstance(settings, LearnedCredit) and not of_units:
             raise InputError(
-                f"unit_credit.type: {path} rewards whole answers; train one with `units` for `unit_rewards`, or use `prefix`"
+                f"unit_credit.type: {path} rewards whole answers; train a reward model with `units`, or use `prefix`"
             )
         if not isinstance(settings, LearnedCredit) and of_units:
             raise InputError(
-                f"unit_credit.type: {path} rewards units, so an answer without some of them has other units; use "
+                f"unit_credit.type: {path} rewards units, and removing some of them changes the others; use "
                 "`unit_rewards`, or a reward model of whole answers"
             )
         if max_turns > 1 and (scorer.renderer.rewrites_answers or scorer.renderer.rewrites_thoughts):
             raise InputError(
-                f"unit_credit: the chat template of {model} rewrites earlier turns, so an episode of "
-                "`environment.max_turns` above 1 is no one text with units; use another template, or one turn"
+                f"unit_credit: the chat template of {model} rewrites earlier turns, so episodes with "
+                "`environment.max_turns` above 1 are not a single text; use another template, or one turn"
             )
         self.normalizer, self.warnings = open_normalizer(settings, scorer)
         self.decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -265,7 +271,7 @@ class UnitCreditor:
             rewards: the rewards of outcomes. `running` must include these episodes already.
 
         Raises:
-            RunError: an episode is in several token streams, so the reward model does not read it as a whole.
+            RunError: an episode consists of several token streams, so the reward model cannot score it as a whole.
         """
         settings = self.settings
         with self.scorer.lock:
@@ -291,36 +297,35 @@ class UnitCreditor:
         for number in scored:
             if len(episodes[number].streams) > 1:
                 raise RunError(
-                    f"{samples[number].label} is in {len(episodes[number].streams)} token streams, because the chat "
-                    "template rewrites history; credit of units needs one, so use a template that does not, or leave "
-                    "unit_credit out"
+                    f"{samples[number].label} consists of {len(episodes[number].streams)} token streams, because the chat "
+                    "template rewrites history, but unit credit needs one; use another template, or remove unit_credit"
                 )
         chosen = [episodes[number] for number in scored]
         spans = self._spans(chosen, self._samples_of(scored, episodes, samples))
         answers = [
             JudgedAnswer(
-                e.streams[0], own, scale(e.turns[-1].info[RAW]), f"step {step} group {e.group} episode {e.index}"
+                e.streams[0], units, scale(e.turns[-1].info[RAW]), f"step {step} group {e.group} episode {e.index}"
             )
-            for e, own in zip(chosen, spans, strict=True)
+            for e, units in zip(chosen, spans, strict=True)
         ]
         credits, empty = self._values(chosen, answers, valuer, step)
         kind = UnitAdvantages if isinstance(self.settings, HindsightCredit) else UnitRewards
-        units: list[CreditedUnits | None] = [None] * len(episodes)
-        for number, answer, own, nothing in zip(scored, answers, credits, empty, strict=True):
-            if not np.isfinite([*own, nothing]).all():
+        credited: list[CreditedUnits | None] = [None] * len(episodes)
+        for number, answer, credit, of_empty in zip(scored, answers, credits, empty, strict=True):
+            if not np.isfinite([*credit, of_empty]).all():
                 raise RunError(
-                    f"{answer.label}: the reward model's values of an answer without some of its units are not all "
-                    "finite, though that of the whole is; use another reward model or reward.dtype"
+                    f"{answer.label}: the reward model's values of parts of the answer are not all finite; use another reward model "
+                    "or reward.dtype"
                 )
-            units[number] = kind(answer.units, own, answer.outcome, nothing)
-        metrics = unit_metrics(units) | {
+            credited[number] = kind(answer.units, credit, answer.outcome, of_empty)
+        metrics = unit_metrics(credited) | {
             "units/forwards": float(valuer.forwards),
             "units/tokens": float(valuer.tokens),
             "units/clipped": float(valuer.clipped),
             "time/units": time.perf_counter() - begun,
         }
-        missing = [f"no units were found in any of the {len(scored)} episodes; look at unit_credit.segmenter"]
-        return units, metrics, [] if any(u is not None and u.has_units for u in units) else missing
+        missing = [f"none of the {len(scored)} episodes has units; change unit_credit.segmenter"]
+        return credited, metrics, [] if any(u is not None and u.has_units for u in credited) else missing
 
     def _stored(self, raw: float) -> float:
         return scaled(raw, *self.scorer.statistics, self.scorer.source.clip)
@@ -339,28 +344,27 @@ class UnitCreditor:
         if isinstance(segmenter, EntropyUnits):
             with self.policy.as_reference():
                 of_samples = self.policy.compute(entropies_under, self.policy.model, samples, self.tokens_per_batch)
-            entropies = [on_stream(own, s.stream.sampled) for own, s in zip(of_samples, samples, strict=True)]
+            entropies = [on_stream(values, s.stream.sampled) for values, s in zip(of_samples, samples, strict=True)]
         return [
-            segment(segmenter, episode_answers(e, self.decode, None if own is None else [own]), self.decode)
-            for e, own in zip(episodes, entropies, strict=True)
+            segment(segmenter, episode_answers(e, self.decode, None if values is None else [values]), self.decode)
+            for e, values in zip(episodes, entropies, strict=True)
         ]
 
     def _values(
         self, episodes: Sequence[Episode], answers: Sequence[JudgedAnswer], valuer: UnitValuer, step: int
     ) -> tuple[list[np.ndarray], list[float]]:
-        """Credits [K] and the value of an empty answer, of each."""
+        """Per answer: the credits [K] of its units, and the value of an empty answer."""
         recipe = self.settings
         if isinstance(recipe, PrefixCredit | TruncationCredit):
             values = valuer.prefixes(answers, recipe.probe == "one_pass")
             estimate = estimators.prefix if isinstance(recipe, PrefixCredit) else estimators.trunc
-            return [estimate(own) for own in values], [float(own[0]) for own in values]
+            return [estimate(prefixes) for prefixes in values], [float(prefixes[0]) for prefixes in values]
         if isinstance(recipe, LeaveOneOutCredit):
             members = [[*estimators.leave_one_out_coalitions(len(a.units)), 0] for a in answers]
-            found = valuer.coalitions(answers, members, recipe.rendering)
-            without = [np.array([own[m] for m in asked[:-1]]) for own, asked in zip(found, members, strict=True)]
-            return [estimators.loo(a.outcome, own) for a, own in zip(answers, without, strict=True)], [
-                f[0] for f in found
-            ]
+            values_of = valuer.coalitions(answers, members, recipe.rendering)
+            without = [np.array([of[m] for m in asked[:-1]]) for of, asked in zip(values_of, members, strict=True)]
+            credits = [estimators.loo(a.outcome, values) for a, values in zip(answers, without, strict=True)]
+            return credits, [of[0] for of in values_of]
         if isinstance(recipe, ShapleyCredit):
             names = [("shapley", step, e.group, e.index) for e in episodes]
             randoms = [random_stream(self.seed, *name) for name in names]
@@ -369,15 +373,15 @@ class UnitCreditor:
                 for a, r in zip(answers, randoms, strict=True)
             ]
             members = [[0, *estimators.coalitions(len(a.units), o)] for a, o in zip(answers, chosen, strict=True)]
-            found = valuer.coalitions(answers, members, recipe.rendering)
+            values_of = valuer.coalitions(answers, members, recipe.rendering)
             credits = [
-                estimators.shapley(len(a.units), order, own)
-                for a, order, own in zip(answers, chosen, found, strict=True)
+                estimators.shapley(len(a.units), order, of)
+                for a, order, of in zip(answers, chosen, values_of, strict=True)
             ]
-            return credits, [own[0] for own in found]
+            return credits, [of[0] for of in values_of]
         if isinstance(recipe, CompatibleCredit):
             blanked = valuer.blanked(answers)
-            credits = [np.where(a.units.is_unit, a.outcome - own, 0.0) for a, own in zip(answers, blanked, strict=True)]
+            credits = [np.where(a.units.is_unit, a.outcome - v, 0.0) for a, v in zip(answers, blanked, strict=True)]
             return credits, [0.0] * len(answers)
         if isinstance(recipe, LearnedCredit):
             return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
@@ -386,12 +390,12 @@ class UnitCreditor:
     def _shared(self, recipe: ShareCredit, answers: Sequence[JudgedAnswer], valuer: UnitValuer) -> list[np.ndarray]:
         if recipe.type == "attention":
             weights = valuer.attention(answers)
-            return [estimators.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
+            return [estimators.attention(a.outcome, w) for a, w in zip(answers, weights, strict=True)]
         share = estimators.even if recipe.type == "even" else estimators.last
         return [share(a.outcome, len(a.units)) for a in answers]
 
     def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
-        """Unit rewards [K], normalized by place or, without a fit, all alike, and clipped as the outcome is."""
+        """Unit rewards [K], normalized by position (without a fit: like outcomes), and clipped like outcomes."""
         raw = np.array([reward for _, reward in episode.turns[-1].info[OF_UNITS]], dtype=np.float64)
         if self.normalizer is None:
             return np.array([scale(value) for value in raw.tolist()])
@@ -401,20 +405,20 @@ class UnitCreditor:
 
 
 def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
-    """What a step's credit looks like: means over answers that have units, but for the shares, which are of all."""
-    known = [own for own in units if own is not None]
-    found = [own for own in known if own.has_units]
-    metrics = {"units/without": 1 - len(found) / len(known)} if known else {}
-    if not found:
+    """Metrics of a step's unit credit: means over answers with units. `units/without` is a share of all scored answers."""
+    scored = [answer for answer in units if answer is not None]
+    having = [answer for answer in scored if answer.has_units]
+    metrics = {"units/without": 1 - len(having) / len(scored)} if scored else {}
+    if not having:
         return metrics
-    credits = np.concatenate([own.credits for own in found])
+    credits = np.concatenate([answer.credits for answer in having])
     return metrics | {
-        "units/per_answer": float(np.mean([len(own.spans) for own in found])),
-        "units/tokens_per_unit": float(np.mean([own.spans.tokens / len(own.spans) for own in found])),
+        "units/per_answer": float(np.mean([len(answer.spans) for answer in having])),
+        "units/tokens_per_unit": float(np.mean([answer.spans.tokens / len(answer.spans) for answer in having])),
         "units/credit": float(credits.mean()),
-        "units/spread": float(np.mean([own.credits.std() for own in found])),
+        "units/spread": float(np.mean([answer.credits.std() for answer in having])),
         "units/negative": float((credits < 0).mean()),
-        "units/residual": float(np.mean([abs(own.residual) for own in found])),
+        "units/residual": float(np.mean([abs(answer.residual) for answer in having])),
     }
 
 

@@ -1,4 +1,4 @@
-"""Fitting the location-aware normalizer of a run's unit-level reward model on pairs."""
+"""Fit the location-aware normalizer of a run's unit-level reward model on pairs."""
 
 import json
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
 
 WEAK = 0.05
-"""R² below which the position says next to nothing."""
+"""R² below which positions explain almost nothing."""
 
 
 def open_normalizer(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Normalizer | None, list[str]]:
-    """The fit of the recipe, None where it names none, and a message where the fit explains next to nothing.
+    """The normalizer that the recipe names, or None, and a warning if its fit explains almost nothing.
 
-    `InputError` where it is not to be had, or is of other units than the reward model's.
+    Raises `InputError` if it cannot be read, or was fitted to other units than those of the reward model.
     """
     if not isinstance(recipe, LearnedCredit) or recipe.normalizer is None:
         return None, []
@@ -49,35 +49,35 @@ def open_normalizer(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Nor
         run = path if (path / "normalizer").is_dir() else path.parent  # a run, or the model that it exported
         path = run / "normalizer" / "params.json"
     try:
-        key, found = read_normalizer(path, parse_key(recipe.fit) if recipe.fit is not None else None)
+        key, normalizer = read_normalizer(path, parse_key(recipe.fit) if recipe.fit is not None else None)
     except InputError as error:
         raise InputError(f"unit_credit.normalizer, unit_credit.fit: {error}") from error
-    own = fit_key(key.model, key.dataset, units.segmenter)
-    if not same(key, own):
+    expected = fit_key(key.model, key.dataset, units.segmenter)
+    if not same(key, expected):
         raise InputError(
-            f"unit_credit.normalizer: {path} has the fit {key}, but {scorer.source.path} rewards units of {own.method}, "
-            f"threshold {own.threshold}; fit it anew with `posttrain fit-normalizer`"
+            f"unit_credit.normalizer: {path} has the fit {key}, but {scorer.source.path} rewards units of {expected.method}, "
+            f"threshold {expected.threshold}; fit it again with `posttrain fit-normalizer`"
         )
-    return found, _doubts(path, key)
+    return normalizer, _fit_warnings(path, key)
 
 
-def _doubts(path: Path, key: FitKey) -> list[str]:
-    """What R² says, where `posttrain fit-normalizer` left it beside the fit."""
+def _fit_warnings(path: Path, key: FitKey) -> list[str]:
+    """A warning about a low R², if `posttrain fit-normalizer` wrote one beside the fit."""
     try:
         r2 = json.loads((path.parent / f"{key.dataset}.json").read_text(encoding="utf-8"))["r2"]["mean"]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # a published file, or one that was written by hand, has no R²
+        return []  # published and hand-written files have no R²
     if r2 is not None and r2 >= WEAK:
         return []
     return [
-        f"unit_credit.normalizer: the place of a unit explains next to nothing of its mean reward in {key} (R² "
-        f"{'none' if r2 is None else f'{r2:.3f}'}); look at plots/normalizer.png of the reward model's run"
+        f"unit_credit.normalizer: the position of a unit explains almost nothing of its mean reward in {key} (R² "
+        f"{'none' if r2 is None else f'{r2:.3f}'}); see plots/normalizer.png of the reward model's run"
     ]
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit came from and where it lies."""
+    """A fit, its data, and its files."""
 
     fit: Fit
     key: FitKey
@@ -87,44 +87,44 @@ class Fitted:
     plot: Path
 
     def lines(self) -> list[str]:
-        """What a person is told."""
-        made = self.fit.normalizer
+        """The lines to print."""
+        normalizer = self.fit.normalizer
         tokens = f"{self.units} units of {self.answers} answers, {len(self.fit.profile.positions)} positions"
-        found = [
+        lines = [
             f"{self.key}: {tokens}",
-            f"mean(p)  = {made.slope_mean:+.4f} log p {made.intercept_mean:+.4f}   R² {_shown(self.fit.r2_mean)}",
-            f"sigma(p) = {made.slope_std:+.4f} log p {made.intercept_std:+.4f}   R² {_shown(self.fit.r2_std)}, "
-            f"never below {made.floor * made.intercept_std:.4f}",
+            f"mean(p)  = {normalizer.slope_mean:+.4f} log p {normalizer.intercept_mean:+.4f}   R² {_shown(self.fit.r2_mean)}",
+            f"sigma(p) = {normalizer.slope_std:+.4f} log p {normalizer.intercept_std:+.4f}   R² {_shown(self.fit.r2_std)}, "
+            f"never below {normalizer.floor * normalizer.intercept_std:.4f}",
         ]
         for what, r2 in (("mean", self.fit.r2_mean), ("spread", self.fit.r2_std)):
             if not r2 >= WEAK:
-                found.append(
-                    f"warning: the line explains next to nothing of the {what} of rewards by place (R² below "
-                    f"{WEAK:g}); look at the plot before rewards are normalized by it"
+                lines.append(
+                    f"warning: the line explains almost nothing of the {what} of rewards by position (R² below "
+                    f"{WEAK:g}); see the plot before you use the fit"
                 )
-        return [*found, f"params: {self.params}", f"plot: {self.plot}"]
+        return [*lines, f"params: {self.params}", f"plot: {self.plot}"]
 
 
 def fit_run(run: RunDirectory, data: str | None) -> Fitted:
-    """Score the units of the run's validation pairs, or of those at `data`, with its exported model, and fit.
+    """Score the units of the run's validation pairs, or of the pairs in `data`, with its exported model, and fit.
 
-    Writes `normalizer/params.json` (the published layout; other fits in it stay), `normalizer/DATASET.json` (mean, std
-    and count by position, and R²) and `plots/normalizer.png` of the run. `InputError` for a run that has no unit-level
-    reward model, and for pairs that are missing or too few.
+    Writes `normalizer/params.json` (the published layout; keeps other fits in the file), `normalizer/DATASET.json` (mean, std
+    and count by position, and R²) and `plots/normalizer.png` of the run. Raises `InputError` if the run has no unit-level
+    reward model, or if there are no pairs or too few.
     """
     recipe, path = run.load_recipe(), run.path / "model"
     if not isinstance(recipe, RewardRecipe):
-        raise InputError(
-            f"{run.path} is a run of the {recipe.stage} stage; give one of `posttrain reward` with `units`"
-        )
+        raise InputError(f"{run.path} is a run of stage {recipe.stage}; pass a run of `posttrain reward` with `units`")
     if not path.is_dir():
-        raise InputError(f"{run.path} has no model yet; let the run finish with `posttrain reward --resume {run.path}`")
-    own = recipe.model
-    made = ModelRecipe(path=str(path), device=own.device, dtype=own.dtype, threads=own.threads)
-    model = RewardModel(made, new_head=False)
+        raise InputError(
+            f"{run.path} has no exported model; finish the run with `posttrain reward --resume {run.path}`"
+        )
+    trained = recipe.model
+    exported = ModelRecipe(path=str(path), device=trained.device, dtype=trained.dtype, threads=trained.threads)
+    model = RewardModel(exported, new_head=False)
     units = model.units
     if units is None:
-        raise InputError(f"{path} rewards whole answers, so there are no units to fit; train a model with `units`")
+        raise InputError(f"{path} rewards whole answers, so it has no unit rewards to fit; train a model with `units`")
     rows, dataset = _rows(recipe, model, data)
     budget = recipe.learner.tokens_per_batch
     samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
@@ -143,32 +143,32 @@ def fit_run(run: RunDirectory, data: str | None) -> Fitted:
     profile, normalizer = fit.profile, fit.normalizer
     grid = np.geomspace(profile.positions[0], 1, 200)
     curves = (grid, normalizer.mean(grid), normalizer.sigma(grid))
-    said = (f"fit, R² {_shown(fit.r2_mean)}", f"fit, R² {_shown(fit.r2_std)}")
-    # Not at the top: runs that only apply a normalizer do without matplotlib.
+    labels = (f"fit, R² {_shown(fit.r2_mean)}", f"fit, R² {_shown(fit.r2_std)}")
+    # Imported here: runs that only apply a normalizer do not need matplotlib.
     from posttrain.runs.figures import draw_profile
 
-    draw_profile(plot, str(key), (profile.positions, profile.means, profile.stds, profile.counts), curves, said)
+    draw_profile(plot, str(key), (profile.positions, profile.means, profile.stds, profile.counts), curves, labels)
     return Fitted(fit, key, len(rewards), sum(map(len, rewards)), params, plot)
 
 
 def _rows(recipe: RewardRecipe, model: RewardModel, data: str | None) -> tuple[list[TokenRow], str]:
-    """Pairs and the name of where they come from."""
+    """The pairs, and the name of their source."""
     renderer, problems = Renderer(model.tokenizer, model.end_tokens), Problems()
     sources = [SourceRecipe(path=data)] if data is not None else recipe.data.validation
     if not sources and recipe.data.held_out:
         held = load_data("pair", recipe.data, renderer, "assistant", recipe.rows_per_update, recipe.seed)
         return held.validation, "held_out"
     if not sources:
-        raise InputError("the run has no validation rows; name a file of pairs with --data")
-    found = load_rows("pair", recipe.data, sources, None, renderer, "assistant", problems)
+        raise InputError("the run has no validation rows; pass a file of pairs with --data")
+    by_source = load_rows("pair", recipe.data, sources, None, renderer, "assistant", problems)
     named = "+".join(Path(source.path).stem for source in sources)
-    if not any(found):
+    if not any(by_source):
         problems.require_any(", ".join(source.path for source in sources))
-    return [row for rows in found for row in rows], named
+    return [row for rows in by_source for row in rows], named
 
 
 def _details(fit: Fit) -> str:
-    """Mean and standard deviation under each position's three decimals, as published, and what else there is to know."""
+    """Mean, standard deviation and count by position (three decimals, as published), R² and floor, as JSON."""
     profile = fit.profile
     names = [f"{position:.3f}" for position in profile.positions]
     columns = {"mean": profile.means, "std": profile.stds, "count": profile.counts}

@@ -1,4 +1,4 @@
-"""Rewards of units: what a unit-level reward model computes for samples, and what its training minimises."""
+"""Unit rewards: forward pass, segmentation and training objective of a unit-level reward model."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ from posttrain.training.objectives import Comparisons, RewardObjective
 from posttrain.training.updater import Sample, Totals, pack
 
 _POSITIONS_PER_CHUNK = 512
-"""Positions whose logits exist at a time while entropies are measured."""
+"""Positions whose logits exist at a time when entropies are computed."""
 
 
 def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_per_batch: int) -> list[np.ndarray]:
-    """[n] float32 of each sample: nats, of the distributions at temperature 1 that its sampled tokens were drawn from.
+    """Per sample [n] float32: entropy in nats of the distribution of each sampled token, at temperature 1, without gradient.
 
-    `tokens_per_batch`: most tokens of a forward pass, which has no gradient.
+    `tokens_per_batch`: maximum number of tokens per forward pass.
     """
-    found: dict[int, np.ndarray] = {}
-    alone = [replace(sample, side=None) for sample in samples]  # any sample may stand beside any other
+    entropies: dict[int, np.ndarray] = {}
+    alone = [replace(sample, side=None) for sample in samples]  # samples may be packed in any combination
     device = next(model.parameters()).device
     for group in pack(alone, tokens_per_batch):
         row = pack_row([alone[i].stream.ids for i in group], [alone[i].stream.sampled for i in group])
@@ -48,19 +48,20 @@ def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_pe
             hidden = hidden_states(model, ids, positions, row.layout)[predictors]
             scores = token_scores(model, hidden, targets, 1.0, _POSITIONS_PER_CHUNK)
         cuts = np.cumsum([alone[i].sampled_tokens for i in group])[:-1]
-        found |= dict(zip(group, np.split(scores.entropies.float().cpu().numpy(), cuts), strict=True))
-    return [found[i] for i in range(len(samples))]
+        entropies |= dict(zip(group, np.split(scores.entropies.float().cpu().numpy(), cuts), strict=True))
+    return [entropies[i] for i in range(len(samples))]
 
 
 class UnitReader:
-    """Cuts the answers of samples into the units that `model` rewards.
+    """Segments the answers of samples into the units that `model` rewards.
 
-    Entropies are those of a packed forward pass of the reference model, without gradient; float rounding may tell two
-    packings apart by one boundary, so `remember` what a run must find again.
+    Entropies come from packed forward passes of the reference model, without gradient. Float rounding may move a boundary
+    from one packing to another, so use `remember` for samples that are segmented more than once.
     """
 
     def __init__(self, model: RewardModel, units: StoredUnits, tokens_per_batch: int) -> None:
-        """`tokens_per_batch`: most tokens of a pass of the reference model. `InputError` where that cannot be loaded."""
+        """`tokens_per_batch`: maximum number of tokens per pass of the reference model. Raises `InputError` if it cannot be
+        loaded."""
         self.model = model
         self.units = units
         self.tokens_per_batch = tokens_per_batch
@@ -68,16 +69,16 @@ class UnitReader:
         self._known: dict[bytes, np.ndarray] = {}
 
     def remember(self, samples: Sequence[Sample]) -> None:
-        """Find the units of `samples` now, in passes over all of them, and keep them."""
+        """Segment all `samples` now, in packed passes, and store the result."""
         self._known |= {_name(s): ends for s, ends in zip(samples, self._find(samples), strict=True)}
 
     def forget(self) -> None:
-        """Drop what was remembered."""
+        """Discard the stored units."""
         self._known.clear()
 
     def ends(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Per sample [K] int64: places in its stream of the last tokens of its units. Those that are not remembered are
-        found one by one, so that the answer depends on the sample alone."""
+        """Per sample [K] int64: position in its stream of the last token of each unit. Samples without stored units are
+        segmented one by one, so that the result depends on the sample alone."""
         names = [_name(sample) for sample in samples]
         return [
             self._known[name] if name in self._known else self._find([sample])[0]
@@ -101,16 +102,16 @@ def _reference(model: RewardModel, path: str) -> torch.nn.Module:
     try:
         config = json.loads((Path(resolve_path(path)) / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        config = {}  # a hub id, or adapters; what is wrong with it the loader says
+        config = {}  # a hub id, or adapters; the loader reports errors
     except InputError as error:
         raise InputError(
-            f"units.segmenter: the reference model {path}, whose entropies cut the units of {model.recipe.path}, "
-            f"cannot be loaded ({error}); put it there, or train with another segmenter"
+            f"units.segmenter: the reference model {path}, whose entropies define the units of {model.recipe.path}, "
+            f"cannot be loaded ({error}); restore it, or train with another segmenter"
         ) from error
     if any("SequenceClassification" in name for name in config.get("architectures") or ()):
         raise InputError(
-            f"units.segmenter: `entropy` needs the entropies of a language model, and {path} is a reward model; start from "
-            "a language model in `model.path`, or take another segmenter"
+            f"units.segmenter: `entropy` needs the entropies of a language model, and {path} is a reward model; set "
+            "`model.path` to a language model, or use another segmenter"
         )
     return load_model(ModelRecipe(path=path, dtype=model.recipe.dtype, device=model.recipe.device))
 
@@ -120,7 +121,7 @@ def _name(sample: Sample) -> bytes:
 
 
 def unit_reward_forward(model: RewardModel, reader: UnitReader) -> Callable[[Sequence[Sample]], UnitValues]:
-    """Rewards of the units of each sample."""
+    """The function that computes the unit rewards of samples."""
 
     def forward(samples: Sequence[Sample]) -> UnitValues:
         streams = [sample.stream for sample in samples]
@@ -132,19 +133,19 @@ def unit_reward_forward(model: RewardModel, reader: UnitReader) -> Callable[[Seq
 def unit_rewards(
     model: RewardModel, reader: UnitReader, samples: Sequence[Sample], budget: int, key: str
 ) -> list[np.ndarray]:
-    """[K_i] float32 of each sample: the rewards of its units, without gradient; `reader` remembers where they end.
+    """Per sample [K_i] float32: the rewards of its units, without gradient. `reader` stores the units.
 
-    `budget`: most tokens in a forward pass; `key` is its name in messages.
+    `budget`: maximum number of tokens per forward pass. `key`: its recipe key, for messages.
     """
     reader.remember(samples)
     forward = unit_reward_forward(model, reader)
-    found: dict[int, np.ndarray] = {}
+    rewards: dict[int, np.ndarray] = {}
     for group in pack(samples, budget, key):
         with torch.no_grad():
             values = forward([samples[i] for i in group])
         cuts = np.cumsum(np.bincount(values.stream.cpu().numpy(), minlength=len(group)))[:-1]
-        found |= dict(zip(group, np.split(values.rewards.cpu().numpy(), cuts), strict=True))
-    return [found[i] for i in range(len(samples))]
+        rewards |= dict(zip(group, np.split(values.rewards.cpu().numpy(), cuts), strict=True))
+    return [rewards[i] for i in range(len(samples))]
 
 
 class UnitRewardObjective(RewardObjective):
@@ -155,7 +156,7 @@ class UnitRewardObjective(RewardObjective):
         self.units = units
 
     def compare(self, output: UnitValues, samples: Sequence[Sample]) -> Comparisons:  # type: ignore[override]
-        """Losses without the regulariser."""
+        """Losses without the regularizer."""
         return super().compare(unit_means(output.rewards, output.stream, output.streams), samples)
 
     def __call__(  # type: ignore[override]

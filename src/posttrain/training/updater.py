@@ -21,6 +21,7 @@ from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shar
 from posttrain.distributed.world import current_world
 from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
+from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.forward import prompt_length
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
@@ -70,8 +71,10 @@ class Sample:
     """The episode's group."""
     truncated: bool = False
     """Whether a token limit cut the last answer of the episode."""
+    teacher: TeacherScores | None = None
+    """The teacher's scores of the sampled tokens."""
     ptx: bool = False
-    """A supervised row that joins an update of reinforcement learning, not an episode."""
+    """A supervised row in reinforcement learning or distillation, not an episode."""
     side: PreferenceSide | None = None
     """Set for preference data alone."""
 
@@ -283,8 +286,8 @@ class Optimizer:
     def add_up(self) -> None:
         """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
         added up already."""
-        own = zip(self.parameters, self.masters, strict=True)
-        current_world().sum([m.grad for p, m in own if m.grad is not None and not is_sharded(p)])
+        pairs = zip(self.parameters, self.masters, strict=True)
+        current_world().sum([m.grad for p, m in pairs if m.grad is not None and not is_sharded(p)])
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -296,8 +299,10 @@ class Optimizer:
         divided = [is_sharded(parameter) for parameter in self.parameters]
         norms = []
         for of_shares in (False, True):
-            own = [m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None]
-            norms.append(torch.nn.utils.get_total_norm(own))
+            gradients = [
+                m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None
+            ]
+            norms.append(torch.nn.utils.get_total_norm(gradients))
         if not any(divided):
             return norms[0]
         (squares,) = current_world().sum([norms[1].double() ** 2])
@@ -324,14 +329,16 @@ class Optimizer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
         optimizer's own, to be written, or read into."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             state = self._adamw.state[master]
-            found |= {f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")}
-            found[f"{name}/step"] = state["step"]
+            tensors |= {
+                f"{name}/{moment}": shard_like(state[moment], parameter) for moment in ("exp_avg", "exp_avg_sq")
+            }
+            tensors[f"{name}/step"] = state["step"]
             if compute_dtype(parameter) != torch.float32:
-                found[f"{name}/master"] = shard_like(master.detach(), parameter)
-        return found
+                tensors[f"{name}/master"] = shard_like(master.detach(), parameter)
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """What else resuming needs, as plain JSON."""

@@ -146,9 +146,9 @@ class _RetestJob:
         text = self.attempt.failure()
         if text is None:
             try:
-                found = outcome(self.attempt.lines(), self.study.recipe.objective)
-                self.result.outcomes[self.seed] = found
-                text = f"{self.study.recipe.objective.metric} {shown(found.value)}"
+                result = outcome(self.attempt.lines(), self.study.recipe.objective)
+                self.result.outcomes[self.seed] = result
+                text = f"{self.study.recipe.objective.metric} {shown(result.value)}"
             except PosttrainError as error:
                 self.result.failed[self.seed] = text = str(error)
         else:

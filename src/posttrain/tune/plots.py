@@ -94,13 +94,13 @@ def draw_history(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
 
 def draw_importance(study: Study, trials: Sequence[FrozenTrial]) -> Figure | None:
     """Importance of each key: PED-ANOVA for a search, the range of the means over a key's values for groups."""
-    found = _ranges(study, trials) if study.recipe.groups else _importances(study, trials)
-    if not found:
+    importances = _ranges(study, trials) if study.recipe.groups else _importances(study, trials)
+    if not importances:
         return None
-    names = sorted(found, key=lambda name: found[name])
+    names = sorted(importances, key=lambda name: importances[name])
     figure, axes = _figure(8, 1.5 + 0.42 * len(names))
-    bars = axes.barh(names, [found[name] for name in names], color=BLUE, height=0.6)
-    axes.bar_label(bars, [f"{found[name]:.2g}" for name in names], padding=3, fontsize=9)
+    bars = axes.barh(names, [importances[name] for name in names], color=BLUE, height=0.6)
+    axes.bar_label(bars, [f"{importances[name]:.2g}" for name in names], padding=3, fontsize=9)
     axes.margins(x=0.12)
     axes.grid(visible=False, axis="y")
     if study.recipe.groups:
@@ -166,9 +166,9 @@ class _Scale:
             parts = int(self.range.high - self.range.low) if few else 4
             self.ticks = [(place / parts, _number(self._at(place / parts))) for place in range(parts + 1)]
             return
-        found = [self._value(trial) for trial in trials]
-        found = [value for value in found if value is not None]
-        self.choices = [value for at, value in enumerate(found) if value not in found[:at]]
+        values = [self._value(trial) for trial in trials]
+        values = [value for value in values if value is not None]
+        self.choices = [value for at, value in enumerate(values) if value not in values[:at]]
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.choices):
             self.choices.sort()
         self.ticks = [
@@ -219,13 +219,13 @@ def _importances(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        found = optuna.importance.get_param_importances(copy, evaluator=evaluator)
-    return found if all(math.isfinite(value) for value in found.values()) else {}
+        importances = optuna.importance.get_param_importances(copy, evaluator=evaluator)
+    return importances if all(math.isfinite(value) for value in importances.values()) else {}
 
 
 def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
     """Key -> range of the means over its values, among the finished trials of its group."""
-    found: dict[str, float] = {}
+    ranges: dict[str, float] = {}
     for group in study.recipe.groups:
         members = [t for t in trials if t.user_attrs.get("group") == group.name and t.state == TrialState.COMPLETE]
         for key in group.grid:
@@ -233,8 +233,8 @@ def _ranges(study: Study, trials: Sequence[FrozenTrial]) -> dict[str, float]:
             for trial in members:
                 by_value.setdefault(trial.params[key], []).append(trial.value or 0.0)
             if len(by_value) > 1:
-                found[f"{key} ({group.name})"] = float(np.ptp([fmean(values) for values in by_value.values()]))
-    return found
+                ranges[f"{key} ({group.name})"] = float(np.ptp([fmean(values) for values in by_value.values()]))
+    return ranges
 
 
 def _base_value(study: Study, key: str) -> Any:

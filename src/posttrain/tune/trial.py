@@ -256,14 +256,14 @@ class TrialJob:
         lines, reached = self.attempt.lines(), max(self._reported, default=0)
         # A pruned run may log more before it stops. Ignore that, because it depends on timing.
         known = [line for line in lines if line["step"] <= reached] if self._pruned else lines
-        found = outcome(known, self.study.recipe.objective)
-        self.trial.set_user_attr("step", found.step)
-        self.trial.set_user_attr("limited", found.limited)
+        result = outcome(known, self.study.recipe.objective)
+        self.trial.set_user_attr("step", result.step)
+        self.trial.set_user_attr("limited", result.limited)
         have = _frozen(self.optuna_study, self.trial).constraints
-        for metric, distance in found.violations.items():
+        for metric, distance in result.violations.items():
             if metric not in have:
                 self.trial.set_constraint(metric, distance)
-        return found.value
+        return result.value
 
 
 def record_failure(optuna_study: optuna.Study, trial: optuna.Trial, reason: str) -> None:
@@ -373,8 +373,8 @@ class Outcome:
 
 def curve(lines: Sequence[Line], objective: Objective) -> list[tuple[int, float]]:
     """(step, value) of the evaluations after step 0 that have a value, in order."""
-    found = [(line["step"], line.get(objective.metric)) for line in _evaluations(lines) if line["step"] > 0]
-    return [(step, float(value)) for step, value in found if value is not None]
+    values = [(line["step"], line.get(objective.metric)) for line in _evaluations(lines) if line["step"] > 0]
+    return [(step, float(value)) for step, value in values if value is not None]
 
 
 def outcome(lines: Sequence[Line], objective: Objective) -> Outcome:
@@ -402,8 +402,8 @@ def _limited(lines: Sequence[Line], metric: str, step: int) -> float:
     if at.get(metric) is not None:
         return float(at[metric])
     before = max((line["step"] for line in _evaluations(lines) if line["step"] < step), default=-1)
-    found = [line.get(metric) for line in lines if line["kind"] == "train" and before < line["step"] <= step]
-    numbers = [float(value) for value in found if isinstance(value, int | float)]
+    logged = [line.get(metric) for line in lines if line["kind"] == "train" and before < line["step"] <= step]
+    numbers = [float(value) for value in logged if isinstance(value, int | float)]
     if not numbers:
         known = sorted({key for line in lines if line["kind"] == "train" for key in line if key.startswith("policy/")})
         raise MissingMetric(

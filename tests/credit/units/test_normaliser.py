@@ -207,10 +207,10 @@ def test_what_is_not_there_is_an_error_that_names_what_is(tmp_path):
     file.write_text(json.dumps(PUBLISHED))
     missing = fit_key("phi3-instruct", "preference700K", WholeUnits(type="token"))
     with pytest.raises(
-        InputError, match=r"no fit phi3-instruct > preference700K > token.*there are: .*peak > avg > 1\.75"
+        InputError, match=r"no fit phi3-instruct > preference700K > token.*name one of: .*peak > avg > 1\.75"
     ):
         read_normalizer(file, missing)
-    with pytest.raises(InputError, match="has 3 fits, and one has to be named"):
+    with pytest.raises(InputError, match="has 3 fits and none was named"):
         read_normalizer(file)
     with pytest.raises(InputError, match="cannot be read"):
         read_normalizer(tmp_path / "gone.json")

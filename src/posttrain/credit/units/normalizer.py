@@ -1,8 +1,8 @@
-"""The location-aware normalizer of unit rewards: how their mean and spread depend on where in the answer a unit stands.
+"""The location-aware normalizer of unit rewards: their mean and spread as functions of the position in the answer.
 
 Source: Yin et al. 2025, "Segmenting text and learning their rewards for improved RLHF", arXiv 2501.02790. Unit k of K
-stands at p = k / K in (0, 1]; mean(p) = slope_mean log p + intercept_mean, sigma(p) the same with its own numbers, and a
-reward r becomes (r - mean(p)) / sigma(p).
+has position p = k / K in (0, 1]. mean(p) = slope_mean log p + intercept_mean, sigma(p) = slope_std log p + intercept_std, and
+a reward r becomes (r - mean(p)) / sigma(p).
 """
 
 import json
@@ -17,19 +17,19 @@ from posttrain.errors import InputError
 from posttrain.recipe.units import EntropyUnits, UnitsRecipe
 
 EPSILON = 1.35
-"""Huber's threshold, in units of the residuals' scale: 95% as efficient as least squares where residuals are normal."""
+"""Huber's threshold, in units of the residuals' scale: 95% as efficient as least squares for normal residuals."""
 FLOOR = 0.1
-"""Least sigma, as a share of sigma at the end of the answer."""
+"""Minimum sigma, as a fraction of sigma at the end of the answer."""
 _TINY = 1e-10
-"""Added to p inside the logarithm, as published; no position is 0, so it changes nothing."""
+"""Added to p inside the logarithm, as published. Has no effect, because no position is 0."""
 
 
 @dataclass(frozen=True)
 class Normalizer:
     """The four published numbers, in units of reward, and a floor on sigma.
 
-    Without a floor a published fit (tokens, Llama 3 8B SFT) has sigma <= 0 for p < 0.00407, so that in answers of more
-    than 245 units the first rewards change their sign. `ValueError` where sigma is not above 0 even at the end.
+    Without a floor, a published fit (tokens, Llama 3 8B SFT) has sigma <= 0 for p < 0.00407, so the first rewards change
+    sign in answers of more than 245 units. Raises `ValueError` if sigma is not above 0 at the end.
     """
 
     slope_mean: float
@@ -66,23 +66,23 @@ class Normalizer:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Rewards by position, rounded to three decimals as published: what is fitted, [m] each, positions rising."""
+    """Rewards by position, the data of a fit: [m] each, positions increasing, rounded to three decimals as published."""
 
     positions: np.ndarray
     means: np.ndarray
     stds: np.ndarray
-    """Sample standard deviations (n - 1); NaN where there is one reward."""
+    """Sample standard deviations (n - 1); NaN for a single reward."""
     counts: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A normalizer and how much of its profile it explains."""
+    """A normalizer and the share of variance that it explains."""
 
     normalizer: Normalizer
     profile: Profile
     r2_mean: float
-    """1 - residual / total sum of squares of the means by position, weighted by counts; NaN where they are all alike."""
+    """1 - residual / total sum of squares of the means by position, weighted by counts; NaN if they are all equal."""
     r2_std: float
 
 
@@ -92,7 +92,7 @@ def relative_positions(units: int) -> np.ndarray:
 
 
 def reward_profile(answers: Sequence[np.ndarray]) -> Profile:
-    """The profile of the unit rewards [K_i] of several answers. `ValueError` for rewards that are not finite."""
+    """The profile of the unit rewards [K_i] of several answers. Raises `ValueError` if a reward is not finite."""
     rewards = np.concatenate([np.asarray(answer, dtype=np.float64) for answer in answers])
     if not np.isfinite(rewards).all():
         raise ValueError("some unit rewards are not finite")
@@ -108,10 +108,9 @@ def reward_profile(answers: Sequence[np.ndarray]) -> Profile:
 def fit_normalizer(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
     """Fit mean and sigma against log p of the unit rewards [K_i] of several answers.
 
-    Two Huber regressions on the profile, each position weighted by its count; the published fit gives the position of
-    one answer the weight of the position of thousands, and takes the standard deviation of one reward for 0. A slope is 0 where all
-    answers have one unit. `ValueError` where nothing can be fitted: fewer than two rewards at every position, or no
-    spread.
+    Two Huber regressions on the profile, each position weighted by its count. The published fit weights all positions equally
+    and takes 0 as the standard deviation of a single reward. The slopes are 0 if all answers have one unit. Raises
+    `ValueError` if nothing can be fitted: fewer than two rewards at every position, or no spread.
     """
     profile = reward_profile(answers)
     several = profile.counts > 1
@@ -120,22 +119,22 @@ def fit_normalizer(answers: Sequence[np.ndarray], floor: float = FLOOR) -> Fit:
     logs = np.log(profile.positions + _TINY)
     slope_mean, intercept_mean = huber_line(logs, profile.means, profile.counts)
     slope_std, intercept_std = huber_line(logs[several], profile.stds[several], profile.counts[several])
-    made = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
+    normalizer = Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
     return Fit(
-        made,
+        normalizer,
         profile,
-        _r2(profile.means, made.mean(profile.positions), profile.counts),
-        _r2(profile.stds[several], made.sigma(profile.positions[several]), profile.counts[several]),
+        _r2(profile.means, normalizer.mean(profile.positions), profile.counts),
+        _r2(profile.stds[several], normalizer.sigma(profile.positions[several]), profile.counts[several]),
     )
 
 
 def huber_line(x: np.ndarray, y: np.ndarray, weights: np.ndarray, epsilon: float = EPSILON) -> tuple[float, float]:
     """Slope and intercept of y [n] on x [n] with weights [n] > 0, robust to outliers in y.
 
-    Minimises sum_i w_i (s + s H((y_i - a x_i - b) / s)) over a, b and the scale s, with H(z) = z^2 up to `epsilon` and
-    2 epsilon |z| - epsilon^2 beyond (Huber 1981, "Robust statistics", 7.7, proposal 2; what scikit-learn's
-    HuberRegressor minimises, whose penalty on the slope is left out). By reweighted least squares and a fixed point for
-    s, each of which lowers the objective, which is convex. The slope is 0 where all x are alike.
+    Minimizes sum_i w_i (s + s H((y_i - a x_i - b) / s)) over a, b and the scale s, with H(z) = z^2 up to `epsilon` and
+    2 epsilon |z| - epsilon^2 beyond (Huber 1981, "Robust statistics", 7.7, proposal 2; the objective
+    of scikit-learn's HuberRegressor without its penalty on the slope). Reweighted least squares alternates with a fixed-point
+    update of s; both decrease the convex objective. The slope is 0 if all x are equal.
     """
     w = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     inside = np.ones(len(x))
@@ -169,16 +168,16 @@ def _r2(values: np.ndarray, fitted: np.ndarray, counts: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class FitKey:
-    """Where in a file a fit stands."""
+    """The key of a fit in a file."""
 
     model: str
     dataset: str
     method: str
-    """`peak` for entropy above a threshold, as published; else the segmenter's `type`, `local_max` for such peaks."""
+    """`peak` for entropy above a threshold, as published; `local_max` for local maxima; otherwise the segmenter's `type`."""
     aggregate: str
     """`avg`, as published."""
     threshold: str
-    """Nats, as a number in text; `0` where the segmenter has none. Compared as a number."""
+    """Nats, as text; `0` if the segmenter has none. Compared as a number."""
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -189,12 +188,12 @@ class FitKey:
 
 
 def parse_key(text: str) -> FitKey:
-    """The key that `str` of it says: five names with `>` between them."""
+    """The inverse of `str`: five names separated by `>`."""
     return FitKey(*(name.strip() for name in text.split(">")))
 
 
 def fit_key(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
-    """The place of a fit for units of `segmenter`, aggregated by their mean."""
+    """The key of a fit for units of `segmenter`, aggregated by their mean."""
     if isinstance(segmenter, EntropyUnits):
         method = "peak" if segmenter.peak == "threshold" else segmenter.peak
         return FitKey(model, dataset, method, "avg", f"{segmenter.threshold:g}")
@@ -202,7 +201,7 @@ def fit_key(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
 
 
 def read_normalizers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalizer]:
-    """All fits of the file. `InputError` naming the file and the place where it is not of the layout."""
+    """All fits of the file. Raises `InputError` with the file and the position if it has another layout."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -210,26 +209,28 @@ def read_normalizers(path: Path, floor: float = FLOOR) -> dict[FitKey, Normalize
             f"{path} cannot be read ({error.strerror}); make one with `posttrain fit-normalizer`"
         ) from error
     except ValueError as error:
-        raise InputError(f"{path} is no JSON ({error}); make one with `posttrain fit-normalizer`") from error
+        raise InputError(f"{path} is not JSON ({error}); make one with `posttrain fit-normalizer`") from error
     return {key: _normalizer(path, key, numbers, floor) for key, numbers in _walk(path, content, ())}
 
 
 def read_normalizer(path: Path, wanted: FitKey | None = None, floor: float = FLOOR) -> tuple[FitKey, Normalizer]:
-    """The fit `wanted`, or the only one, and its key. `InputError` naming those there are where that is not to be had; the published
-    code takes mean 0 and standard deviation 1 for a key that is missing, and goes on."""
-    found = read_normalizers(path, floor)
-    if wanted is None and len(found) == 1:
-        return next(iter(found.items()))
-    matching = [(key, made) for key, made in found.items() if wanted is not None and same(key, wanted)]
+    """The fit `wanted`, or the only one, with its key. Raises `InputError` with the existing keys if there is none.
+
+    The published code silently uses mean 0 and standard deviation 1 for a missing key.
+    """
+    fits = read_normalizers(path, floor)
+    if wanted is None and len(fits) == 1:
+        return next(iter(fits.items()))
+    matching = [(key, normalizer) for key, normalizer in fits.items() if wanted is not None and same(key, wanted)]
     if not matching:
-        there = "; ".join(map(str, found)) or "none"
-        asked = f"no fit {wanted}" if wanted is not None else f"{len(found)} fits, and one has to be named"
-        raise InputError(f"{path} has {asked}; there are: {there}")
+        existing = "; ".join(map(str, fits)) or "none"
+        problem = f"no fit {wanted}" if wanted is not None else f"{len(fits)} fits and none was named"
+        raise InputError(f"{path} has {problem}; name one of: {existing}")
     return matching[0]
 
 
 def file_with_normalizer(path: Path, key: FitKey, made: Normalizer) -> str:
-    """The text of the file at `path`, if there is one, with `made` at `key`; other fits stay."""
+    """The text of the file at `path` (which may not exist yet) with `made` at `key`. Other fits are kept."""
     fits = read_normalizers(path) if path.is_file() else {}
     fits = {old: other for old, other in fits.items() if not same(old, key)} | {key: made}
     content: dict[str, Any] = {}
@@ -247,8 +248,8 @@ def _walk(path: Path, content: Any, above: tuple[str, ...]) -> list[tuple[FitKey
     if not isinstance(content, dict):
         place = " > ".join(above) or "the top"
         raise InputError(
-            f"{path}: at {place} stands {type(content).__name__} where the layout model > dataset > method > aggregate > "
-            "threshold has names; correct it"
+            f"{path}: {place} is {type(content).__name__}, but the layout model > dataset > method > aggregate > threshold "
+            "requires a mapping; correct the file"
         )
     return [entry for name, inner in content.items() for entry in _walk(path, inner, (*above, name))]
 
@@ -258,11 +259,11 @@ def _normalizer(path: Path, key: FitKey, numbers: Any, floor: float) -> Normaliz
         slope_mean, slope_std, intercept_mean, intercept_std = (float(number) for number in numbers)
         return Normalizer(slope_mean, slope_std, intercept_mean, intercept_std, floor)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: {key} is not four numbers of a normalizer ({error}); fit it again") from error
+        raise InputError(f"{path}: {key} must have four finite numbers ({error}); fit it again") from error
 
 
 def same(one: FitKey, other: FitKey) -> bool:
-    """Whether two keys are one, thresholds compared as numbers."""
+    """Whether two keys are equal, with thresholds compared as numbers."""
     return one.path[:-1] == other.path[:-1] and _number(one.threshold) == _number(other.threshold)
 
 

@@ -1,4 +1,4 @@
-"""Where the characters of an answer stand among its tokens, found by decoding token ids a few at a time."""
+"""Align the text of an answer with its tokens, by decoding a few token ids at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ from itertools import pairwise
 import numpy as np
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text, as a tokenizer's `decode` does: nothing tidied (`clean_up_tokenization_spaces=False`), special
-tokens shown, bytes that are no UTF-8 as U+FFFD."""
+"""Token ids -> text, as a tokenizer's `decode` with `clean_up_tokenization_spaces=False`: special tokens are included, and
+invalid UTF-8 bytes are U+FFFD."""
 
 _BROKEN = "\ufffd"
 _LONGEST = 4
-"""Bytes of the longest UTF-8 character, so no more tokens than these can share one."""
+"""Bytes of the longest UTF-8 character: the maximum number of tokens that can share one character."""
 
 
 @dataclass(frozen=True, eq=False)
 class AlignedText:
-    """The text of n tokens and the place of each token in it."""
+    """The text of n tokens and the position of each token in it."""
 
     text: str
     offsets: np.ndarray
-    """[n + 1] int64, never falling: token t adds the characters from `offsets[t]` to `offsets[t + 1]`. A character that
-    several tokens share stands with the last of them."""
+    """[n + 1] int64, non-decreasing: token t adds the characters from `offsets[t]` to `offsets[t + 1]`. A character that
+    several tokens share belongs to the last of them."""
     whole: np.ndarray
-    """[n + 1] bool: a cut before token t divides no character, so that the tokens on each side decode to the text on
-    each side."""
+    """[n + 1] bool: whether a cut before token t splits no character, so that the tokens on each side decode to the text on
+    that side."""
 
     def slice(self, start: int, stop: int) -> str:
         """The text of the tokens from `start` to `stop`."""
@@ -35,8 +35,8 @@ class AlignedText:
     def cuts(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
         """[m] int64: the tokens before which to cut the text at `places`, each a range (first, last) of characters.
 
-        The cut is the first one within the range (both ends included) that divides no token and no character; where
-        there is none, it stands before the token that holds the character `last`, which a unit must not lose.
+        The cut is the first one within the range (both ends included) that splits no token and no character. If there is
+        none, the cut is before the token that contains the character `last`, which the unit must include.
         """
         edges = np.flatnonzero(self.whole)
         at = self.offsets[edges]
@@ -46,18 +46,17 @@ class AlignedText:
         return edges[np.where((at[inside] >= first) & (at[inside] <= last), inside, holding)]
 
     def between_characters(self, cuts: np.ndarray) -> np.ndarray:
-        """[m] int64: `cuts` with those that divide a character moved to before it."""
+        """[m] int64: `cuts`, with cuts inside a character moved to its start."""
         edges = np.flatnonzero(self.whole)
         return edges[np.searchsorted(edges, cuts, side="right") - 1]
 
 
 def align(ids: Sequence[int], decode: Decode) -> AlignedText:
-    """The text of `ids` [n] with true offsets.
+    """The text of `ids` [n] with exact offsets.
 
-    Tokens are decoded alone, and together only where they share a character, so the work is linear in n; decoding
-    every prefix, which is the straightforward way, is quadratic. The published code maps characters by decoding each
-    token alone, which breaks where a character is spread over tokens, drops blank lines before it counts, and takes
-    token id 0 for padding; here ids are never interpreted and the text is what `decode` says.
+    Tokens are decoded one by one, and together only if they share a character, so the work is linear in n; decoding every
+    prefix would be quadratic. The published code decodes each token alone, which fails for characters that span several
+    tokens. It also drops blank lines before it counts, and treats token id 0 as padding. Here the text is that of `decode`.
     """
     tokens = [int(token) for token in ids]
     whole = _whole(tokens, decode)
@@ -75,8 +74,8 @@ def align(ids: Sequence[int], decode: Decode) -> AlignedText:
 def _whole(tokens: list[int], decode: Decode) -> np.ndarray:
     """[n + 1] bool: see `AlignedText.whole`.
 
-    A cut is suspect where the text so far ends in U+FFFD. It divides a character if the tokens on its two sides
-    decode to something else together than apart.
+    A cut is suspect if the text before it ends in U+FFFD. It splits a character if the tokens on both sides decode to
+    another text together than separately.
     """
     alone = cache(lambda token: decode([token]))
     whole = np.ones(len(tokens) + 1, dtype=bool)
@@ -92,7 +91,7 @@ def _whole(tokens: list[int], decode: Decode) -> np.ndarray:
 
 def _divides(tokens: list[int], start: int, place: int, decode: Decode) -> bool:
     left = decode(tokens[start:place])
-    # Some decoders give one U+FFFD per byte until a character is complete, so a look at one more token may not do.
+    # Some decoders return one U+FFFD per byte until a character is complete, so one more token may not be enough.
     return left.endswith(_BROKEN) and any(
         decode(tokens[start:stop]) != left + decode(tokens[place:stop])
         for stop in range(place + 1, min(place + _LONGEST, len(tokens)) + 1)
@@ -100,7 +99,7 @@ def _divides(tokens: list[int], start: int, place: int, decode: Decode) -> bool:
 
 
 def _reader(tokens: list[int], decode: Decode) -> Callable[[tuple[int, ...]], str]:
-    """What reads tokens as they read inside a text: decoders of the SentencePiece kind drop the space at its start."""
+    """A function that decodes tokens as inside a text. SentencePiece decoders drop the space at the start of a text."""
     anchor = next((token for token in tokens if (text := decode([token])).strip() and _BROKEN not in text), None)
     if anchor is None:
         return lambda piece: decode(piece)

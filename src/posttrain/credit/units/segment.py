@@ -1,4 +1,4 @@
-"""From a recipe to the units of answers."""
+"""Segmentation of answers into units, as a recipe describes."""
 
 import heapq
 import re
@@ -16,20 +16,20 @@ from posttrain.episode import Episode, StopReason, Stream
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits, UnitsRecipe, WholeUnits
 
 Location = tuple[int, int]
-"""Where a unit may begin in a text: the first and the last character at which to cut."""
+"""Where a unit may begin in a text: the first and the last possible character of the cut."""
 
 
 def step_starts(text: str, pattern: str, ordinal: bool) -> list[Location]:
-    """Where the steps of `text` begin: from the start of the label's line to the label.
+    """Locations where the steps of `text` begin: from the start of the label's line to the label.
 
     Every match of `pattern` (multi-line) is a candidate. With `ordinal`, labels (the pattern's group `label`) must
-    count 1, 2, 3, … or A, B, …, Z, AA, …, from the first on: a candidate that is not the successor of the step before
-    it is text inside that step. Where numbers and letters both count up, as in lettered steps with numbered parts,
-    the longer count is the steps, of equal ones the one that begins first.
+    count 1, 2, 3, … or A, B, …, Z, AA, …: a candidate that does not continue the count is text inside the current step.
+    If both numbers and letters count up, as in lettered steps with numbered parts, the longer count wins. Of equal counts,
+    the one that begins first wins.
 
-    The published code takes every line that `^(\\*?[A-Z]{1,2}\\.)\\s+` matches for a step, `OK. fine` among them, and
-    accepts no numbers though its documentation says so; `ordinal` false with that pattern is that reading. It counts
-    offsets in a text without its blank lines; here they are those of the text itself.
+    The published code takes every line that matches `^(\\*?[A-Z]{1,2}\\.)\\s+` for a step, including `OK. fine`, and
+    accepts no numbers although its documentation says so. `ordinal: false` with that pattern reproduces this. Its offsets
+    are those of the text without blank lines; offsets here are those of the text itself.
     """
     matches = list(re.finditer(pattern, text, re.MULTILINE))
     if ordinal:
@@ -39,13 +39,13 @@ def step_starts(text: str, pattern: str, ordinal: bool) -> list[Location]:
 
 
 def closing_start(text: str, pattern: str, after: int) -> list[Location]:
-    """Where what follows the steps begins: the first match of `pattern` after the character `after`; or nothing."""
-    found = re.compile(pattern, re.MULTILINE).search(text, after + 1)
-    return [(found.start(), _visible(text, found.start()))] if found else []
+    """Where the text after the steps begins: the first match of `pattern` after the character `after`, if any."""
+    match = re.compile(pattern, re.MULTILINE).search(text, after + 1)
+    return [(match.start(), _visible(text, match.start()))] if match else []
 
 
 def ordinal_of(label: str) -> int | None:
-    """1 for `A` or `1`, 26 for `Z` or `26`, 27 for `AA`; None for what is neither letters nor a number."""
+    """1 for `A` or `1`, 26 for `Z` or `26`, 27 for `AA`; None for other text."""
     if label.isascii() and label.isdigit():
         return int(label)
     number = 0
@@ -57,7 +57,7 @@ def ordinal_of(label: str) -> int | None:
 
 
 def _counting(matches: Sequence[re.Match[str]], letters: bool) -> list[re.Match[str]]:
-    """The matches whose labels count up from 1, of letters or of numbers."""
+    """The matches whose labels count up from 1, either letters or numbers."""
     count: list[re.Match[str]] = []
     for match in matches:
         label = match["label"] or ""
@@ -67,9 +67,9 @@ def _counting(matches: Sequence[re.Match[str]], letters: bool) -> list[re.Match[
 
 
 def _visible(text: str, start: int) -> int:
-    """The first character from `start` on that is not white space; `start` where there is none."""
-    found = re.compile(r"\S").search(text, start)
-    return found.start() if found else start
+    """Index of the first non-space character from `start` on; `start` if there is none."""
+    match = re.compile(r"\S").search(text, start)
+    return match.start() if match else start
 
 
 _CLOSERS = "\"'”’»)]*_」』）"
@@ -83,11 +83,11 @@ _FULL_WIDTH = re.compile(r"[。！？]+[”’」』）]*")
 
 
 def sentence_starts(text: str) -> list[tuple[int, int]]:
-    """Where the sentences of `text` begin, the first one aside.
+    """Locations where the sentences of `text` begin, except the first.
 
-    A sentence ends with its line, with `。`, `！` or `？`, and with a word that ends in `.`, `!`, `?` or `…` (quotes and
-    brackets may follow) before a word that does not begin in lower case. A label at the start of a line (`A.`, `12)`)
-    and common abbreviations end none. An initial (`J. Smith`) does: it looks like the end of `go to Step B. If`.
+    A sentence ends at a line break, at `。`, `！` or `？`, and at a word that ends in `.`, `!`, `?` or `…` (quotes and
+    brackets may follow) if the next word does not begin in lower case. Labels at the start of a line (`A.`, `12)`) and
+    common abbreviations do not end a sentence. Initials (`J. Smith`) do, because they look like the end of `go to Step B. If`.
     """
     ends = [match.end() for match in _FULL_WIDTH.finditer(text)]
     places = [(end, end) for end in ends if end < len(text) and not text[end].isspace()]
@@ -104,8 +104,7 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
 
 
 def paragraph_starts(text: str) -> list[tuple[int, int]]:
-    """Where the paragraphs of `text` begin, the first one aside: at the first line with something on it after a line
-    with nothing but white space."""
+    """Locations where the paragraphs of `text` begin, except the first: at the first non-blank line after a blank one."""
     places, start, blank, begun = [], 0, False, False
     for line in text.split("\n"):
         shown = line.strip()
@@ -127,20 +126,20 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 def thinking_tokens(answer: AlignedText, opened: bool = False) -> int:
-    """How many tokens at the start of an answer are its thinking: up to `</think>`, and the white space after it.
+    """Number of tokens at the start of an answer that are thinking: up to `</think>` and the white space after it.
 
-    `opened`: the prompt ended with `<think>`, so the answer begins inside the block. 0 for an answer without thinking;
-    all tokens where the block was not closed. A token that holds the end of the block and something after it is counted
-    as thinking. The published code drops the first four tokens of every answer, which is the empty block of one model.
+    `opened`: the prompt ended with `<think>`, so the answer begins inside the block. Returns 0 for an
+    answer without thinking, and all tokens if the block was not closed. A token that contains the end of the block and text
+    after it counts as thinking. The published code drops the first four tokens of every answer, which is the empty block of one model.
     """
     total = len(answer.offsets) - 1
     if not opened and not answer.text.lstrip().startswith(OPENING):
         return 0
-    found = answer.text.find(CLOSING)
-    visible = re.compile(r"\S").search(answer.text, found + len(CLOSING)) if found >= 0 else None
+    closing = answer.text.find(CLOSING)
+    visible = re.compile(r"\S").search(answer.text, closing + len(CLOSING)) if closing >= 0 else None
     if visible is None:
         return total
-    end = found + len(CLOSING)
+    end = closing + len(CLOSING)
     token = int(answer.cuts([(visible.start(), visible.start())])[0])
     while token < total and (answer.offsets[token] < end or not answer.whole[token]):
         token += 1
@@ -186,16 +185,16 @@ def answer_tokens(
 def entropy_cuts(
     entropies: np.ndarray, threshold: float, peak: Literal["threshold", "local_max"] = "threshold"
 ) -> np.ndarray:
-    """[m] int64: the tokens that begin a unit, the first token aside (Yin et al. 2025, arXiv 2501.02790).
+    """[m] int64: indices of the tokens that begin a unit, except the first token (Yin et al. 2025, arXiv 2501.02790).
 
     `entropies` [n] float, in nats: of the distribution that each token was drawn from, under the frozen reference
     model, full vocabulary, temperature 1. `threshold`: token t begins a unit iff entropies[t] > threshold. `local_max`:
     and if it is also above its neighbours; of equal neighbours that stand above the others, the first.
 
-    The authors' segmentation is called `peak` and is the plain threshold. A threshold no entropy reaches (their 1000)
-    gives one unit, 0 nearly one per token. A later variant takes the entropies of the policy in training, so that units
-    move while they are learned from; the caller passes those of the reference. `ValueError` for entropies that are not
-    finite.
+    The authors' segmentation is called `peak` and is the plain threshold. A threshold that no entropy reaches (1000 in
+    their code) gives one unit; 0 gives nearly one per token. A later variant uses the entropies of the policy in training,
+    so that units change during training; pass those of the reference model instead. Raises `ValueError` if an entropy is
+    not finite.
     """
     values = np.asarray(entropies, dtype=np.float64)
     if not np.isfinite(values).all():
@@ -207,25 +206,25 @@ def entropy_cuts(
 
 
 def _peaks(values: np.ndarray) -> np.ndarray:
-    """[n] bool: the first token of each run of equal values that lie above what stands on both sides of the run."""
+    """[n] bool: the first token of each run of equal values that exceed the values on both sides of the run."""
     heads = np.flatnonzero(np.diff(values, prepend=np.nan) != 0)  # NaN differs from everything
     runs = np.concatenate([[-np.inf], values[heads], [-np.inf]])
-    found = np.zeros(len(values), dtype=bool)
-    found[heads] = (runs[1:-1] > runs[:-2]) & (runs[1:-1] > runs[2:])
-    return found
+    peaks = np.zeros(len(values), dtype=bool)
+    peaks[heads] = (runs[1:-1] > runs[:-2]) & (runs[1:-1] > runs[2:])
+    return peaks
 
 
 def merge_tail(cuts: np.ndarray, most: int) -> np.ndarray:
-    """`cuts` [K + 1] of K units with at most `most` left: the first ones stay and the last takes all that follows.
+    """Merge K units with edges `cuts` [K + 1] into at most `most`: the last remaining unit takes all that follow.
 
-    As in the published code for labelled steps, which forgets the cap for units by entropy.
+    As in the published code for labeled steps. That code does not apply the limit to units by entropy.
     """
     return cuts if len(cuts) - 1 <= most else np.concatenate([cuts[:most], cuts[-1:]])
 
 
 def merge_small(cuts: np.ndarray, most: int) -> np.ndarray:
-    """`cuts` [K + 1] of K units with at most `most` left: again and again the unit with the fewest tokens joins the
-    smaller of its neighbours; of equal ones, the earlier. O(K log K)."""
+    """Merge K units with edges `cuts` [K + 1] into at most `most`: repeatedly, the unit with the fewest tokens joins its
+    smaller neighbor. Of equal ones, the earlier. O(K log K)."""
     edges = cuts.tolist()
     count = len(edges) - 1
     size = [stop - start for start, stop in pairwise(edges)]
@@ -236,7 +235,7 @@ def merge_small(cuts: np.ndarray, most: int) -> np.ndarray:
     while remaining > most:
         tokens, unit = heapq.heappop(smallest)
         if size[unit] != tokens:
-            continue  # it has grown, or is gone, since this was written
+            continue  # an outdated entry: the unit has grown or was merged
         before, after = left[unit], right[unit]
         into = before if after == count or (before >= 0 and size[before] <= size[after]) else unit
         gone = unit if into == before else after
@@ -251,7 +250,7 @@ def merge_small(cuts: np.ndarray, most: int) -> np.ndarray:
 
 
 _PROMPT_TAIL = 8
-"""Tokens before an answer that are looked at for a thinking block the prompt has opened."""
+"""Tokens before an answer that are searched for the start of a thinking block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,15 +260,15 @@ class Answer:
     ids: np.ndarray
     """[n] int64."""
     ended: bool
-    """The last token is an end token; false for an answer that was cut off."""
+    """Whether the last token is an end token. False for a truncated answer."""
     opened: bool = False
-    """The prompt ended with `<think>`."""
+    """Whether the prompt ended with `<think>`."""
     entropies: np.ndarray | None = None
-    """[n] float, nats: as `entropy_cuts` takes them."""
+    """[n] float, in nats, for `entropy_cuts`."""
 
 
 def episode_answers(episode: Episode, decode: Decode, entropies: Sequence[np.ndarray] | None = None) -> list[Answer]:
-    """The answers of an episode in their order. `entropies`: per stream [T] float, aligned with `Stream.ids`."""
+    """The answers of an episode, in order. `entropies`: per stream [T] float, aligned with `Stream.ids`."""
     answers = []
     for turn in episode.turns:
         ids = episode.streams[turn.stream].ids
@@ -285,17 +284,17 @@ def episode_answers(episode: Episode, decode: Decode, entropies: Sequence[np.nda
 
 
 def opened(before: np.ndarray, decode: Decode, tag: str = OPENING) -> bool:
-    """Whether the token ids `before` [n] int64 an answer end with `tag`, so that it begins inside the block."""
+    """Whether the token ids `before` an answer [n] int64 end with `tag`, so that the answer begins inside the block."""
     return decode(before[-_PROMPT_TAIL:].tolist()).rstrip().endswith(tag)
 
 
 def segment(recipe: UnitsRecipe, answers: Sequence[Answer], decode: Decode) -> Spans:
     """The units of an episode's answers over all its sampled tokens [n], one answer after the other.
 
-    Only the unit of `outcome` reaches from one answer into the next. The end token belongs to the last unit of its
-    answer and is not read; only with `token` is it a unit. Units divide no character, but with `token`. The published
-    code leaves the end token out of every unit and, where an answer was cut off, its last token as well, which it takes
-    for the end token. `ValueError` where `entropy` units lack entropies.
+    Only the unit of `outcome` spans several answers. The end token belongs to the last unit of its answer; only with `token`
+    it is a unit of its own. Except with `token`, units do not split characters. The published code excludes the end token
+    from all units and, for a truncated answer, also the last token, which it takes for the end token. Raises `ValueError` if
+    entropies for `entropy` units are missing.
     """
     if isinstance(recipe, WholeUnits):
         lengths = [len(answer.ids) for answer in answers]
@@ -324,13 +323,13 @@ def _of_answer(recipe: StepUnits | EntropyUnits | TextUnits, answer: Answer, dec
     if recipe.max_units is not None and first < last:
         edges = (merge_tail if recipe.merge == "merge_tail" else merge_small)(edges, recipe.max_units)
     edges = np.unique(np.concatenate([[0, thought], edges, [body]])).astype(np.int64)
-    found = (edges[:-1] >= first) & (edges[1:] <= last)
+    is_unit = (edges[:-1] >= first) & (edges[1:] <= last)
     edges[-1] = len(answer.ids)
-    return Spans(edges, found)
+    return Spans(edges, is_unit)
 
 
 def _steps(recipe: StepUnits, text: AlignedText, thought: int) -> tuple[int, int, np.ndarray]:
-    """The first token of the steps, the one after their last, and the tokens that begin a step."""
+    """The first token of the steps, the token after the last step, and the tokens that begin a step."""
     shift = int(text.offsets[thought])
     said = text.text[shift:]
     starts = step_starts(said, recipe.pattern, recipe.ordinal)
@@ -345,7 +344,7 @@ def _steps(recipe: StepUnits, text: AlignedText, thought: int) -> tuple[int, int
 
 
 def _places(text: AlignedText, places: list[tuple[int, int]], thought: int) -> np.ndarray:
-    """The tokens before which to cut at `places`, which are counted from the token `thought` on."""
+    """The tokens before which to cut at `places`, which are relative to the token `thought`."""
     shift = int(text.offsets[thought])
     return np.maximum(text.cuts([(first + shift, last + shift) for first, last in places]), thought)
 
@@ -379,10 +378,10 @@ def unit_ends(
     decode: Decode,
     entropies: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[K] int64, rising: the place in the stream of the last token of each unit, all answers together.
+    """[K] int64, increasing: position in the stream of the last token of each unit, over all answers.
 
-    The last one is the last sampled token, so a reward read there is that of the whole. Arguments as in `stream_answers`;
-    `ValueError` where `entropy` units lack entropies.
+    The last one is the last sampled token, so the reward there is that of the whole answer. Arguments as in `stream_answers`.
+    Raises `ValueError` if entropies for `entropy` units are missing.
     """
-    found = segment(recipe, stream_answers(stream, end_tokens, decode, entropies), decode)
-    return np.flatnonzero(stream.sampled)[found.cuts[1:] - 1]
+    spans = segment(recipe, stream_answers(stream, end_tokens, decode, entropies), decode)
+    return np.flatnonzero(stream.sampled)[spans.cuts[1:] - 1]

@@ -1,4 +1,4 @@
-"""The log of generated answers: JSON lines, appended in order of completion and sorted when published."""
+"""The log of generated completions: JSON lines, appended in order of completion and sorted when published."""
 
 import fcntl
 import hashlib
@@ -15,11 +15,11 @@ from posttrain.runs.directory import PARTIAL, process_runs, storage_errors, writ
 
 Key = tuple[int | str, int]
 """(id of the row, sample number)."""
-_FORMAT = "posttrain_answers"
+_FORMAT = "posttrain_completions"
 
 
-class AnswerLog:
-    """An append-only file of JSON lines; the first line describes what the answers belong to.
+class CompletionLog:
+    """An append-only file of JSON lines; the first line describes the run that they belong to.
 
     Each line reaches the operating system before `append` returns, so a killed process loses none. Opening the file
     removes an incomplete last line. Leaving the context manager syncs the file to disk, or deletes it if it has no
@@ -47,7 +47,7 @@ class AnswerLog:
             self._file.close()
             raise
 
-    def __enter__(self) -> "AnswerLog":
+    def __enter__(self) -> "CompletionLog":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -7,15 +7,15 @@ import time
 import pytest
 
 from posttrain.errors import RunError
-from posttrain.runs import answers
-from posttrain.runs.answers import AnswerLog, line_of
+from posttrain.runs import completions
+from posttrain.runs.completions import CompletionLog, line_of
 
 ABOUT = {"recipe": "r", "data": "d"}
 KEYS = [(n, 0) for n in range(4)]
 
 
 def answered(folder, text, keys=KEYS, replaces=None):
-    log = AnswerLog(folder / "answers.jsonl", ABOUT, replaces)
+    log = CompletionLog(folder / "completions.jsonl", ABOUT, replaces)
     for row, sample in keys:
         if (row, sample) not in log:
             log.append((row, sample), {"id": row, "sample": sample, "prediction": f"{text} {row}"})
@@ -62,7 +62,7 @@ def test_the_file_to_replace_is_still_that_after_a_kill_and_another_is_not(tmp_p
 
 
 def test_of_two_that_publish_at_once_one_is_told(tmp_path, monkeypatch):
-    whole, out, told = answers.write_lines, tmp_path / "p.jsonl", {}
+    whole, out, told = completions.write_lines, tmp_path / "p.jsonl", {}
 
     def slowly(path, lines):
         time.sleep(0.3)
@@ -76,7 +76,7 @@ def test_of_two_that_publish_at_once_one_is_told(tmp_path, monkeypatch):
             except RunError as error:
                 told[name] = str(error)
 
-    monkeypatch.setattr(answers, "write_lines", slowly)
+    monkeypatch.setattr(completions, "write_lines", slowly)
     both = threading.Barrier(2)
     running = [threading.Thread(target=publish, args=(name,)) for name in ("one", "two")]
     for thread in running:
@@ -86,4 +86,4 @@ def test_of_two_that_publish_at_once_one_is_told(tmp_path, monkeypatch):
     (loser,) = told
     winner = "two" if loser == "one" else "one"
     assert texts(out) == [f"{winner} {n}" for n in range(4)]
-    assert f"{loser}/answers.jsonl" in told[loser]
+    assert f"{loser}/completions.jsonl" in told[loser]

@@ -1,0 +1,40 @@
+"""Commands and overrides of docs/choosing.md resolve, and its links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.recipe.credit import CREDITS
+from posttrain.recipe.loss import LOSSES
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "choosing.md").read_text()
+COMMANDS = [line.removeprefix("$ ") for line in PAGE.splitlines() if line.startswith("$ ")]
+PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
+OVERRIDES = [words for words in re.findall(r"`([^`]+)`", PROSE) if re.match(r"\w+(\.\w+)+=", words)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs(command, capsys):
+    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("overrides", dict.fromkeys(OVERRIDES))
+def test_overrides_resolve_without_a_warning(overrides, capsys):
+    words = ["rl", "environment.type=frozen_lake", *overrides.split(), "--dry-run"]
+    assert main(words) == 0, capsys.readouterr()
+
+
+def test_the_page_has_overrides():
+    assert len(OVERRIDES) > 25
+    named = " ".join(OVERRIDES)
+    assert all(name in CREDITS.names() for name in re.findall(r"credit\.type=(\w+)", named))
+    assert all(name in LOSSES.names() for name in re.findall(r"loss\.type=(\w+)", named))
+
+
+def test_the_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)", PAGE):
+        assert (DOCS / target).exists(), target
